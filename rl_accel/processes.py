@@ -8,13 +8,14 @@ processes of the command stay descendants of the supervising process.
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
 
 import psutil
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _UNKILLABLE_S = 10.0
 
 
@@ -24,9 +25,26 @@ def become_subreaper() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def descendants() -> list[psutil.Process]:
-    """Returns all living descendants of the calling process. Reaps (waits for) direct children of this process that have ended."""
-    return [process for process in psutil.Process().children(recursive=True) if not has_ended(process)]
+def end_with_parent(parent: int) -> Callable[[], None] | None:
+    """Returns a ``preexec_fn`` that ends a child process when its parent (process ID ``parent``) is killed; None outside Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask
+
+
+def descendants(pid: int | None = None) -> list[psutil.Process]:
+    """Returns all living descendants of the process ``pid``, by default of the calling process.
+
+    Reaps (waits for) direct children of the calling process that have ended.
+    """
+    return [process for process in psutil.Process(pid).children(recursive=True) if not has_ended(process)]
 
 
 def has_ended(process: psutil.Process) -> bool:

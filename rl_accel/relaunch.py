@@ -5,21 +5,19 @@ checkpoint, writes ``{"step": …, "overrides": […], "reason": …}`` to that 
 file counts.
 """
 
-import ctypes
 import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from rl_accel.processes import become_subreaper, end_descendants, shell_exit_code
+from rl_accel.processes import become_subreaper, end_descendants, end_with_parent, shell_exit_code
 
 EXIT_CODE = 75
 """Exit code of a trainer that requests a restart (``EX_TEMPFAIL`` of sysexits.h)."""
@@ -28,7 +26,6 @@ NOTE_VAR = "RL_ACCEL_RESTART_FILE"
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (*_ENDS, signal.SIGUSR1, signal.SIGUSR2)
 _ORPHANS_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 class Launches:
@@ -77,7 +74,7 @@ class Launches:
                     return code
 
     def _launch(self, command: list[str], file: Path) -> int:
-        environment, with_us = {**os.environ, NOTE_VAR: str(file)}, _end_with(os.getpid())
+        environment, with_us = {**os.environ, NOTE_VAR: str(file)}, end_with_parent(os.getpid())
         try:
             self._child = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=with_us)
         except OSError as error:
@@ -103,20 +100,6 @@ class Launches:
 def run(max_restarts: int, pause: float, command: tuple[str, ...]) -> None:
     """Runs a trainer, and restarts it with other overrides when the trainer asks for that (rl_accel.tp_replan.action=restart)."""
     raise SystemExit(Launches(command, max_restarts, pause).run())
-
-
-def _end_with(parent: int) -> Callable[[], None] | None:
-    """Returns a ``preexec_fn`` that ends a child process when its parent (process ID ``parent``) is killed; None outside Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask
 
 
 def _say(text: str) -> None:

@@ -3,17 +3,25 @@
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_accel.lab.ab.recipe import Recipe
 from rl_accel.lab.ab.runner import RunResult
 from rl_accel.lab.ab.stats import RunData, gain, pairs, same
+from rl_accel.lab.ab.tables import as_text
 
 GREEN, RED, SKIPPED = "green", "red", "skipped"
 _PROBS_DIFF = "training/rollout_probs_diff_max"
+_NO_PAIR = "no two arms of one seed to compare"
+_BOUNDS = {
+    "rollout_faster": ("faster", "ratio", operator.ge, ".2fx"),
+    "wasted_tokens": ("wasted_tokens", "wasted", operator.le, ".1%"),
+    "prompts_lost": ("prompts_lost", "lost", operator.le, ".0f"),
+}
+"""Checks that compare a number of each arm with a bound: mapping from check to the recipe's key with the bounds, the key of the
+number in ``summary.json``, the comparison, and the format of the number (:func:`~rl_accel.lab.ab.tables.as_text`)."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +52,23 @@ def run_checks(
     stages: Sequence[Any],
     rollout: Mapping[str, Any] | None,
     convergence: Mapping[str, Any],
-    out: Path,
     asked: int,
 ) -> list[Check]:
     """Evaluates all checks that a recipe turns on.
 
     ``results`` are the results of the runs that were started, and ``runs`` are the metrics of these runs. ``stages``, ``rollout``
-    (None if the recipe does not ask for it) and ``convergence`` are sections of ``summary.json``. ``out`` is the folder of the A/B,
-    with one folder per run. ``asked`` is the number of requested runs.
+    (None if the recipe does not ask for it) and ``convergence`` are sections of ``summary.json``. ``asked`` is the number of runs
+    that were to be made.
     """
     checks = [
         _completed(results, asked),
         _identical(recipe, runs),
         _rollout_probs_diff(recipe, runs),
-        _first_step_zero(recipe, runs),
-        _forbidden_log(recipe, results, out),
         _reward_gain(recipe, runs),
         _faster(recipe, stages),
         *(_rollout_checks(recipe, rollout, convergence) if rollout else []),
     ]
-    return [Check(**{**asdict(c), "warn_only": c.name in recipe.checks.warn_only}) for c in checks if c is not None]
+    return [replace(check, warn_only=check.name in recipe.checks.warn_only) for check in checks if check is not None]
 
 
 def _completed(results: Sequence[RunResult], asked: int) -> Check:
@@ -74,23 +79,21 @@ def _completed(results: Sequence[RunResult], asked: int) -> Check:
 
 
 def _identical(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
-    metrics, couples = recipe.checks.identical, list(pairs(runs, recipe.baseline))
+    metrics = recipe.checks.identical
     if not metrics:
         return None
-    if not couples:
-        return Check("identical", SKIPPED, "no two arms of one seed to compare")
     lines, compared = [], 0
-    for (base, other), metric in itertools.product(couples, metrics):
+    for (base, other), metric in itertools.product(pairs(runs, recipe.baseline), metrics):
         steps = [s for s in base.steps if metric in base.steps[s] and metric in other.steps.get(s, {})]
         compared += len(steps)
         parted = next((s for s in steps if not same(base.steps[s][metric], other.steps[s][metric])), None)
-        who = f"{metric} of {other.arm} seed {other.seed}"
-        if not steps:
-            lines.append((False, f"{who} has no step in common with {base.arm}"))
-        elif parted is not None:
+        text = f"{metric} of {other.arm} seed {other.seed} has no step in common with {base.arm}"
+        if parted is not None:
             a, b = base.steps[parted][metric], other.steps[parted][metric]
-            lines.append((False, f"{who} parts at step {parted}: {a!r} and {b!r}"))
-    return _check("identical", lines, green=f"{', '.join(metrics)}: equal in all {compared} comparisons")
+            text = f"{metric} of {other.arm} seed {other.seed} parts at step {parted}: {a!r} and {b!r}"
+        lines.append((bool(steps) and parted is None, text))
+    green = f"{', '.join(metrics)}: equal in all {compared} comparisons"
+    return _check("identical", lines, green=green, skipped=_NO_PAIR)
 
 
 def _rollout_probs_diff(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
@@ -99,40 +102,12 @@ def _rollout_probs_diff(recipe: Recipe, runs: Sequence[RunData]) -> Check | None
         return None
     values = [(m[_PROBS_DIFF], step, run) for run in runs for step, m in run.steps.items() if _PROBS_DIFF in m]
     if not values:
-        text = f"no {_PROBS_DIFF} logged: set rollout.calculate_log_probs=True"
-        return Check("rollout_probs_diff", SKIPPED, text)
+        skipped = f"no {_PROBS_DIFF} logged: set rollout.calculate_log_probs=True"
+        return Check("rollout_probs_diff", SKIPPED, skipped)
     # NaN means that verl could not compare the probabilities. NaN must not pass as a small difference.
     worst, step, run = max(values, key=lambda item: math.inf if math.isnan(item[0]) else item[0])
     text = f"largest {worst:.3g} ({run.arm} seed {run.seed}, step {step}), allowed {limit:g}"
-    return Check("rollout_probs_diff", GREEN if worst <= limit else RED, text)
-
-
-def _first_step_zero(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
-    if not recipe.checks.first_step_zero:
-        return None
-    lines = []
-    for run, metric in itertools.product(runs, recipe.checks.first_step_zero):
-        first = next(((step, m[metric]) for step, m in run.steps.items() if step >= 1 and metric in m), None)
-        if first is not None:
-            step, value = first
-            text = f"{metric} of {run.arm} seed {run.seed} is {value:.3g} at step {step}"
-            lines.append((abs(value) <= recipe.checks.zero_tolerance, text))
-    if not lines:
-        return Check("first_step_zero", SKIPPED, f"none of {', '.join(recipe.checks.first_step_zero)} was logged")
-    return _check("first_step_zero", lines)
-
-
-def _forbidden_log(recipe: Recipe, results: Sequence[RunResult], out: Path) -> Check | None:
-    texts = recipe.checks.forbidden_log
-    if not texts:
-        return None
-    lines = []
-    for result in results:
-        log = _lines(out / result.name / "train.log")
-        hit = next(((number, line) for number, line in log if any(text in line for text in texts)), None)
-        if hit is not None:
-            lines.append((False, f"{result.name}/train.log line {hit[0]}: {hit[1].strip()[:200]}"))
-    return _check("forbidden_log", lines, green=f"no log holds {', '.join(map(repr, texts))}")
+    return _check("rollout_probs_diff", [(worst <= limit, text)])
 
 
 def _reward_gain(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
@@ -154,30 +129,36 @@ def _faster(recipe: Recipe, stages: Sequence[Any]) -> Check | None:
     if not recipe.checks.faster:
         return None
     rows = {row["stage"]: row["ratios"] for row in stages}
-    arms = rows.get(recipe.metrics.step, {})
-    if not arms:
-        return Check("faster", SKIPPED, "no two arms of one seed to compare")
-    lines = []
+    arms, lines = list(rows.get(recipe.metrics.step, {})), []
     for (stage, least), arm in itertools.product(recipe.checks.faster.items(), arms):
         ratio = rows.get(stage, {}).get(arm, {}).get("ratio") or 0.0
         lines.append((ratio >= least, f"{stage} {ratio:.2f}x ({arm}), wanted {least:g}x"))
-    return _check("faster", lines)
+    return _check("faster", lines, skipped=_NO_PAIR)
 
 
 def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Mapping[str, Any]) -> Iterator[Check]:
-    wanted, rows = recipe.rollout, {row["arm"]: row for row in rollout["arms"]}
-    if wanted.faster and recipe.baseline not in rows:
-        yield Check("rollout_faster", SKIPPED, f"{recipe.baseline} was not run")
-    elif wanted.faster:
-        yield _bounds("rollout_faster", wanted.faster, rows, "ratio", operator.ge, "{:.2f}x")
-    if wanted.wasted_tokens:
-        yield _bounds("wasted_tokens", wanted.wasted_tokens, rows, "wasted", operator.le, "{:.1%}")
-    if wanted.prompts_lost:
-        yield _bounds("prompts_lost", wanted.prompts_lost, rows, "lost", operator.le, "{:.0f}")
-    if wanted.same_reward is not None:
-        yield _same_reward(
-            wanted.same_reward, [row for row in convergence["rows"] if "reach" in row and row["axis"] == "steps"]
-        )
+    rows = {row["arm"]: row for row in rollout["arms"]}
+    for name, (key, column, holds, form) in _BOUNDS.items():
+        bounds: Mapping[str, float] = getattr(recipe.rollout, key)
+        lines = []
+        for arm, bound in bounds.items():
+            if arm in rows:  # --arms may leave arms out
+                value = rows[arm].get(column)
+                text = f"{arm} {as_text(value, form)}, wanted {as_text(bound, form)}"
+                is_good = value is not None and holds(value, bound)
+                lines.append((is_good, f"{arm}: not measured" if value is None else text))
+        if bounds and column == "ratio" and recipe.baseline not in rows:
+            yield Check(name, SKIPPED, f"{recipe.baseline} was not run")
+        elif bounds:
+            yield _check(name, lines, skipped="no such arm was run")
+    if (limit := recipe.rollout.same_reward) is not None:
+        lines = []
+        for row in convergence["rows"]:
+            if "reach" in row and row["axis"] == "steps" and math.isfinite(row["low"]):
+                text = f"{row['arm']} {row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})"
+                lines.append((-limit <= row["low"] and row["high"] <= limit, text))
+        skipped = "an interval needs at least three seeds of the baseline and of an arm"
+        yield _check("same_reward", lines, wanted=f"wanted the interval within {limit:g}", skipped=skipped)
     if rollout["ledgers"] or rollout["without_ledger"]:
         lines = [(False, f"{run}: tail batching left no ledger") for run in rollout["without_ledger"]]
         for ledger in rollout["ledgers"]:
@@ -190,35 +171,7 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Map
         yield _check("ledger", lines)
 
 
-def _bounds(
-    name: str,
-    wanted: Mapping[str, float],
-    rows: Mapping[str, Any],
-    key: str,
-    holds: Callable[[float, float], bool],
-    form: str,
-) -> Check:
-    lines = []
-    for arm, bound in wanted.items():
-        if arm in rows:  # --arms may leave arms out
-            value = rows[arm].get(key)
-            text = "not measured" if value is None else f"{form.format(value)}, wanted {form.format(bound)}"
-            lines.append((value is not None and holds(value, bound), f"{arm}{': ' if value is None else ' '}{text}"))
-    return _check(name, lines) if lines else Check(name, SKIPPED, "no such arm was run")
-
-
-def _same_reward(bound: float, rows: Sequence[Mapping[str, Any]]) -> Check:
-    lines = []
-    for row in rows:
-        if math.isfinite(row["low"]):
-            text = f"{row['arm']} {row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})"
-            lines.append((-bound <= row["low"] and row["high"] <= bound, text))
-    if not lines:
-        return Check("same_reward", SKIPPED, "an interval needs at least three seeds of the baseline and of an arm")
-    return _check("same_reward", lines, wanted=f"wanted the interval within {bound:g}")
-
-
-def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green: str = "") -> Check:
+def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green: str = "", skipped: str = "") -> Check:
     """Combines several conditions into one check, which is red if a condition does not hold.
 
     The detail of a red check lists the texts of the conditions that do not hold.
@@ -227,16 +180,11 @@ def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green
         lines: one pair per condition: whether the condition holds, and a text with the measured value.
         wanted: text that is appended to the detail of a red check.
         green: detail of a green check; "" stands for the texts of all conditions.
+        skipped: detail of a check that is skipped because there are no conditions; "": such a check is green.
     """
     bad = [text for holds, text in lines if not holds]
     if bad:
         return Check(name, RED, "; ".join([*bad, wanted] if wanted else bad))
+    if skipped and not lines:
+        return Check(name, SKIPPED, skipped)
     return Check(name, GREEN, green or "; ".join(text for _, text in lines))
-
-
-def _lines(log: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with log.open(errors="replace") as file:
-            yield from enumerate(file, 1)
-    except OSError:
-        return

@@ -1,11 +1,8 @@
 """The command ``rl-accel ab``: trains the arms (variants) of a recipe and compares them."""
 
 import importlib
-import importlib.util
-import itertools
 import json
 import math
-import os
 import shlex
 import statistics
 import sys
@@ -26,10 +23,9 @@ from rl_accel.lab.ab import launch as launching
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs, prepare_command, save
 from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, prepare, run_all
+from rl_accel.runtime import is_installed
 
 _MANIFEST = "ab.json"
-WIDTH = 180
-"""Width of tables, in characters, if the output goes to a file or a pipe."""
 _PLAIN_EVERY_S = 15.0
 """Minimum seconds between two progress lines if the output goes to a file or a pipe."""
 
@@ -99,7 +95,7 @@ def ab(
     run failed or a check is red; 2: the recipe or an option is wrong; 128 + signal: stopped by a signal, metrics so far
     are kept and reported.
     """
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
+    console = report.plain_console()
     if recipe is not None and recipe.is_dir():
         recipe /= "recipe.yaml"
     try:
@@ -113,11 +109,11 @@ def ab(
         if out is None:
             out = Path("out") / spec.name
             if not launch:  # the output of --launch must be a pure shell script
-                console.print(f"Logs and report go to {out}; --out names another folder", markup=False, highlight=False)
+                console.print(f"Logs and report go to {out}; --out names another folder")
         out = out.resolve()
         plans = plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps)
         for name, arm in spec.arms.items():
-            if arm.needs and importlib.util.find_spec(arm.needs) is None:
+            if arm.needs and not is_installed(arm.needs):
                 plans = [plan for plan in plans if plan.arm != name]
                 click.echo(f"arm {name} is left out: there is no module {arm.needs}", err=True)
         if launch:
@@ -166,7 +162,7 @@ def _run(
         command, env = prepare_command(spec, file.parent, out)
         if command and only in (None, launching.PREPARE):
             if not console.is_terminal:
-                console.print(f"preparing: {shlex.join(command)}", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"preparing: {shlex.join(command)}", soft_wrap=True)
             with console.status("preparing data and model"):
                 prepare(command, env, file.parent, out / "prepare.log", stop)
         if only in (None, launching.PREPARE) or not (out / _MANIFEST).exists():
@@ -201,7 +197,7 @@ def _rebuild(out: Path, recipe: Path | None, platform: str | None, console: Cons
 def _report(spec: Recipe, file: Path, out: Path, results: list[RunResult], asked: int, console: Console) -> int:
     summary = report.build(spec, file, out, results, asked)
     report.show(summary, console)
-    console.print(f"Report: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Report: {out / 'report.html'}", soft_wrap=True)
     return 0 if summary["ok"] else 1
 
 
@@ -210,7 +206,7 @@ def _show_failures(results: list[RunResult], out: Path, console: Console) -> Non
         if result.status in ("failed", "timeout"):
             log = out / result.name / "train.log"
             console.rule(f"{result.name} {result.status}: {result.message}; end of {log}", style="red")
-            console.print(last_lines(log), markup=False, highlight=False, soft_wrap=True)
+            console.print(last_lines(log), soft_wrap=True)
             console.rule(style="red")
 
 
@@ -226,10 +222,9 @@ class ProgressView:
         self._width = max(map(len, self._to_run), default=0)
         self._durations: list[float] = []
         self._task: TaskID | None = None
-        self._began = 0.0
-        self._arrivals: list[float] = []
-        """Monotonic time, in seconds, at which each step of the current run was logged."""
-        self._last_line = 0.0
+        self._steps = 0
+        """Number of logged steps of the current run."""
+        self._began = self._first_step = self._last_line = 0.0
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -247,24 +242,29 @@ class ProgressView:
         self._bars.stop()
 
     def started(self, plan: RunPlan) -> None:
-        self._began, self._arrivals = time.monotonic(), []
+        self._began, self._steps = time.monotonic(), 0
         self._task = self._bars.add_task(plan.name.ljust(self._width), total=plan.steps, note="starting the trainer")
         self._plain(f"{plan.name}: starting, {plan.steps} steps, log {plan.directory / 'train.log'}", always=True)
 
     def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None:
         if step < 1 or self._task is None:
             return
-        self._arrivals.append(time.monotonic())
+        now = time.monotonic()
+        self._steps += 1
         note = f"reward {metrics.get(self._reward, math.nan):.4g}"
-        if len(self._arrivals) > 1:
-            step_s = statistics.median(b - a for a, b in itertools.pairwise(self._arrivals))
-            left = timedelta(seconds=round(self._seconds_left(plan, step, step_s)))
+        if self._steps == 1:
+            self._first_step = now
+        else:
+            step_s = (now - self._first_step) / (self._steps - 1)
+            this_run = self._first_step - self._began + (plan.steps - 1) * step_s
+            later_runs = (len(self._to_run) - 1) * statistics.mean(self._durations or [this_run])
+            left = timedelta(seconds=round((plan.steps - step) * step_s + later_runs))
             note += f" | {step_s:.2f} s/step | {left} left"
         self._bars.update(self._task, completed=step, note=note)
         self._plain(f"{plan.name}: step {step}/{plan.steps} | {note}", always=step >= plan.steps)
 
     def tick(self) -> None:
-        if self._task is not None and not self._arrivals:
+        if self._task is not None and not self._steps:
             self._bars.update(self._task, note=f"starting the trainer, {time.monotonic() - self._began:.0f} s")
 
     def ended(self, plan: RunPlan, result: RunResult) -> None:
@@ -278,17 +278,8 @@ class ProgressView:
             self._bars.update(self._task, note=f"[{colour}]{status}[/], {result.seconds:.0f} s")
         text = f"{plan.name}: {status}, {result.message}, {result.seconds:.0f} s"
         if self._task is None or not self._console.is_terminal:
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(text, soft_wrap=True)
         self._task = None
-
-    def _seconds_left(self, plan: RunPlan, step: int, step_s: float) -> float:
-        """Estimates the remaining seconds of all runs.
-
-        Assumes that each later run takes as long as the mean of the ended runs, or as long as the current run if none has ended.
-        """
-        this_run = self._arrivals[0] - self._began + (plan.steps - 1) * step_s
-        a_run = statistics.mean(self._durations) if self._durations else this_run
-        return (plan.steps - step) * step_s + (len(self._to_run) - 1) * a_run
 
     def _plain(self, text: str, always: bool = False) -> None:
         """Prints ``text`` as a line if the console is not a terminal. A terminal shows progress bars instead.
@@ -297,4 +288,4 @@ class ProgressView:
         """
         if not self._console.is_terminal and (always or time.monotonic() - self._last_line > _PLAIN_EVERY_S):
             self._last_line = time.monotonic()
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(text, soft_wrap=True)

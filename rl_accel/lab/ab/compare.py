@@ -2,9 +2,7 @@
 
 import glob
 import itertools
-import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +10,16 @@ from typing import Any
 
 import click
 import yaml
-from rich.console import Console
 
-from rl_accel.errors import RecipeError
+from rl_accel.errors import RecipeError, did_you_mean
 from rl_accel.lab.ab import report
-from rl_accel.lab.ab.cli import WIDTH
 from rl_accel.lab.ab.convergence import listed
-from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, nearest, parse_margin
+from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, parse_margin
 from rl_accel.lab.ab.runner import RunResult, load_result
 from rl_accel.lab.ab.stats import RunData
 from rl_accel.telemetry.readers import read
 
-SLIME = Metrics("rollout/raw_reward", [], "perf/", "step_time", ["train_wait_time", "train_time"])
+SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", "train_time"])
 """Names of slime's metrics. The stages ``train_wait_time`` and ``train_time`` together are a whole step of slime."""
 
 
@@ -73,7 +69,7 @@ def gather(
     else:
         rounds = any(name.startswith("rl_accel/tail_batching/") for name in names)
         of_framework = SLIME if SLIME.reward in names else Metrics()
-        recipe = Recipe("compare", metrics=of_framework, rollout=Rollout(rounds, ledger="tail_batching/ledger.jsonl"))
+        recipe = Recipe("compare", metrics=of_framework, rollout=Rollout(rounds))
     recipe = replace(recipe, arms={arm: recipe.arms.get(arm, Arm()) for arm in arms}, baseline=next(iter(arms)))
     recipe.metrics = replace(recipe.metrics, **metrics)
     parse_margin(recipe.metrics.margin)
@@ -81,7 +77,9 @@ def gather(
     gpus: dict[str, list[str]] = {}
     for arm, its in logged.items():
         if not any(reward in step for run in its.values() for step in run.steps.values()):
-            raise RecipeError(f"{arm}: no run logged {reward}{nearest(reward, names)}; --reward names what to compare")
+            raise RecipeError(
+                f"{arm}: no run logged {reward}{did_you_mean(reward, names)}; --reward names what to compare"
+            )
         # slime logs seed and batch size as top-level keys of the configuration, verl in the section data
         told = [run.config | run.config.get("data", {}) for run in its.values()]
         named = [re.findall(r"seed[-_=]?(\d+)", place) or [of.get("seed")] for place, of in zip(its, told, strict=True)]
@@ -141,10 +139,10 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
             )
     recipe, runs = gather(arms, {key: value for key, value in metrics.items() if value is not None}, batch_size)
     facts = [(run, len(run.steps), [*run.command]) for run in runs]
-    results = [RunResult(r.arm, r.seed or 0, n, "", words, {}, "read", None, n, label=r.label) for r, n, words in facts]
+    results = [RunResult(r.arm, r.seed or 0, n, words, {}, "read", None, n, label=r.label) for r, n, words in facts]
     out.mkdir(parents=True, exist_ok=True)
     summary = report.build(recipe, Path(words[0]), out, results, 0, runs)
-    report.show(summary, Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH))
+    report.show(summary, report.plain_console())
     click.echo(f"Report: {out / 'report.html'}")
 
 

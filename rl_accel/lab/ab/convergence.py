@@ -44,17 +44,21 @@ AXES = {
     "minutes": "minutes of training",
 }
 """Mapping from x axis to label in the report. If no run takes an hour, the axis is in minutes instead of hours."""
+_SECONDS = {"hours": 3600, "minutes": 60}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
 _REACH, _WINDOW = 0.9, 5  # share of the baseline's gain to reach; number of values in the moving average
 _POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
 
 
-def points(run: RunData, names: Metrics, metric: str) -> dict[str, tuple[Array, Array]]:
-    """Returns the curve of ``metric`` in a run, on each x axis (steps, prompts, hours) on which the positions are known.
+def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> dict[str, tuple[Array, Array]]:
+    """Returns the curve of ``metric`` in a run, on each x axis (steps, prompts, ``unit``) on which the positions are known.
+
+    Args:
+        unit: axis of time, hours or minutes. A position is the summed time of all steps so far.
 
     Returns:
-        Mapping from axis to a pair of arrays of equal length: positions, and finite values of the metric. A position in hours is
-        the summed time of all steps so far. The axis of hours is left out if the time of a step is missing.
+        Mapping from axis to a pair of arrays of equal length: positions, and finite values of the metric. The axis of time is left
+        out if the time of a step is missing.
     """
     found = curve(run, metric)
     steps, values = np.array(found["steps"], dtype=float), np.array(found["values"], dtype=float)
@@ -67,8 +71,8 @@ def points(run: RunData, names: Metrics, metric: str) -> dict[str, tuple[Array, 
     if run.batch_size:
         places["prompts"] = run.batch_size * (steps + (first == 0))  # the first step is 1 in verl and 0 in slime
     if timed and first <= 1 and len(timed) == max(timed) - first + 1:
-        done = np.cumsum([0.0, *(its[names.stage_prefix + names.step] for its in timed.values())]) / 3600
-        places["hours"] = done[np.searchsorted(list(timed), steps, side="right")]
+        done = np.cumsum([0.0, *(its[names.stage_prefix + names.step] for its in timed.values())])
+        places[unit] = done[np.searchsorted(list(timed), steps, side="right")] / _SECONDS[unit]
     return {axis: (x, values) for axis, x in places.items()}
 
 
@@ -166,16 +170,12 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     """
     rows, notes, curves = [], [note for run in runs for note in run.notes], {}
     logged = {name for run in runs for step in run.steps.values() for name in step}
-    rewards = [points(run, names, names.reward) for run in runs]
-    is_short = max((its["hours"][0][-1] for its in rewards if "hours" in its), default=1.0) < 1
-    time = "minutes" if is_short else "hours"
-    axes = [axis for axis in AXES if axis not in {"hours", "minutes"} - {time}]
+    of_step = names.stage_prefix + names.step
+    seconds = [sum(its[of_step] for its in run.training_steps(names).values()) for run in runs]
+    time = "minutes" if 0 < max(seconds, default=0) < _SECONDS["hours"] else "hours"
+    axes = ["steps", "prompts", time]
     for metric in (names.reward, *sorted(filter(_VALIDATION.fullmatch, logged))):
-        found = {run.name: points(run, names, metric) for run in runs}
-        for its in found.values():
-            if is_short and "hours" in its:
-                hours, values = its.pop("hours")
-                its["minutes"] = 60 * hours, values
+        found = {run.name: points(run, names, metric, time) for run in runs}
         curves[metric] = {
             axis: {name: [part.tolist() for part in its[axis]] for name, its in found.items() if axis in its}
             for axis in axes
@@ -195,7 +195,7 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
                     rows.append({"arm": arm, "metric": metric, "axis": axis, **row})
     wanted = {
         "prompts": "tell the prompts of a step (compare takes --batch-size)",
-        time: f"log {names.stage_prefix}{names.step} of every step",
+        time: f"log {of_step} of every step",
     }
     for axis, what in wanted.items():
         places = curves[names.reward]

@@ -1,5 +1,6 @@
-"""Plots of an A/B report: reward curves, stage times, step times, and plots about rollouts."""
+"""Plots of an A/B report: reward curves, step times, and plots about rollouts."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,8 @@ import numpy as np
 
 from rl_accel.lab.ab.convergence import AXES
 from rl_accel.lab.ab.stats import ALL
-from rl_accel.telemetry.stage_clock import STAGES
 
 _ARM_COLOURS = ("#8d99ae", "#1d6fd1", "#e07a1f", "#2a9d5c", "#b5498f", "#7a5c3e")
-_FURTHER_COLOURS = ("#8c6d46", "#3d5a80", "#c08497", "#a3b18a", "#577590")
 _KIND_MARKS = {"short": "o", "long": "s", "final": "^", ALL: "."}
 
 
@@ -20,46 +19,31 @@ def draw(summary: dict[str, Any], out: Path) -> list[Path]:
 
     ``summary`` is the content of ``summary.json``. A plot without data is skipped.
     """
-    pictures = {"reward.png": _reward, "stages.png": _stages, "step_time.png": _step_time}
-    about_rollouts = {
-        "rollout_seconds.png": _rollout_seconds,
-        "predicted.png": _predicted,
-        "queue.png": _queue,
-        "lengths.png": _lengths,
-    }
+    pictures = {"reward.png": _reward, "step_time.png": _step_time}
+    about_rollouts = {"rollout_seconds.png": _rollout_seconds, "queue.png": _queue, "lengths.png": _lengths}
     written = []
     for name, make in {**pictures, **about_rollouts}.items():
         (out / name).unlink(missing_ok=True)
         figure = make(summary) if name in pictures or summary["rollout"] else None
         if figure is not None:
-            figure.legend(
-                *figure.axes[0].get_legend_handles_labels(),
-                loc="outside upper center",
-                ncols=6,
-                frameon=False,
-                fontsize=8,
-            )
+            lines = figure.axes[0].get_legend_handles_labels()
+            figure.legend(*lines, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
             figure.savefig(out / name, dpi=130, facecolor="white")
             written.append(out / name)
     return written
 
 
-def _figure(
-    height: float = 3.6, columns: int = 1, rows: int = 0, grid: str = "both", **options: Any
-) -> tuple[Any, Any]:
-    """Returns a matplotlib figure and its axes.
-
-    The axes are a single object by default, a 1-D array if ``columns`` is above 1, and a 2-D array if ``rows`` is above 0.
-    """
+def _figure(height: float = 3.6, columns: int = 1, rows: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Returns a matplotlib figure and the 2-D array of its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, height), layout="constrained")
-    all_axes = figure.subplots(max(1, rows), columns, squeeze=False, **options)
+    all_axes = figure.subplots(rows, columns, squeeze=False, **options)
     for axes in all_axes.flat:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(length=3)
-        axes.grid(axis=grid, alpha=0.25)
-    return figure, all_axes if rows else all_axes[0] if columns > 1 else all_axes[0, 0]
+        axes.grid(alpha=0.25)
+    return figure, all_axes
 
 
 def _arms(summary: dict[str, Any]) -> dict[str, str]:
@@ -79,8 +63,8 @@ def _reward(summary: dict[str, Any]) -> Any:
     known = [axis for axis in AXES if any(its.get(axis) for its in curves.values())]
     if not known:
         return None
-    coincide = any(v["steps_compared"] and v["parts_at"] is None for v in summary["reward_verdicts"])
-    figure, places = _figure(0.4 + 2.9 * len(curves), len(known), len(curves), grid="y", sharey="row", sharex="col")
+    coincide = any(its["steps_compared"] and its["parts_at"] is None for its in summary["differences"])
+    figure, places = _figure(0.4 + 2.9 * len(curves), len(known), len(curves), sharey="row", sharex="col")
     for (metric, found), row in zip(curves.items(), places, strict=True):
         for axis, axes in zip(known, row, strict=True):
             # a broad, pale baseline stays visible below a coinciding curve
@@ -108,7 +92,7 @@ def _draw_runs(axes: Any, summary: dict[str, Any], curves: Mapping[str, Any], ba
 def _step_time(summary: dict[str, Any]) -> Any:
     names = summary["recipe"]["metrics"]
     steps = summary["curves"].get(names["stage_prefix"] + names["step"], {})
-    figure, axes = _figure(grid="y")
+    figure, ((axes,),) = _figure()
     _draw_runs(axes, summary, {name: (its["steps"], its["values"]) for name, its in steps.items() if its["steps"]}, {})
     if not axes.lines:
         return None
@@ -125,58 +109,19 @@ def _step_time(summary: dict[str, Any]) -> Any:
     return figure
 
 
-def _stages(summary: dict[str, Any]) -> Any:
-    whole, average = (summary["recipe"]["metrics"][name] for name in ("step", "average"))
-    rows = [row for row in summary["stages"] if row["stage"] != whole]
-    total: dict[str, Any] = next((row["arms"] for row in summary["stages"] if row["stage"] == whole), {})
-    arms = [arm for arm in _arms(summary) if arm in total]
-    if not arms:
-        return None
-    figure, axes = _figure(1.7 + 0.55 * len(arms))
-    axes.grid(False)
-    longest = max(total[arm][average] for arm in arms)
-    left = dict.fromkeys(arms, 0.0)
-    for index, row in enumerate(rows):
-        widths = [max(0.0, row["arms"].get(arm, {}).get(average, 0.0)) for arm in arms]
-        if max(widths) < 0.002 * longest:
-            continue
-        colour = STAGES.get(row["stage"], _FURTHER_COLOURS[index % len(_FURTHER_COLOURS)])
-        axes.barh(
-            arms, widths, left=[left[a] for a in arms], color=colour, label=row["stage"], edgecolor="white", lw=0.5
-        )
-        for arm, width in zip(arms, widths, strict=True):
-            if width > 0.09 * longest:
-                axes.text(left[arm] + width / 2, arm, f"{width:.2f}", ha="center", va="center", fontsize=8)
-            left[arm] += width
-    for arm in arms:
-        axes.text(
-            left[arm] + 0.01 * longest, arm, f"{total[arm][average]:.2f} s", va="center", fontweight="bold", fontsize=9
-        )
-    axes.set_xlim(0, longest * 1.12)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{average} seconds a step, by stage")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    return figure
-
-
 def _rollout_seconds(summary: dict[str, Any]) -> Any:
     """Plots the rollout seconds of each step, for the first seed of each arm.
 
     Markers tell whether tail batching ran a short, long or final round in the step, or no such round.
     """
-    figure, axes = _figure()
-    for arm, series in _first_seed(summary):
-        axes.plot(series["steps"], series["seconds"], color=_arms(summary)[arm], lw=1, label=arm)
+    figure, ((axes,),) = _figure()
+    for arm, colour, series in _first_seed(summary):
+        axes.plot(series["steps"], series["seconds"], color=colour, lw=1, label=arm)
         for kind, mark in _KIND_MARKS.items():
-            points = [index for index, its in enumerate(series["kind"]) if its == kind]
-            axes.plot(
-                [series["steps"][i] for i in points],
-                [series["seconds"][i] for i in points],
-                mark,
-                color=_arms(summary)[arm],
-                ms=5 if kind != ALL else 3,
-            )
+            seconds = [
+                its if of == kind else math.nan for its, of in zip(series["seconds"], series["kind"], strict=True)
+            ]
+            axes.plot(series["steps"], seconds, mark, color=colour, ms=5 if kind != ALL else 3)
     axes.set_title(
         "Rollout seconds (circle: short round, square: long, triangle: final, dot: waits for all)", fontsize=10
     )
@@ -186,30 +131,12 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
     return figure if axes.lines else None
 
 
-def _predicted(summary: dict[str, Any]) -> Any:
-    """Plots mean rollout seconds per step of each arm: the measured value, and the prediction from telemetry of the baseline."""
-    rows = [row for row in summary["rollout"]["arms"] if row["predicted"] and row["seconds"]]
-    if not rows:
-        return None
-    figure, axes = _figure(1.2 + 0.5 * len(rows), grid="x")
-    places = np.arange(len(rows))
-    axes.barh(places - 0.2, [row["seconds"] for row in rows], 0.38, color="#1d6fd1", label="measured")
-    names = ("predicted", "predicted_low", "predicted_high")
-    predicted, low, high = np.array([[row[name] for row in rows] for name in names])
-    off = np.maximum([predicted - low, high - predicted], 0)
-    axes.barh(places + 0.2, predicted, 0.38, xerr=off, color="#8d99ae", ecolor="#555555", label="predicted")
-    axes.set_yticks(places, [row["arm"] for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("mean rollout seconds a step")
-    return figure
-
-
 def _queue(summary: dict[str, Any]) -> Any:
     """Plots the number of prompts that wait for a long round of tail batching at each step, for the first seed of each arm."""
-    figure, axes = _figure()
-    for arm, series in _first_seed(summary):
+    figure, ((axes,),) = _figure()
+    for arm, colour, series in _first_seed(summary):
         if any(value is not None for value in series["queue"]):
-            axes.step(series["steps"], series["queue"], where="post", color=_arms(summary)[arm], label=arm)
+            axes.step(series["steps"], series["queue"], where="post", color=colour, label=arm)
     axes.set_title("Prompts that wait for a long round", fontsize=10)
     axes.set_xlabel("training step")
     axes.set_ylabel("prompts")
@@ -221,29 +148,25 @@ def _lengths(summary: dict[str, Any]) -> Any:
 
     The plot shows whether tail batching biases training towards some lengths.
     """
-    figure, (left, right) = _figure(columns=2)
-    share = np.linspace(0, 1, 101)
+    figure, (places,) = _figure(columns=2)
     for row in summary["rollout"]["arms"]:
         if row["lengths"]:
-            for axes in (left, right):
-                axes.plot(
-                    row["lengths"]["quantiles"], share, color=_arms(summary)[row["arm"]], lw=1.5, label=row["arm"]
-                )
-    left.set_xscale("symlog", linthresh=10)
-    left.set_title("Lengths of all responses trained on", fontsize=10)
-    right.set_ylim(0.9, 1.002)
-    right.set_title("The longest tenth", fontsize=10)
-    for axes in (left, right):
+            for axes in places:
+                style = {"color": _arms(summary)[row["arm"]], "label": row["arm"], "lw": 1.5}
+                axes.plot(row["lengths"]["quantiles"], np.linspace(0, 1, 101), **style)
+    places[0].set_xscale("symlog", linthresh=10)
+    places[0].set_title("Lengths of all responses trained on", fontsize=10)
+    places[1].set_ylim(0.9, 1.002)
+    places[1].set_title("The longest tenth", fontsize=10)
+    for axes in places:
         axes.set_xlabel("characters")
         axes.set_ylabel("share of responses")
-    return figure if left.lines else None
+    return figure if places[0].lines else None
 
 
-def _first_seed(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Returns pairs of an arm and the per-step values (:func:`~rl_accel.lab.ab.stats.series`) of the arm's first run."""
-    first: dict[str, Mapping[str, Any]] = {}
-    for run in summary["runs"]:
-        series = summary["rollout"]["series"].get(run["name"])
-        if series is not None:
-            first.setdefault(run["arm"], series)
-    return list(first.items())
+def _first_seed(summary: dict[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Returns one tuple per arm: the arm, its plot colour, and the per-step values (:func:`~rl_accel.lab.ab.stats.series`) of the
+    arm's first run."""
+    series = summary["rollout"]["series"]
+    names = {run["arm"]: run["name"] for run in reversed(summary["runs"]) if run["name"] in series}
+    return [(arm, colour, series[names[arm]]) for arm, colour in _arms(summary).items() if arm in names]

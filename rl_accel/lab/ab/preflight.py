@@ -6,7 +6,6 @@ verl's dataclasses. For slime, slime's parser checks the arguments if Megatron-L
 
 import functools
 import importlib.metadata
-import importlib.util
 import inspect
 import os
 import subprocess
@@ -22,6 +21,7 @@ from rl_accel.doctor import quiet
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs
 from rl_accel.parallel.model_memory import MIN_SEQUENCES, read_configuration, read_memory
 from rl_accel.patches.verl.verl_run import MAINS, VerlRun
+from rl_accel.runtime import is_installed
 from rl_accel.switch import aligned
 
 TRIED_VERL = "0.9.1"
@@ -196,7 +196,7 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
     yield "slime", "works", str(root)
     yield from map(_package, ("sglang", "sglang_router", "megatron.core", "megatron.training"))
     given = dict(word.split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
-    if _package("megatron.training")[1] == "works":
+    if is_installed("megatron.training"):
         parse = [sys.executable, "-c", _SLIME_PARSE, *arguments]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
         done = subprocess.run(parse, env=env, capture_output=True, text=True)
@@ -219,11 +219,8 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
 
 
 def _package(name: str) -> Row:
-    try:
-        there = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        there = False
-    return f"package {name}", "works" if there else "missing", "" if there else "it cannot be imported here"
+    verdict = ("works", "") if is_installed(name) else ("missing", "it cannot be imported here")
+    return f"package {name}", *verdict
 
 
 def _files(what: str, paths: Sequence[Any], prepared: bool = False) -> Iterator[Row]:

@@ -32,13 +32,10 @@ The runner sets three environment variables of each run: ``VERL_FILE_LOGGER_PATH
 ``RL_ACCEL``, from the environment of the shell unless the recipe sets them.
 """
 
-import difflib
-import hashlib
-import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -46,15 +43,13 @@ from typing import Any, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_accel.errors import RecipeError
+from rl_accel.errors import RecipeError, did_you_mean
 from rl_accel.telemetry.stage_clock import STAGES
 
 CHECK_NAMES = (
     "completed",
     "identical",
     "rollout_probs_diff",
-    "first_step_zero",
-    "forbidden_log",
     "reward_gain",
     "faster",
     "rollout_faster",
@@ -65,6 +60,7 @@ CHECK_NAMES = (
 )
 AVERAGES = ("median", "mean")
 NOT_COMPARED = ("timing_*", "perf/*", "*/perf/*", "rl_accel/*", "*memory*", "*/mfu*", "*_mfu*")
+"""Shell patterns of metrics that may differ between arms: times, throughput, memory, and those of rl-accel."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _ENV = "oc.env:"
 _PLACEHOLDER = re.compile(r"\$\{(\w+|oc\.env:\w+)\}")
@@ -89,8 +85,6 @@ class Metrics:
 
     reward: str = "critic/score/mean"
     """Metric shown as the reward curve and in the progress bar."""
-    curves: list[str] = field(default_factory=lambda: ["response_length/mean"])
-    """Metrics, besides the reward, whose values at every step are stored in ``summary.json``."""
     stage_prefix: str = "timing_s/"
     step: str = "step"
     """Name of the metric with the seconds of a whole step, without the prefix ``stage_prefix``."""
@@ -99,8 +93,6 @@ class Metrics:
     average: str = "median"
     """Average for stage times and their ratios: median or mean. Use mean if steps differ in kind, such as short and long rounds
     of tail batching."""
-    not_compared: list[str] = field(default_factory=lambda: list(NOT_COMPARED))
-    """Shell patterns of metrics that may differ between arms. The table of first differences leaves out these metrics."""
     warmup_steps: int = 2
     """Number of steps at the start of each run that do not count in stage times."""
     margin: str = "2%"
@@ -119,11 +111,6 @@ class Checks:
     """Metrics that must be equal at every step in all arms with the same seed."""
     rollout_probs_diff: float | None = 1e-3
     """Largest allowed value of verl's ``training/rollout_probs_diff_max``: difference of rollout and trainer probabilities."""
-    first_step_zero: list[str] = field(default_factory=lambda: ["actor/kl_loss", "actor/reward_kl_penalty"])
-    """Metrics that must be 0 at the first step that logs them, because the policy still equals the reference model there."""
-    zero_tolerance: float = 1e-6
-    forbidden_log: list[str] = field(default_factory=lambda: ["dtype mismatch"])
-    """Strings that must not occur in the ``train.log`` of any run."""
     reward_gain: float | None = None
     """Smallest allowed gain of every run: mean reward of the last fifth of the steps minus mean reward of the first fifth."""
     faster: dict[str, float] = field(default_factory=dict)
@@ -142,11 +129,6 @@ class Rollout:
     """
 
     report: bool = False
-    data: str = "rollouts"
-    """Folder in which verl stores all responses (``trainer.rollout_data_dir``), relative to the run's folder. The report reads
-    response lengths from these files."""
-    ledger: str = "checkpoints/tail_batching/ledger.jsonl"
-    """File in which tail batching logs the prompts trained in each step, relative to the run's folder."""
     faster: dict[str, float] = field(default_factory=dict)
     """Mapping from arm to the smallest allowed rollout speedup: the baseline's mean rollout seconds divided by the arm's, over all
     seeds."""
@@ -229,7 +211,9 @@ def load(path: Path, platform: str | None = None) -> Recipe:
         raise RecipeError(f"{path}: platforms wants a mapping from names to keys of a recipe, found {platforms!r}")
     if platform is not None and platform not in platforms:
         there_are = f"there are {', '.join(platforms)}" if platforms else "it has none"
-        raise RecipeError(f"--platform: {path} has no platform {platform!r}{nearest(platform, platforms)}; {there_are}")
+        raise RecipeError(
+            f"--platform: {path} has no platform {platform!r}{did_you_mean(platform, platforms)}; {there_are}"
+        )
     if platforms:
         values = _merge(values, _extended(platforms[platform or next(iter(platforms))], path, ()))
     recipe: Recipe = _typed(Recipe, values, str(path), "")
@@ -298,8 +282,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
-    container = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(container, dict)
+    container: Any = OmegaConf.to_container(config, resolve=False)
     return {str(key): value for key, value in container.items()}
 
 
@@ -316,7 +299,7 @@ def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
         name = f"{where}.{key}" if where else str(key)
         if key not in hints:
             raise RecipeError(
-                f"{source}: unknown key {name}{nearest(str(key), hints)}; {where or 'a recipe'} takes {_keys(schema)}"
+                f"{source}: unknown key {name}{did_you_mean(key, hints)}; {where or 'a recipe'} takes {_keys(schema)}"
             )
         if is_dataclass(hints[key]):
             converted[key] = _typed(hints[key], value, source, name)
@@ -345,12 +328,6 @@ def _keys(schema: Any) -> str:
     return ", ".join(f.name for f in fields(schema))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns a hint such as " (did you mean x?)" with the name in ``known`` that is closest to ``name``; "" if none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
 def _problems(recipe: Recipe) -> Iterator[str]:
     """Yields an error message for each invalid value that has the right type, the most basic errors first."""
     if not _NAME.fullmatch(recipe.name):
@@ -368,27 +345,30 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name, its in recipe.arms.items():
         if its.seeds is not None and not (its.seeds and set(its.seeds) <= set(recipe.seeds)):
             yield f"arms.{name}.seeds wants some of {recipe.seeds}, found {its.seeds}"
-    for key in ("nodes", "gpus"):
-        if getattr(recipe, key) < 1:
-            yield f"{key} wants at least 1, found {getattr(recipe, key)}"
+    least = {
+        "nodes": (recipe.nodes, 1),
+        "gpus": (recipe.gpus, 1),
+        "metrics.warmup_steps": (recipe.metrics.warmup_steps, 0),
+    }
+    for key, (value, minimum) in least.items():
+        if value < minimum:
+            yield f"{key} wants at least {minimum}, found {value}"
     if recipe.timeout_s is not None and not recipe.timeout_s > 0:
         yield f"timeout_s wants a number above 0, found {recipe.timeout_s}"
-    if recipe.metrics.warmup_steps < 0:
-        yield f"metrics.warmup_steps wants at least 0, found {recipe.metrics.warmup_steps}"
     if recipe.metrics.average not in AVERAGES:
         yield f"metrics.average wants one of {', '.join(AVERAGES)}, found {recipe.metrics.average!r}"
     stages = [*recipe.metrics.stages, recipe.metrics.step]
     for stage in recipe.checks.faster:
         if stage not in stages:
-            yield f"checks.faster.{stage} is not a stage{nearest(stage, stages)}; stages are {', '.join(stages)}"
+            yield f"checks.faster.{stage} is not a stage{did_you_mean(stage, stages)}; stages are {', '.join(stages)}"
     for key in ("faster", "wasted_tokens", "prompts_lost"):
         for arm in getattr(recipe.rollout, key):
             if arm not in recipe.arms or (key == "faster" and arm == recipe.baseline):
-                yield f"rollout.{key}.{arm} is no arm to compare{nearest(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}"
+                yield f"rollout.{key}.{arm} is no arm to compare{did_you_mean(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}"
     for name in recipe.checks.warn_only:
         if name not in CHECK_NAMES:
             known = ", ".join(CHECK_NAMES)
-            yield f"checks.warn_only: unknown check {name!r}{nearest(name, CHECK_NAMES)}; checks are {known}"
+            yield f"checks.warn_only: unknown check {name!r}{did_you_mean(name, CHECK_NAMES)}; checks are {known}"
     for where, env in [("env", recipe.env), *((f"arms.{name}.env", arm.env) for name, arm in recipe.arms.items())]:
         for key, value in env.items():
             if value is not None and not isinstance(value, str | int | float | bool):
@@ -422,12 +402,6 @@ class RunPlan:
     def name(self) -> str:
         return f"{self.arm}-seed{self.seed}"
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of command, environment and steps. ``--resume`` keeps the result of a run only if the hash is the same."""
-        text = json.dumps([self.command, sorted(self.env.items()), self.steps])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
 
 def plan_runs(
     recipe: Recipe,
@@ -451,7 +425,9 @@ def plan_runs(
         raise RecipeError(f"--{problem}")
     for arm in arms:
         if arm not in recipe.arms:
-            raise RecipeError(f"--arms: no arm {arm!r}{nearest(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}")
+            raise RecipeError(
+                f"--arms: no arm {arm!r}{did_you_mean(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}"
+            )
     if not arms or len(set(arms)) < len(arms):
         raise RecipeError(f"--arms wants different arms, found {', '.join(arms) or 'nothing'}")
     kept = {name: arm.seeds for name, arm in recipe.arms.items() if arm.seeds is not None}
@@ -467,7 +443,11 @@ def prepare_command(recipe: Recipe, recipe_dir: Path, out: Path) -> tuple[list[s
     """Returns the recipe's prepare command (empty if the recipe has none), and the environment variables of this command."""
     known = {"recipe_dir": str(recipe_dir), "out": str(out)}
     # leaves out variables with placeholders of a single run, which have no value yet
-    env = {key: value for key, value in recipe.env.items() if not _unknown(str(value), known)}
+    env = {
+        key: value
+        for key, value in recipe.env.items()
+        if all(name in known or name.startswith(_ENV) for name in _PLACEHOLDER.findall(str(value)))
+    }
     return _command(recipe.prepare, known, "prepare"), _environment(env, known, "env")
 
 
@@ -483,19 +463,15 @@ def _plan(recipe: Recipe, recipe_dir: Path, out: Path, arm: str, seed: int, step
         "gpus": str(recipe.gpus),
         "nodes": str(recipe.nodes),
     }
-    overrides = [
-        *recipe.overrides,
-        *recipe.seed_overrides,
-        *recipe.steps_overrides,
-        *recipe.arms[arm].overrides,
-    ]
-    command = _command(recipe.command, known, "command") + [_fill(item, known, "overrides") for item in overrides]
+    overrides = [*recipe.overrides, *recipe.seed_overrides, *recipe.steps_overrides, *recipe.arms[arm].overrides]
+    command = _command(recipe.command, known, "command")
+    command += [_fill(item, known, "overrides", strict=False) for item in overrides]
     env = _environment(recipe.env, known, "env") | _environment(recipe.arms[arm].env, known, f"arms.{arm}.env")
     return RunPlan(arm, seed, steps, directory, tuple(command), env, recipe.timeout_s)
 
 
 def _command(words: Sequence[str], known: Mapping[str, str], where: str) -> list[str]:
-    filled = [_strict(word, known, where) for word in words]
+    filled = [_fill(word, known, where) for word in words]
     return [sys.executable, *filled[1:]] if filled[:1] == ["python"] else filled
 
 
@@ -504,29 +480,23 @@ def _environment(env: Mapping[str, Any], known: Mapping[str, str], where: str) -
     for key, value in env.items():
         if isinstance(value, bool):
             value = str(value).lower()  # most programs would take "False" for true
-        filled[key] = None if value is None else _strict(str(value), known, f"{where}.{key}")
+        filled[key] = None if value is None else _fill(str(value), known, f"{where}.{key}")
     return filled
 
 
-def _strict(text: str, known: Mapping[str, str], where: str) -> str:
-    for name in _unknown(text, known):
-        raise RecipeError(
-            f"{where}: unknown placeholder ${{{name}}}{nearest(name, known)}; it may use {', '.join(known)}"
-        )
-    return _fill(text, known, where)
+def _fill(text: str, known: Mapping[str, str], where: str, strict: bool = True) -> str:
+    """Fills in the placeholders of ``text``. An unknown placeholder is an error if ``strict``, and is kept otherwise."""
 
-
-def _unknown(text: str, known: Mapping[str, str]) -> list[str]:
-    return [name for name in _PLACEHOLDER.findall(text) if name not in known and not name.startswith(_ENV)]
-
-
-def _fill(text: str, known: Mapping[str, str], where: str) -> str:
     def value(match: re.Match[str]) -> str:
-        name = match[1].removeprefix(_ENV)
-        if name == match[1]:
-            return known.get(name, match[0])
-        if name not in os.environ:
-            raise RecipeError(f"{where}: {match[0]} wants the environment variable {name}, which is not set")
-        return os.environ[name]
+        name = match[1]
+        if name.startswith(_ENV):
+            variable = name.removeprefix(_ENV)
+            if variable not in os.environ:
+                raise RecipeError(f"{where}: {match[0]} wants the environment variable {variable}, which is not set")
+            return os.environ[variable]
+        if strict and name not in known:
+            hint = did_you_mean(name, known)
+            raise RecipeError(f"{where}: unknown placeholder {match[0]}{hint}; it may use {', '.join(known)}")
+        return known.get(name, match[0])
 
     return _PLACEHOLDER.sub(value, text)

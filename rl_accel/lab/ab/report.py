@@ -1,14 +1,15 @@
 """Report of an A/B: ``summary.json``, plots, a self-contained ``report.html``, and console output.
 
-``summary.json`` has all measurements and conclusions. Its schema ``rl_accel.ab/1`` has the keys ``schema, created, ok, headline[],
+``summary.json`` has all measurements and conclusions. Its schema ``rl_accel.ab/2`` has the keys ``schema, created, ok, headline[],
 recipe{}, environment{}, runs[], measured_steps{run: [first, last]}, stages[], rollout{}, convergence{}, data{name: {arm: mean}},
-reward_verdicts[], differences[], checks[], curves{metric: {run: {steps, values}}}``. NaN is written as null. These functions of
+differences[], checks[], curves{metric: {run: {steps, values}}}``. NaN is written as null. These functions of
 :mod:`rl_accel.lab.ab.stats` and :mod:`rl_accel.lab.ab.convergence` document the larger sections:
 
 - ``stages``: ``stage_table``.
 - ``rollout``: ``rollout_summary``; null unless the recipe asks for this section.
 - ``data``: ``data_changes``.
-- ``differences``: ``first_differences``, for each pair of a baseline run and another run.
+- ``differences``: ``differences``, for each pair of a baseline run and another run, with ``arm``, ``seed`` and three keys about the
+  reward: ``steps_compared``, ``parts_at`` (the first differing step, or null) and ``text`` (a sentence for the report).
 - ``convergence``: ``converge``.
 """
 
@@ -18,6 +19,7 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,7 +29,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -36,14 +37,13 @@ from rl_accel.files import strict_json
 from rl_accel.lab.ab import plots
 from rl_accel.lab.ab.checks import run_checks
 from rl_accel.lab.ab.convergence import converge, sentence
-from rl_accel.lab.ab.recipe import Metrics, Recipe
+from rl_accel.lab.ab.recipe import NOT_COMPARED, Metrics, Recipe
 from rl_accel.lab.ab.runner import RunResult, last_lines
 from rl_accel.lab.ab.stats import (
     RunData,
-    agreement,
     curve,
     data_changes,
-    first_differences,
+    differences,
     gain,
     measured_steps,
     pairs,
@@ -59,12 +59,14 @@ from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.profile import format_seconds, read_run
 from rl_accel.telemetry.stage_clock import FILE_NAME
 
-SCHEMA = "rl_accel.ab/1"
+SCHEMA = "rl_accel.ab/2"
 _DRAWS = 20
 """Number of random draws (simulated runs) that a prediction averages."""
 _BUSY = 2.0
 """Load average per CPU core at the start of a run, above which the report warns that the run's times cannot be trusted."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
+_WIDTH = 180
+"""Width of tables, in characters, if the output goes to a file or a pipe."""
 _COLOURS = {"green": "green", "red": "red", "skipped": "yellow"}
 
 
@@ -108,16 +110,8 @@ def summarise(
     if rollouts:
         _predict(recipe, runs, rollouts["arms"])
     convergence = converge(runs, arms, recipe.baseline, names)
-    checks = run_checks(recipe, results, runs, stages, rollouts, convergence, out, asked) if asked else []
-    couples = list(pairs(runs, recipe.baseline))
-    differences: list[dict[str, Any]] = [
-        {"arm": other.arm, "seed": other.seed, "rows": first_differences(base, other, names)} for base, other in couples
-    ]
-    verdicts = [
-        _reward_verdict(base, other, names, pair["rows"])
-        for (base, other), pair in zip(couples, differences, strict=True)
-    ]
-    metrics = list(dict.fromkeys([names.reward, *names.curves, names.stage_prefix + names.step]))
+    checks = run_checks(recipe, results, runs, stages, rollouts, convergence, asked) if asked else []
+    metrics = (names.reward, names.stage_prefix + names.step)
     summary = {
         "schema": SCHEMA,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -126,13 +120,12 @@ def summarise(
         "recipe": {**asdict(recipe), "file": recipe_file.name},
         "environment": _environment(),
         "runs": [_run(result, runs, recipe) for result in results],
-        "measured_steps": {run.name: _ends(measured_steps(run, names)) for run in runs},
+        "measured_steps": {r.name: [steps[0], steps[-1]] for r in runs if (steps := measured_steps(r, names))},
         "stages": stages,
         "rollout": rollouts,
         "convergence": convergence,
-        "data": data_changes(runs, recipe.rollout.ledger),
-        "reward_verdicts": verdicts,
-        "differences": differences,
+        "data": data_changes(runs),
+        "differences": [_difference(base, other, names) for base, other in pairs(runs, recipe.baseline)],
         "checks": [{**asdict(check), "failed": check.failed} for check in checks],
         "curves": {m: {run.name: curve(run, m) for run in runs} for m in metrics},
     }
@@ -182,40 +175,36 @@ def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str
     }
 
 
-def _reward_verdict(base: RunData, other: RunData, names: Metrics, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    reward, same = names.reward, agreement(base, other, names, rows)
-    steps = [s for s in base.steps if reward in base.steps[s] and reward in other.steps.get(s, {})]
+def _difference(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]:
+    found, reward = differences(base, other), names.reward
+    rows, compared = found["rows"], found["metrics_compared"]
+    steps = [step for step in base.steps if reward in base.steps[step] and reward in other.steps.get(step, {})]
     row = next((row for row in rows if row["metric"] == reward), None)
-    verdict: dict[str, Any] = {
+    text = f"{other.arm} and {base.arm}, seed {base.seed}: "
+    if not steps:
+        text += f"no step in which both logged {reward}"
+    elif row is None:
+        text += f"{reward} is identical in all {len(steps)} steps"
+    else:
+        text += f"{reward} parts at step {row['step']} ({_number(row['baseline'])} and {_number(row['arm'])})"
+    if steps and not rows:
+        text += f"; so are all {compared} training metrics"
+    elif steps:
+        first = rows[0]
+        text += f"; {len(rows)} of {compared} training metrics differ somewhere, first {first['metric']} at step {first['step']}"
+        text += f" by {first['abs']:.1e}" if first["abs"] is not None else ""
+        text += f" ({first['phase']})"
+        if phases := found["identical_phases"]:
+            text += f"; identical throughout: {', '.join(phases)}"
+    parts_at = row["step"] if row else None
+    return {
         "arm": other.arm,
         "seed": other.seed,
-        "metric": reward,
         "steps_compared": len(steps),
-        **same,
+        "parts_at": parts_at,
+        "text": text,
+        **found,
     }
-    verdict["parts_at"] = row["step"] if row else None
-    who = f"{other.arm} and {base.arm}, seed {base.seed}"
-    if not steps:
-        text = f"{who}: no step in which both logged {reward}"
-    elif row is None:
-        text = f"{who}: {reward} is identical in all {len(steps)} steps"
-    else:
-        text = f"{who}: {reward} parts at step {row['step']} ({_number(row['baseline'])} and {_number(row['arm'])})"
-    if steps:
-        text += f"; {_others(rows, same)}"
-    verdict["text"] = text
-    return verdict
-
-
-def _others(rows: Sequence[dict[str, Any]], same: dict[str, Any]) -> str:
-    if not rows:
-        return f"so are all {same['metrics_compared']} training metrics"
-    first = rows[0]
-    amount = f" by {first['abs']:.1e}" if first["abs"] is not None else ""
-    text = f"{len(rows)} of {same['metrics_compared']} training metrics differ somewhere, first {first['metric']}"
-    text += f" at step {first['step']}{amount} ({first['phase']})"
-    phases = same["identical_phases"]
-    return f"{text}; identical throughout: {', '.join(phases)}" if phases else text
 
 
 def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
@@ -237,7 +226,7 @@ def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
     firsts = [row for row in summary["convergence"]["rows"] if "reach" in row and row["axis"] == "steps"]
     lines += [f"{sentence(row, recipe.baseline, recipe.metrics.margin)}." for row in firsts]
     if recipe.checks.identical or not summary["rollout"]:  # otherwise the arms differ on purpose
-        lines += [f"{verdict['text']}." for verdict in summary["reward_verdicts"]]
+        lines += [f"{pair['text']}." for pair in summary["differences"]]
     for run in summary["runs"]:
         if (run["load_average"] or 0.0) > _BUSY * summary["environment"]["cores"]:
             load = f"{run['load_average']:.1f} on {summary['environment']['cores']} cores"
@@ -267,18 +256,9 @@ def _number(value: float | None) -> str:
     return "not logged" if value is None else f"{value:.9g}"
 
 
-def _ends(steps: Sequence[int]) -> list[int]:
-    return [steps[0], steps[-1]] if steps else []
-
-
 def _environment() -> dict[str, Any]:
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    versions = {its.name: its.version for its in importlib.metadata.distributions() if its.name in _PACKAGES}
+    cores = len(os.sched_getaffinity(0))
     return {"python": platform.python_version(), "system": platform.platform(), "cores": cores, "versions": versions}
 
 
@@ -306,21 +286,28 @@ def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, s
         images=images,
         tails=tails,
         tables=tables(summary),
+        not_compared=NOT_COMPARED,
     )
     return html
+
+
+def plain_console(**options: Any) -> Console:
+    """Returns a console that prints text as it is, without markup."""
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH
+    return Console(width=width, markup=False, highlight=False, **options)
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """Prints the tables of an A/B, and its main conclusions (``headline``). ``summary`` is the content of summary.json."""
     for made in tables(summary):
-        console.print(made.title, markup=False, highlight=False, soft_wrap=True)
-        table = Table(*map(escape, made.columns))
+        console.print(made.title, soft_wrap=True)
+        table = Table(*made.columns)
         for row in made.rows:
             cells = [Text(cell, _COLOURS.get(cell.partition(" (")[0], "")) for cell in row]
             table.add_row(*cells, style="bold" if row[0] == summary["recipe"]["metrics"]["step"] else "")
         if made.rows:
             console.print(table)
         for note in made.notes:
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+            console.print(note, soft_wrap=True)
     for line in summary["headline"]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)

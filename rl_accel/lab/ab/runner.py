@@ -1,45 +1,27 @@
-"""Runs the training runs of an A/B one after the other as real processes, and stores their metrics.
+"""Runs the training runs of an A/B one after the other as real processes, and stores their metrics."""
 
-``python -m rl_accel.lab.ab.runner [options] -- COMMAND...`` is a supervisor for one command. The supervisor ends all processes
-of the command when the command ends, when the supervisor gets SIGTERM, and when the supervisor's standard input closes. This input
-is a pipe from the runner (the process that calls :func:`run_all`), so the command ends even if the runner is killed. Every process
-of a run also inherits the environment variable :data:`MARKER`. With this variable, the runner finds the processes of a run if the
-supervisor was killed.
-"""
-
-import argparse
 import contextlib
 import json
 import os
-import select
-import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-import psutil
+from typing import Protocol
 
 from rl_accel.errors import RlAccelError
 from rl_accel.files import write_atomically
-from rl_accel.lab.ab import fork_client, fork_server
-from rl_accel.lab.verl_cpu import WORKER_PYTHON
-from rl_accel.processes import become_subreaper, descendants, end_all, end_descendants, has_ended, shell_exit_code
+from rl_accel.lab.ab import supervisor
+from rl_accel.lab.ab.recipe import RunPlan
+from rl_accel.processes import descendants, end_all
+from rl_accel.runtime import FLAG_VARIABLES
 from rl_accel.telemetry.logs import LogRecord, parse_log_line
 
-if TYPE_CHECKING:  # the supervisor process imports this module too, and needs no plans
-    from rl_accel.lab.ab.recipe import RunPlan
-
-MARKER = "RL_ACCEL_AB_RUN"
 GRACE_S = 15.0
 """Seconds that a trainer may take to stop before it is killed."""
 MODULES = "VERL_USE_EXTERNAL_MODULES"
@@ -49,10 +31,6 @@ RAY_DID_NOT_START = "The current node timed out during startup"
 and neither limit can be set (https://github.com/ray-project/ray/issues/65983)."""
 _STARTS = 3
 _POLL_S = 0.2
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Environment variables of the fork server. OpenMP and pyarrow's allocator then start no threads; forks do not inherit threads."""
-_ORPHANS_S = 5.0
-"""Seconds that remaining daemons of a trainer may take to shut down by themselves after the trainer has ended."""
 
 
 @dataclass
@@ -62,7 +40,6 @@ class RunResult:
     arm: str
     seed: int
     steps_wanted: int
-    fingerprint: str
     command: list[str]
     env: dict[str, str | None]
     status: str = "running"
@@ -83,14 +60,18 @@ class RunResult:
     def name(self) -> str:
         return self.label or f"{self.arm}-seed{self.seed}"
 
+    def is_of(self, plan: RunPlan) -> bool:
+        """Returns whether ``plan`` has the same command, environment and number of steps as this run."""
+        return (self.command, self.env, self.steps_wanted) == (list(plan.command), dict(plan.env), plan.steps)
+
 
 class Watcher(Protocol):
     """Interface of a progress display. The methods are called in the thread that calls :func:`run_all`."""
 
-    def started(self, plan: "RunPlan") -> None: ...
-    def step(self, plan: "RunPlan", step: int, metrics: Mapping[str, float]) -> None: ...
+    def started(self, plan: RunPlan) -> None: ...
+    def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None: ...
     def tick(self) -> None: ...
-    def ended(self, plan: "RunPlan", result: RunResult) -> None: ...
+    def ended(self, plan: RunPlan, result: RunResult) -> None: ...
 
 
 class GrowingLog:
@@ -106,22 +87,15 @@ class GrowingLog:
 
     def read(self) -> list[LogRecord]:
         """Returns the records added to the file since the last call, in file order; ``[]`` while the file does not exist."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
+        if not self.path.exists():
             return []
-        complete = text[: text.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        records = []
-        for line in complete.splitlines():
-            record = parse_log_line(line)
-            if record is None:
-                self.bad_lines += 1
-            else:
-                records.append(record)
-        return records
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            *lines, rest = file.read().split(b"\n")
+            self._offset = file.tell() - len(rest)
+        records = [parse_log_line(line) for line in lines]
+        self.bad_lines += records.count(None)
+        return [record for record in records if record is not None]
 
 
 @dataclass
@@ -139,10 +113,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Context manager that records SIGINT, SIGTERM and SIGHUP in ``signals``. Does nothing outside the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
+        """Context manager that records SIGINT, SIGTERM and SIGHUP in ``signals``. For the main thread."""
         caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in caught}
         try:
@@ -152,7 +123,7 @@ class Stop:
                 signal.signal(number, handler)
 
 
-def run_all(plans: Sequence["RunPlan"], watcher: Watcher, stop: Stop, resume: bool = False) -> list[RunResult]:
+def run_all(plans: Sequence[RunPlan], watcher: Watcher, stop: Stop, resume: bool = False) -> list[RunResult]:
     """Runs all plans one after the other. Returns the results, in the order of the plans.
 
     A failed run does not stop the following runs. After a stop signal, the remaining plans are skipped and have no result.
@@ -166,7 +137,7 @@ def run_all(plans: Sequence["RunPlan"], watcher: Watcher, stop: Stop, resume: bo
     results = []
     for plan in plans:
         result = load_result(plan.directory) if resume else None
-        if result is None or result.status != "done" or result.fingerprint != plan.fingerprint:
+        if result is None or result.status != "done" or not result.is_of(plan):
             if stop:
                 break
             watcher.started(plan)
@@ -176,14 +147,14 @@ def run_all(plans: Sequence["RunPlan"], watcher: Watcher, stop: Stop, resume: bo
     return results
 
 
-def run_one(plan: "RunPlan", watcher: Watcher, stop: Stop) -> RunResult:
+def run_one(plan: RunPlan, watcher: Watcher, stop: Stop) -> RunResult:
     """Runs one plan in the folder ``plan.directory``, which is emptied before.
 
     Writes train.log, metrics.jsonl and run.json into this folder, and copies Ray's logs into it if the run fails.
     """
     shutil.rmtree(plan.directory, ignore_errors=True)
     plan.directory.mkdir(parents=True)
-    result = RunResult(plan.arm, plan.seed, plan.steps, plan.fingerprint, list(plan.command), dict(plan.env))
+    result = RunResult(plan.arm, plan.seed, plan.steps, list(plan.command), dict(plan.env))
     result.started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     result.load_average = os.getloadavg()[0]
     _save(plan, result)
@@ -242,58 +213,56 @@ def supervised(
     value of this process. Only for :data:`MODULES`, the module names in ``env`` are appended to those of this process. The command
     does not inherit rl-accel's flags from this process, because such flags would turn features on in the baseline too.
     """
-    from rl_accel.runtime import FLAG_VARIABLES  # here, because the supervisor process needs no flags
-
-    run_id = uuid.uuid4().hex
     inherited = {name: value for name, value in os.environ.items() if name not in FLAG_VARIABLES}
-    merged: dict[str, str | None] = {**inherited, **env, MARKER: run_id}
+    merged: dict[str, str | None] = {**inherited, **env}
     if (own := os.environ.get(MODULES)) and (added := env.get(MODULES)):
         merged[MODULES] = f"{own},{added}"
     full = {key: value for key, value in merged.items() if value is not None}
     if "RAY_TMPDIR" in full:
         full.setdefault("VLLM_RPC_BASE_PATH", full["RAY_TMPDIR"])  # vLLM leaves sockets behind in this folder
-    options = ["--grace", str(GRACE_S), *(["--temp", str(temp)] if temp else [])]
-    words = [sys.executable, "-m", "rl_accel.lab.ab.runner", *options, "--", *command]
+    words = [sys.executable, "-m", supervisor.__name__, str(GRACE_S), str(temp or ""), *command]
     for again in reversed(range(_STARTS)):
         with log.open("ab") as output:
             before = output.tell()
-            supervisor = subprocess.Popen(
+            process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=cwd, env=full, start_new_session=True
             )
             try:
-                reason = _wait(supervisor, run_id, stop, follow)
+                reason = _wait(process, stop, follow)
             except BaseException as error:
                 error.add_note(f"the end of {log}:\n{last_lines(log)}")
                 raise
-        if not (again and reason == "ended" and supervisor.returncode and RAY_DID_NOT_START in _tail(log, before)):
+        if not (again and reason == "ended" and process.returncode and RAY_DID_NOT_START in _tail(log, before)):
             break
         with log.open("a") as file:
             print("rl-accel ab: Ray took longer to start than it allows; the run is started again", file=file)
-    return CommandExit(supervisor.returncode, reason)
+    return CommandExit(process.returncode, reason)
 
 
-def _wait(supervisor: "subprocess.Popen[bytes]", run_id: str, stop: Stop, follow: Callable[[], bool]) -> str:
+def _wait(process: "subprocess.Popen[bytes]", stop: Stop, follow: Callable[[], bool]) -> str:
     """Waits until a supervised command ends, ``stop`` has a signal or ``follow()`` returns True.
 
     Then ends the remaining processes of the command. Returns the reason for the end: ended, stopped or timeout.
     """
-    assert supervisor.stdin is not None
+    assert process.stdin is not None
     try:
-        while supervisor.poll() is None:
+        while process.poll() is None:
             if stop:
                 return "stopped"
             if follow():
                 return "timeout"
             with contextlib.suppress(subprocess.TimeoutExpired):
-                supervisor.wait(_POLL_S)
+                process.wait(_POLL_S)
         return "ended"
     finally:
-        supervisor.stdin.close()  # asks the supervisor to end the run
+        process.stdin.close()  # asks the supervisor to end the run
         deadline = time.monotonic() + GRACE_S + 20.0
-        while supervisor.poll() is None and not stop.now and time.monotonic() < deadline:
+        while process.poll() is None and not stop.now and time.monotonic() < deadline:
             time.sleep(0.05)
-        end_all(lambda: marked(run_id), grace_s=0.0 if stop.now else 2.0)
-        supervisor.wait()
+        if process.poll() is None:
+            end_all(lambda: descendants(process.pid), grace_s=0.0 if stop.now else 2.0)
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager
@@ -368,113 +337,5 @@ def _keep_ray_logs(ray_dir: Path, target: Path) -> None:
             shutil.copytree(logs, target, symlinks=False, ignore_dangling_symlinks=True, dirs_exist_ok=True)
 
 
-def _save(plan: "RunPlan", result: RunResult) -> None:
+def _save(plan: RunPlan, result: RunResult) -> None:
     write_atomically(plan.directory / "run.json", json.dumps(asdict(result), indent=1))
-
-
-def marked(run_id: str) -> list[psutil.Process]:
-    """Returns all living processes of the run ``run_id`` that belong to this user, without the calling process.
-
-    These are the processes whose environment has :data:`MARKER` with this id, and the descendants of these processes.
-    """
-    members: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        if process.pid != os.getpid() and _has_marker(process.pid, f"{MARKER}={run_id}".encode()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                members |= {member.pid: member for member in (process, *process.children(recursive=True))}
-    members.pop(os.getpid(), None)
-    return [process for process in members.values() if not has_ended(process)]
-
-
-def _has_marker(pid: int, wanted: bytes) -> bool:
-    try:
-        return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # the process has ended or belongs to another user
-        return False
-
-
-def main(arguments: list[str]) -> int:
-    """Runs and supervises the command given in ``arguments``. Returns the command's exit code, or 128 + n if signal n ended it."""
-    parser = argparse.ArgumentParser(prog="python -m rl_accel.lab.ab.runner", description="Supervise one command.")
-    parser.add_argument("--grace", type=float, default=15.0, help="seconds a stopped command may take to end")
-    parser.add_argument("--temp", help="a folder that is removed if the command was stopped")
-    parser.add_argument("command", nargs="+")
-    options = parser.parse_args(arguments)
-    code, stopped = _supervise(options.command, options.grace, options.temp)
-    if stopped and options.temp:
-        shutil.rmtree(options.temp, ignore_errors=True)
-    return code
-
-
-@contextlib.contextmanager
-def _fork_server(command: list[str], temp: str | None) -> Iterator[list[str]]:
-    """Context manager that starts a :mod:`fork_server` for a run on verl's CPU platform, and ends the server after the run.
-
-    Yields a command that runs the program of ``command`` as a fork of the server. Ray then starts its workers as forks too. On
-    other platforms, and for a run that joins a Ray cluster, yields ``command`` itself and starts no server.
-    """
-    name, *words = command
-    python = os.path.abspath(shutil.which(name) or name)
-    is_python = Path(name).name.startswith("python") and shutil.which(name)
-    is_program = bool(words) and (words[0] == "-m" or not words[0].startswith("-"))
-    is_on_cpu = os.environ.get("VERL_PLATFORM") == "cpu" and "RAY_ADDRESS" not in os.environ
-    if not (is_python and is_program and is_on_cpu and temp) or os.environ.get("RL_ACCEL_FORK_SERVER") == "0":
-        yield command
-        return
-    path = f"{temp}/forks-{os.getpid()}"  # a run that is started again has the folder of its first start
-    start = [python, "-S", "-E", fork_client.__file__, path]
-    os.environ[WORKER_PYTHON] = shlex.join(start)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(path)
-        listener.listen(64)  # clients wait while the server imports libraries
-        server = subprocess.Popen(
-            [python, fork_server.__file__, str(listener.fileno())],
-            stdin=subprocess.PIPE,
-            pass_fds=[listener.fileno()],
-            env={**os.environ, **_ONE_THREAD},
-        )
-    assert server.stdin is not None
-    try:
-        yield [*start, *words]
-    finally:
-        server.stdin.close()
-        server.wait()
-
-
-def _supervise(command: list[str], grace_s: float, temp: str | None) -> tuple[int, bool]:
-    """Runs a command, and ends all its remaining processes when the command ends or has to stop.
-
-    The command has to stop when the supervisor gets SIGTERM or its standard input closes. Returns the exit code of the command,
-    and True if the command was stopped.
-    """
-    stopped: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    for ignored in (signal.SIGINT, signal.SIGHUP):  # the runner handles these, and then closes the supervisor's stdin
-        signal.signal(ignored, lambda number, _: None)  # the command would inherit SIG_IGN
-    become_subreaper()
-    with _fork_server(command, temp) as words:
-        try:
-            child = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
-        except OSError as error:
-            print(f"cannot start {command[0]}: {error}", file=sys.stderr)
-            return 127, False
-        while child.poll() is None and not stopped:
-            if select.select([sys.stdin], [], [], 0.1)[0] and not os.read(sys.stdin.fileno(), 1024):
-                stopped.append(signal.SIGTERM)
-        in_time = child.poll() is not None
-        if not in_time:
-            with contextlib.suppress(ProcessLookupError):
-                child.terminate()
-            try:
-                child.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-    ended = end_descendants(leave_s=min(grace_s, _ORPHANS_S)) if in_time else end_all(descendants, grace_s=2.0)
-    if ended:
-        print(f"rl-accel ab: ended what the run left behind: {', '.join(sorted(ended))}", file=sys.stderr)
-    return shell_exit_code(child.wait()), bool(stopped)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -18,9 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rl_accel.lab.ab.recipe import Metrics, Recipe
+from rl_accel.lab.ab.recipe import NOT_COMPARED, Metrics, Recipe
+from rl_accel.rollout.saved import FOLDER
 from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, read_kept
 
+LEDGER = f"{FOLDER}/ledger.jsonl"
+"""End of the path of the file in which tail batching logs the prompts trained in each step."""
 OTHER = "other"
 _RESAMPLES = 2000
 _MIN_PAIRS = 5
@@ -44,25 +47,23 @@ _DATA = {
     "prompts put off a step": (_PREFIX + "prompts_deferred",),
 }
 """Statistics of the training data in the report: mapping from label to the names of the metric in verl, slime or rl-accel."""
-_PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (
-        "rollout and reward",
-        (
-            "response*",
-            "prompt_length/*",
-            "critic/score/*",
-            "*num_turns/*",
-            "tool_call*",
-            "training/off_policy/*",
-            "global_seqlen/*",
-        ),
+_PHASES = {
+    "rollout and reward": (
+        "response*",
+        "prompt_length/*",
+        "critic/score/*",
+        "*num_turns/*",
+        "tool_call*",
+        "training/off_policy/*",
+        "global_seqlen/*",
     ),
-    ("rollout against trainer probabilities", ("training/rollout_*", "rollout_corr/*")),
-    ("log-probabilities and values", ("critic/values/*", "actor/entropy", "actor/reward_kl*", "critic/rewards/*")),
-    ("advantages and returns", ("critic/advantages/*", "critic/returns/*", "critic/vf_explained_var")),
-    ("update", ("actor/*", "critic/*", "variance_proxy/*")),
-    ("validation", ("val-*", "val/*")),
-)
+    "rollout against trainer probabilities": ("training/rollout_*", "rollout_corr/*"),
+    "log-probabilities and values": ("critic/values/*", "actor/entropy", "actor/reward_kl*", "critic/rewards/*"),
+    "advantages and returns": ("critic/advantages/*", "critic/returns/*", "critic/vf_explained_var"),
+    "update": ("actor/*", "critic/*", "variance_proxy/*"),
+    "validation": ("val-*", "val/*"),
+    OTHER: ("*",),
+}
 """Phases of a training step in order of computation, each with shell patterns of the metrics that the phase computes. If two runs
 differ in a step, the runs diverge in the first phase with a difference."""
 
@@ -123,24 +124,22 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
     noise between the steps of these runs, not between machines or loads. ``saved_s`` is the difference of the averages in seconds.
     """
     times = {run.name: _stage_times(run, names) for run in runs}
+    average = np.median if names.average == "median" else np.mean
     rows = []
     for stage in [*names.stages, OTHER, names.step]:
         row: dict[str, Any] = {"stage": stage, "arms": {}, "ratios": {}}
         for arm in arms:
             values = [v for run in runs if run.arm == arm for v in times[run.name].get(stage, {}).values()]
             if values:
-                row["arms"][arm] = _summary(values)
-        for arm in arms:
-            if arm != baseline and baseline in row["arms"] and arm in row["arms"]:
-                couples = [
-                    (times[base.name], times[ours.name]) for base, ours in pairs(runs, baseline) if ours.arm == arm
-                ]
-                both = _paired_times(couples, stage)
-                if len(both):
-                    average = np.median if names.average == "median" else np.mean
-                    found = ratio(both[:, 0], both[:, 1], average, paired=True)
-                    saved = float(average(both[:, 0]) - average(both[:, 1]))
-                    row["ratios"][arm] = {**found, "pairs": len(both), "saved_s": saved}
+                numbers = {"median": float(np.median(values)), "mean": float(np.mean(values)), "steps": len(values)}
+                row["arms"][arm] = numbers
+        for arm in (arm for arm in arms if arm != baseline):
+            couples = [(times[base.name], times[ours.name]) for base, ours in pairs(runs, baseline) if ours.arm == arm]
+            both = _paired_times(couples, stage)
+            if len(both):
+                found = ratio(both[:, 0], both[:, 1], average, paired=True)
+                saved = float(average(both[:, 0]) - average(both[:, 1]))
+                row["ratios"][arm] = {**found, "pairs": len(both), "saved_s": saved}
         if row["arms"]:
             rows.append(row)
     return rows
@@ -175,10 +174,6 @@ def _paired_times(couples: Iterable[tuple[Any, Any]], stage: str) -> npt.NDArray
     return np.array(both, dtype=np.float64).reshape(-1, 2)
 
 
-def _summary(values: Sequence[float]) -> dict[str, Any]:
-    return {"median": float(np.median(values)), "mean": float(np.mean(values)), "steps": len(values)}
-
-
 def ratio(base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
     """Returns ``ratio``, which is ``average(base) / average(ours)``, and the bounds ``low`` and ``high`` of its 95% interval.
 
@@ -206,27 +201,31 @@ def ratio(base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any],
     return found
 
 
-def first_differences(base: RunData, other: RunData, names: Metrics) -> list[dict[str, Any]]:
-    """Returns one row for each training metric that differs at any step between two runs with the same seed.
+def differences(base: RunData, other: RunData) -> dict[str, Any]:
+    """Compares the training metrics of two runs with the same seed, at the steps that both runs logged.
 
-    Only steps that both runs logged are compared. Metrics that match ``names.not_compared`` are left out. A row is ``{"metric",
-    "phase", "step", "baseline", "arm", "abs", "rel", "max_abs", "steps_compared", "steps_differing"}``, where ``step`` is the first
-    differing step. Rows are sorted by this step, then by phase. NaN equals NaN. A metric that only one of the runs logged at a step
+    Metrics that match ``NOT_COMPARED`` are left out. NaN equals NaN. A metric that only one of the runs logged at a step
     differs at this step, with None for the missing value.
+
+    Returns:
+        ``metrics_compared``, the number of compared metrics; ``identical_phases``, the phases of a step without differences; and
+        ``rows``, with one row per metric that differs at any step: ``{"metric", "phase", "step", "baseline", "arm", "abs", "rel",
+        "max_abs", "steps_compared", "steps_differing"}``, where ``step`` is the first differing step. Rows are sorted by this step,
+        then by phase.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     steps = sorted(base.steps.keys() & other.steps.keys())
-    every = sorted({name for run in (base, other) for step in steps for name in run.steps[step]})
-    for name in compared(every, names):
-        pairs = [(step, base.steps[step].get(name), other.steps[step].get(name)) for step in steps]
-        pairs = [pair for pair in pairs if pair[1:] != (None, None)]
-        differing = [pair for pair in pairs if not same(pair[1], pair[2])]
+    metrics = sorted(compared({name for run in (base, other) for step in steps for name in run.steps[step]}))
+    for name in metrics:
+        values = [(step, base.steps[step].get(name), other.steps[step].get(name)) for step in steps]
+        values = [(step, a, b) for step, a, b in values if (a, b) != (None, None)]
+        differing = [(step, a, b) for step, a, b in values if not same(a, b)]
         if not differing:
             continue
         step, a, b = differing[0]
+        gap = None if a is None or b is None else abs(a - b)
+        scale = max(abs(a or 0.0), abs(b or 0.0))
         gaps = [abs(x - y) for _, x, y in differing if x is not None and y is not None and math.isfinite(x - y)]
-        gap = abs(a - b) if a is not None and b is not None else None
-        scale = max(abs(a), abs(b)) if a is not None and b is not None else 0.0
         rows.append(
             {
                 "metric": name,
@@ -237,39 +236,28 @@ def first_differences(base: RunData, other: RunData, names: Metrics) -> list[dic
                 "abs": gap,
                 "rel": gap / scale if gap is not None and scale > 0 else None,
                 "max_abs": max(gaps, default=None),
-                "steps_compared": len(pairs),
+                "steps_compared": len(values),
                 "steps_differing": len(differing),
             }
         )
-    order = [label for label, _ in _PHASES]
-    rank = {label: index for index, label in enumerate(order)}
-    return sorted(rows, key=lambda row: (row["step"], rank.get(row["phase"], len(order)), row["metric"]))
+    order = list(_PHASES)
+    rows.sort(key=lambda row: (row["step"], order.index(row["phase"]), row["metric"]))
+    identical = {phase(name) for name in metrics} - {row["phase"] for row in rows} - {OTHER}
+    return {
+        "metrics_compared": len(metrics),
+        "identical_phases": [label for label in order if label in identical],
+        "rows": rows,
+    }
 
 
-def agreement(base: RunData, other: RunData, names: Metrics, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Summarises the differences between two runs. ``rows`` is the result of :func:`first_differences`.
-
-    Returns the number of compared training metrics, the number of differing ones, and the phases of a step without differences.
-    """
-    steps = base.steps.keys() & other.steps.keys()
-    every = compared({name for run in (base, other) for step in steps for name in run.steps[step]}, names)
-    parted = {row["phase"] for row in rows}
-    order = [label for label, _ in _PHASES]
-    same = [label for label in order if label not in parted and any(phase(name) == label for name in every)]
-    return {"metrics_compared": len(every), "metrics_differing": len(rows), "identical_phases": same}
-
-
-def compared(metrics: Iterable[str], names: Metrics) -> list[str]:
+def compared(metrics: Iterable[str]) -> list[str]:
     """Returns ``metrics`` without the metrics that may differ between arms: times, throughput, memory, and those of rl-accel."""
-    return [m for m in metrics if not any(fnmatch.fnmatchcase(m, pattern) for pattern in names.not_compared)]
+    return [m for m in metrics if not any(fnmatch.fnmatchcase(m, pattern) for pattern in NOT_COMPARED)]
 
 
 def phase(metric: str) -> str:
-    """Returns the phase of a training step (a label in ``_PHASES``) that computes a metric; "other" if unknown."""
-    for label, patterns in _PHASES:
-        if any(fnmatch.fnmatchcase(metric, pattern) for pattern in patterns):
-            return label
-    return "other"
+    """Returns the phase of a training step (a key of ``_PHASES``) that computes a metric."""
+    return next(label for label, patterns in _PHASES.items() if any(fnmatch.fnmatchcase(metric, p) for p in patterns))
 
 
 def same(a: float | None, b: float | None) -> bool:
@@ -321,13 +309,11 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
         row["kinds"] = {k: {"steps": len(its), "seconds": float(np.mean(its))} for k, its in by_kind.items()}
         base = seconds.get(recipe.baseline, []) if arm != recipe.baseline else []
         row |= ratio(base, seconds[arm], np.mean, paired=False)
-        row |= _waste(ours)
-        row["lost"] = _lost(ours)
-        row["lengths"] = length_distribution(
-            file for run in ours for file in run.files(f"{recipe.rollout.data}/*.jsonl")
-        )
+        row |= _tokens(ours)
+        row["lost"] = max(_logged(ours, _LOST), default=None)
+        row["lengths"] = length_distribution(file for run in ours for file in run.files("rollouts/*.jsonl"))
         rows.append(row)
-    ledgers = {run.name: file for run in runs for file in run.files(recipe.rollout.ledger)}
+    ledgers = {run.name: file for run in runs for file in run.files(LEDGER)}
     in_rounds = [run.name for run in runs if any(kind_of(metrics) != ALL for metrics in run.steps.values())]
     return {
         "arms": rows,
@@ -354,36 +340,24 @@ def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
     return seconds
 
 
-def _waste(runs: Iterable[RunData]) -> dict[str, float | None]:
+def _logged(runs: Iterable[RunData], metric: str) -> list[float]:
+    """Returns all values of ``metric`` in the runs."""
+    return [metrics[metric] for run in runs for metrics in run.steps.values() if metric in metrics]
+
+
+def _tokens(runs: Sequence[RunData]) -> dict[str, float | None]:
     """Returns the share of generated tokens that were wasted (not trained on), and two mean lengths of responses in tokens.
 
     ``accepted`` is the mean length of trained responses, and ``cancelled`` that of cancelled responses, of the prompts that have
     both. A value is None if no run logged the data.
     """
-    wasted = generated = 0.0
-    accepted, cancelled = [], []
-    for run in runs:
-        for metrics in run.steps.values():
-            prefix = next((prefix for prefix in _COUNTED if prefix + "tokens_generated" in metrics), None)
-            if prefix is not None:
-                generated += metrics[prefix + "tokens_generated"]
-                wasted += metrics[prefix + "tokens_wasted"]
-            if _PREFIX + "cancelled_tokens_mean" in metrics:
-                accepted.append(metrics[_PREFIX + "accepted_tokens_mean"])
-                cancelled.append(metrics[_PREFIX + "cancelled_tokens_mean"])
-    return {
-        "wasted": wasted / generated if generated else None,
-        "accepted": float(np.mean(accepted)) if accepted else None,
-        "cancelled": float(np.mean(cancelled)) if cancelled else None,
-    }
-
-
-def _lost(runs: Iterable[RunData]) -> float | None:
-    """Returns the largest number of lost prompts that any step of the runs logged; None if no run logged the number.
-
-    A lost prompt was drawn from the data, but is neither trained nor waiting for a later step.
-    """
-    return max((metrics[_LOST] for run in runs for metrics in run.steps.values() if _LOST in metrics), default=None)
+    prefix = next((prefix for prefix in _COUNTED if _logged(runs, prefix + "tokens_generated")), _PREFIX)
+    generated, wasted = (sum(_logged(runs, prefix + name)) for name in ("tokens_generated", "tokens_wasted"))
+    found = {"wasted": wasted / generated if generated else None}
+    for kind in ("accepted", "cancelled"):
+        lengths = _logged(runs, f"{_PREFIX}{kind}_tokens_mean")
+        found[kind] = float(np.mean(lengths)) if lengths else None
+    return found
 
 
 def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
@@ -398,7 +372,7 @@ def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
     return {"responses": len(lengths), "mean": float(np.mean(lengths)), "quantiles": quantiles.tolist()}
 
 
-def data_changes(runs: Sequence[RunData], ledger: str) -> dict[str, dict[str, float]]:
+def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
     """Returns statistics of the training data, as statistic -> arm -> mean over the arm's runs. Leaves out statistics without data.
 
     Statistics from metrics use the steps that all runs reached. Statistics from telemetry (lengths of completed responses) and from
@@ -412,7 +386,7 @@ def data_changes(runs: Sequence[RunData], ledger: str) -> dict[str, dict[str, fl
         kept = [r for file in run.files(FILE_NAME) for step in read_kept(file).values() for r in step]
         if tokens := [r.tokens for r in kept if r.outcome == COMPLETED and r.tokens]:
             values |= {f"tokens of a response, p{q}": [float(np.percentile(tokens, q))] for q in (50, 90, 99)}
-        for epochs in (ledger_counts(file, None)["epochs"] for file in run.files(ledger)):
+        for epochs in (ledger_counts(file, None)["epochs"] for file in run.files(LEDGER)):
             values |= {
                 f"prompts: {key}": [sum(its[key] for its in epochs)] for key in ("once", "again", "rejected", "failed")
             }

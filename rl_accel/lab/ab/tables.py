@@ -42,9 +42,9 @@ def _stages(summary: Mapping[str, Any]) -> TextTable:
     others = [arm for arm in arms if arm != baseline]
     rows = []
     for row in summary["stages"]:
-        cells = [_text(row["arms"].get(arm, {}).get(average), "s") for arm in arms]
+        cells = [as_text(row["arms"].get(arm, {}).get(average), "s") for arm in arms]
         for ratio in (row["ratios"].get(arm, {}) for arm in others):
-            cells += [*_ratio(ratio), _text(ratio.get("saved_s"), ".3f")]
+            cells += [*_ratio(ratio), as_text(ratio.get("saved_s"), ".3f")]
         rows.append([row["stage"], *cells])
     names = [[f"{baseline}/{arm}" if len(others) > 1 else "ratio", "95% interval", "seconds saved"] for arm in others]
     spans = sorted({tuple(ends) for ends in summary["measured_steps"].values() if ends})
@@ -61,8 +61,8 @@ def _rollouts(found: Mapping[str, Any]) -> Iterator[TextTable]:
     for row in found["arms"]:
         parts = [row["kinds"].get(kind) for kind in kinds]
         cells = [f"{format_seconds(part['seconds'])} x {part['steps']}" if part else "" for part in parts]
-        cells += [_text(row[key], _ROLLOUT[key]) for key in used]
-        rows.append([row["arm"], _text(row["seconds"], "s"), *_ratio(row), *cells])
+        cells += [as_text(row[key], _ROLLOUT[key]) for key in used]
+        rows.append([row["arm"], as_text(row["seconds"], "s"), *_ratio(row), *cells])
     columns = ["arm", "all steps", "ratio", "95% interval", *kinds, *(key.replace("_", " ") for key in used)]
     note = "all: waits for each response. wasted: tokens; lost: prompts. predicted: by rl-accel plan, of the baseline's telemetry; "
     note += "low, high: of 95% of its draws. "
@@ -76,8 +76,8 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
     found, baseline, arms = summary["convergence"], summary["recipe"]["baseline"], list(summary["recipe"]["arms"])
     levels, reached = [], []
     for row in found["rows"]:
-        longest = f" of {_text(row['longest'], '.4g')}" if row["end"] < row["longest"] else ""
-        start = [row["arm"], row["metric"], f"{_text(row['end'], '.4g')}{longest} {AXES[row['axis']]}"]
+        longest = f" of {as_text(row['longest'], '.4g')}" if row["end"] < row["longest"] else ""
+        start = [row["arm"], row["metric"], f"{as_text(row['end'], '.4g')}{longest} {AXES[row['axis']]}"]
         levels.append([*start, *_texts(row, "+.3g"), f"{row['margin']:.3g}", row["answer"]])
         if reach := row.get("reach"):
             counts = [f"{n} of {of}" for n, of in zip(reach["reached"], row["runs"], strict=True)]
@@ -87,7 +87,7 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
     yield TextTable("Did it change learning?", columns, levels, found["notes"])
     runs = [f"runs of {baseline}", "of the arm", baseline, "arm's", "ratio", "95% interval"]
     yield TextTable("First time at a reward", ["arm", "reward", "in", *runs], reached)
-    data = [[name, *(_text(its.get(arm), ".4g") for arm in arms)] for name, its in summary["data"].items()]
+    data = [[name, *(as_text(its.get(arm), ".4g") for arm in arms)] for name, its in summary["data"].items()]
     yield TextTable("What changed in the data", ["mean over runs", *arms], data)
 
 
@@ -96,17 +96,17 @@ def _texts(row: Mapping[str, Any], form: str) -> list[str]:
 
     ``form`` is the number format of the last two cells.
     """
-    low, high = (_text(row[key], form) for key in ("low", "high"))
-    difference = _text(row.get("difference", row.get("ratio")), form)
-    return [_text(row["baseline"], ".4g"), _text(row["value"], ".4g"), difference, low and f"{low} to {high}"]
+    low, high = (as_text(row[key], form) for key in ("low", "high"))
+    difference = as_text(row.get("difference", row.get("ratio")), form)
+    return [as_text(row["baseline"], ".4g"), as_text(row["value"], ".4g"), difference, low and f"{low} to {high}"]
 
 
 def _ratio(row: Mapping[str, Any]) -> list[str]:
-    low, high = (_text(row.get(key), ".2f") for key in ("low", "high"))
-    return [_text(row.get("ratio"), ".2fx"), low and f"{low}-{high}"]
+    low, high = (as_text(row.get(key), ".2f") for key in ("low", "high"))
+    return [as_text(row.get("ratio"), ".2fx"), low and f"{low}-{high}"]
 
 
-def _text(value: float | None, form: str) -> str:
+def as_text(value: float | None, form: str) -> str:
     """Formats a number for a table cell; returns an empty text if ``value`` is None or not finite.
 
     ``form`` is a Python number format such as ``.2f``. With ``.2fx``, the text ends in "x", as in "1.50x". The form ``s`` formats

@@ -51,7 +51,7 @@ def make_runs(recipe_file, tmp_path) -> Callable[..., tuple[Recipe, list[RunResu
         for name, steps in runs.items():
             arm, seed = name.split("-seed")
             steps = steps if isinstance(steps, dict) else dict(enumerate(steps, 1))
-            results.append(RunResult(arm, int(seed), 6, "f", command, {"E": "1", "F": None}, "done", 0, message="why"))
+            results.append(RunResult(arm, int(seed), 6, command, {"E": "1", "F": None}, "done", 0, message="why"))
             if steps:
                 data.append(RunData(arm, int(seed), steps, command, tmp_path / name))
             for path, text in (files or {}).get(name, {}).items():

@@ -9,9 +9,8 @@ from rl_accel.lab.ab import report
 def judge(make_runs, tmp_path):
     """Run the checks on runs given as arm -> list of metrics, a step each."""
 
-    def check(name, arms, asked=None, status="done", log=None, **checks):
-        files = {"stock-seed0": {"train.log": log}} if log else {}
-        recipe, results, runs = make_runs({f"{arm}-seed0": steps for arm, steps in arms.items()}, files, checks=checks)
+    def check(name, arms, asked=None, status="done", **checks):
+        recipe, results, runs = make_runs({f"{arm}-seed0": steps for arm, steps in arms.items()}, checks=checks)
         results[0].status = status
         summary = report.summarise(recipe, tmp_path, tmp_path, results, asked or len(arms), runs)
         return next((check for check in summary["checks"] if check["name"] == name), None)
@@ -19,7 +18,7 @@ def judge(make_runs, tmp_path):
     return check
 
 
-REWARD, KL, PROBS = "critic/score/mean", "actor/kl_loss", "training/rollout_probs_diff_max"
+REWARD, PROBS = "critic/score/mean", "training/rollout_probs_diff_max"
 STEP = {"timing_s/step": 2.0, "timing_s/adv": 1.0}
 FAST = {"timing_s/step": 1.0, "timing_s/adv": 0.1}
 
@@ -39,7 +38,6 @@ PARTED = both([{REWARD: 0.1}, {REWARD: NAN}], [{REWARD: 0.1}, {REWARD: 0.25}])
 LEARNS = logged(REWARD, 0.0, 1.0)
 ARMS = both([STEP] * 4, [FAST] * 4)
 ONE = {"stock": [STEP]}
-LOG = "fine\na dtype mismatch: bf16\n"
 
 
 @pytest.mark.parametrize(
@@ -58,12 +56,6 @@ LOG = "fine\na dtype mismatch: bf16\n"
         ("rollout_probs_diff", logged(PROBS, 1e-9, NAN), {"rollout_probs_diff": 1e-3}, "red", "step 2"),
         ("rollout_probs_diff", ONE, {}, "skipped", "calculate_log_probs"),
         ("rollout_probs_diff", ONE, {"rollout_probs_diff": None}, None, ""),
-        ("first_step_zero", logged(KL, 0.0, 1.0), {}, "green", ""),
-        ("first_step_zero", logged(KL, 0.1), {}, "red", ""),
-        ("first_step_zero", logged(KL, NAN), {}, "red", ""),
-        ("first_step_zero", ONE, {}, "skipped", ""),
-        ("forbidden_log", ONE, {"log": LOG}, "red", "stock-seed0/train.log line 2: a dtype mismatch: bf16"),
-        ("forbidden_log", ONE, {"log": "fine\n"}, "green", ""),
         ("reward_gain", LEARNS, {"reward_gain": 0.5}, "green", ""),
         ("reward_gain", LEARNS, {"reward_gain": 1.5}, "red", ""),
         ("reward_gain", ONE, {"reward_gain": 0.1}, "red", ""),

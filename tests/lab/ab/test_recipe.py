@@ -8,6 +8,7 @@ import pytest
 
 from rl_accel.errors import RecipeError
 from rl_accel.lab.ab.recipe import load, plan_runs, prepare_command, save
+from rl_accel.lab.ab.runner import RunResult
 
 HOME, OUT = Path("/home/r"), Path("/out")
 PLATFORMS = {
@@ -98,10 +99,10 @@ def test_a_recipe_extends_another(recipe_file, tmp_path):
     changes = {"name": "other", "overrides": ["a=2", "x=${now:%Y}"], "env": {"B": 3}}
     changes |= {"arms": {"only": {}}, "baseline": "only"}
     recipe_file(**base)
-    found = load(recipe_file("other.yaml", extends="recipe.yaml", checks={"zero_tolerance": 1.0}, **changes))
+    found = load(recipe_file("other.yaml", extends="recipe.yaml", checks={"warn_only": ["faster"]}, **changes))
     assert (found.name, list(found.arms), found.env) == ("other", ["only"], {"A": 1, "B": 3})
     assert found.overrides == ["a=1", "b=${seed}", "a=2", "x=${now:%Y}"], "the later one of equal overrides counts"
-    assert (found.checks.reward_gain, found.checks.zero_tolerance) == (0.1, 1.0)
+    assert (found.checks.reward_gain, found.checks.warn_only) == (0.1, ["faster"])
     assert (found.seeds, found.steps) == ([1, 2], 8), "what is not named is the other recipe's"
     save(found, tmp_path / "kept.yaml")
     assert load(tmp_path / "kept.yaml") == found, "a kept recipe no longer needs what it extended"
@@ -171,12 +172,13 @@ def test_wrong_options_and_placeholders_are_refused(recipe, changes, arguments, 
         plan_runs(recipe(**changes), HOME, OUT, **arguments)
 
 
-def test_the_fingerprint_follows_command_environment_and_steps(recipe):
-    def fingerprint(steps=3, **changes):
-        return plan_runs(recipe(**changes), HOME, OUT, steps=steps)[0].fingerprint
+def test_a_result_is_of_a_plan_with_the_same_command_environment_and_steps(recipe):
+    def plan(steps=3, **changes):
+        return plan_runs(recipe(**changes), HOME, OUT, steps=steps)[0]
 
-    assert fingerprint() == fingerprint(description="other text")
-    assert len({fingerprint(), fingerprint(steps=4), fingerprint(overrides=["a=1"]), fingerprint(env={"A": 1})}) == 4
+    result = RunResult("stock", 0, 3, list(plan().command), {})
+    assert result.is_of(plan(description="other text"))
+    assert not any(map(result.is_of, (plan(steps=4), plan(overrides=["a=1"]), plan(env={"A": 1}))))
 
 
 def test_the_first_platform_is_the_default_and_another_is_chosen_by_name(recipe_file):

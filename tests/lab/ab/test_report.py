@@ -6,7 +6,6 @@ import json
 import re
 
 import pytest
-from rich.console import Console
 
 from rl_accel.lab.ab import report
 
@@ -34,7 +33,7 @@ def records(adv, steps=6, **changed):
 
 def shown(summary):
     """What the console says."""
-    console = Console(width=120, file=io.StringIO())
+    console = report.plain_console(file=io.StringIO())
     report.show(summary, console)
     return console.file.getvalue()
 
@@ -62,14 +61,14 @@ def test_the_page_is_whole_and_loads_nothing_and_the_console_shows_stages_checks
     found = build(runs, description="<script>alert(1)</script>", checks={"faster": {"adv": 50}})
     text = (tmp_path / "report.html").read_text()
     page = _Page(text)
-    assert (page.open, len(page.links)) == ([], 3)
+    assert (page.open, len(page.links)) == ([], 2)
     assert "<script>" not in text
     assert all(link.startswith("data:image/png;base64,") for link in page.links)
     assert "1.25x" in text  # 2.0 s against 1.6 s
     assert "5.00x" in text
     assert "is identical in all 6 steps; so are all 2 training metrics" in text
     assert "E=1 p &#39;a=[1, 2]&#39;" in text
-    for name in ("reward", "stages", "step_time"):
+    for name in ("reward", "step_time"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     text = shown(found)
     assert "Median time of each stage, steps 3-6; the first 2 of each run are warm-up" in text
@@ -99,7 +98,7 @@ def test_a_difference_is_listed_with_its_step_and_size(build, tmp_path):
     base = records(0.5)
     base[3]["actor/grad_norm"] = 1.25
     found = build({"stock-seed0": base, "accelerated-seed0": other})
-    (verdict,) = found["reward_verdicts"]
+    (verdict,) = found["differences"]
     assert verdict["parts_at"] == 4
     assert "parts at step 4 (0.4 and 0.5)" in verdict["text"]
     first = "2 of 3 training metrics differ somewhere, first actor/grad_norm at step 3 by 2.5e-01 (update)"
@@ -112,7 +111,7 @@ def test_a_difference_is_listed_with_its_step_and_size(build, tmp_path):
 def test_several_seeds_and_arms_each_get_a_verdict(build):
     runs = {f"{arm}-seed{seed}": records(0.1) for seed in (0, 1) for arm in ("stock", "accelerated", "third")}
     found = build(runs, arms={"stock": {}, "accelerated": {}, "third": {}})
-    verdicts = [(verdict["arm"], verdict["seed"]) for verdict in found["reward_verdicts"]]
+    verdicts = [(verdict["arm"], verdict["seed"]) for verdict in found["differences"]]
     assert verdicts == [("accelerated", 0), ("third", 0), ("accelerated", 1), ("third", 1)]
 
 
@@ -134,7 +133,7 @@ def test_thin_data_still_make_a_report(build, tmp_path, runs):
     assert runs or not (tmp_path / "reward.png").exists(), "a stale plot is removed when there is nothing to draw"
     shown(found)
     assert _Page((tmp_path / "report.html").read_text()).open == []
-    assert json.loads((tmp_path / "summary.json").read_text())["reward_verdicts"] == []
+    assert json.loads((tmp_path / "summary.json").read_text())["differences"] == []
 
 
 def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build, tmp_path):
@@ -142,8 +141,8 @@ def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build
     ours = records(0.5, **{"timing_s/gen": 0.4, prefix + "short_round": 1.0, prefix + "queue_length": 2.0})
     for metrics in ours.values():
         metrics |= {prefix + "tokens_generated": 100.0, prefix + "tokens_wasted": 30.0}
-    files = {"accelerated-seed0": {"ledger.jsonl": json.dumps({"step": 1, "trained": ["1:1", "1:2"]})}}
-    rollout = {"report": True, "ledger": "ledger.jsonl", "faster": {"accelerated": 2.0}}
+    files = {"accelerated-seed0": {"tail_batching/ledger.jsonl": json.dumps({"step": 1, "trained": ["1:1", "1:2"]})}}
+    rollout = {"report": True, "faster": {"accelerated": 2.0}}
     found = build({"stock-seed0": records(0.5), "accelerated-seed0": ours}, files=files, rollout=rollout)
     text = (tmp_path / "report.html").read_text()
     assert _Page(text).open == []

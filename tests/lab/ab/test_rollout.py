@@ -5,11 +5,11 @@ import json
 import pytest
 
 from rl_accel.lab.ab import report
-from rl_accel.lab.ab.recipe import Rollout, load
+from rl_accel.lab.ab.recipe import load
 from rl_accel.lab.ab.stats import KINDS, RunData, ledger_counts, length_distribution
 from rl_accel.telemetry.logs import read_log
 
-LEDGER = Rollout().ledger
+LEDGER = "checkpoints/tail_batching/ledger.jsonl"
 ROUNDS = {"short": 1.0, "long": 4.0}
 
 

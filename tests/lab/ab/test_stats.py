@@ -5,7 +5,7 @@ import pytest
 
 from rl_accel.lab.ab import stats
 from rl_accel.lab.ab.recipe import Metrics
-from rl_accel.lab.ab.stats import RunData, first_differences, measured_steps
+from rl_accel.lab.ab.stats import RunData, differences, measured_steps
 
 NAMES = Metrics(stages=["gen", "adv"], warmup_steps=2)
 
@@ -80,7 +80,7 @@ def test_first_differences_come_in_the_order_of_the_training_step():
     times = [(1, 1, 2)] * 4
     base = run("stock", times, **{"critic/score/mean": [1, 2, 3, 4], "actor/grad_norm": [1.0, 2.0, 4.0, 8.0]})
     other = run("fast", times, **{"critic/score/mean": [1, 2, 3, 5], "actor/grad_norm": [1.0, 2.0, 4.1, 9.0]})
-    grad, score = first_differences(base, other, NAMES)
+    grad, score = differences(base, other)["rows"]
     assert (grad["metric"], grad["step"], grad["phase"]) == ("actor/grad_norm", 3, "update")
     assert (grad["abs"], grad["rel"]) == (pytest.approx(0.1), pytest.approx(0.1 / 4.1))
     assert (grad["max_abs"], grad["steps_differing"], grad["steps_compared"]) == (1.0, 2, 4)
@@ -100,28 +100,28 @@ def test_metrics_belong_to_parts_of_a_step_the_earlier_is_named_first_and_those_
     }
     assert {metric: stats.phase(metric) for metric in parts} == parts
     base, other = (run("a", [(1, 1, 2)], **{metric: [value] for metric in parts}) for value in (1.0, 2.0))
-    assert [row["metric"] for row in first_differences(base, other, NAMES)] == list(parts)
+    assert [row["metric"] for row in differences(base, other)["rows"]] == list(parts)
     base = run("stock", [(1, 1, 2)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [0.0], "actor/loss": [1.0]})
     other = run("fast", [(9, 9, 9)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [1e-9], "actor/loss": [1.0]})
-    found = stats.agreement(base, other, NAMES, first_differences(base, other, NAMES))
-    phases = ["rollout and reward", "update"]
-    assert found == {"metrics_compared": 3, "metrics_differing": 1, "identical_phases": phases}
+    found = differences(base, other)
+    assert (found["metrics_compared"], len(found["rows"])) == (3, 1)
+    assert found["identical_phases"] == ["rollout and reward", "update"]
     free = ["timing_s/gen", "timing_per_token_ms/gen", "perf/throughput", "actor/perf/max_memory_allocated_gb"]
     free += ["rl_accel/gae/seconds", "perf/mfu/actor"]
-    assert stats.compared([*free, "actor/pg_loss"], NAMES) == ["actor/pg_loss"]
+    assert stats.compared([*free, "actor/pg_loss"]) == ["actor/pg_loss"]
 
 
 def test_nan_equals_nan_a_missing_value_differs_and_steps_of_one_run_alone_are_not_compared():
-    def differences(ours, base=(math.nan, math.nan)):
-        return first_differences(*(run("a", [(1, 1, 2)] * len(its), a=its) for its in (base, ours)), NAMES)
+    def rows(ours, base=(math.nan, math.nan)):
+        return differences(*(run("a", [(1, 1, 2)] * len(its), a=its) for its in (base, ours)))["rows"]
 
-    assert differences([math.nan, math.nan]) == []
-    (row,) = differences([math.nan, 1.0])
+    assert rows([math.nan, math.nan]) == []
+    (row,) = rows([math.nan, 1.0])
     assert row["step"] == 2
     base = run("stock", [(1, 1, 2)] * 2, a=[math.nan, math.nan])
-    (row,) = first_differences(base, run("fast", [(1, 1, 2)] * 2), NAMES)
+    (row,) = differences(base, run("fast", [(1, 1, 2)] * 2))["rows"]
     assert (row["step"], row["arm"], row["abs"]) == (1, None, None)
-    assert differences([1, 1], base=[1, 1, 1]) == []
+    assert rows([1, 1], base=[1, 1, 1]) == []
 
 
 def test_curve_and_gain():

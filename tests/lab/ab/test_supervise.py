@@ -4,13 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from rl_accel.lab.ab.runner import MARKER, MODULES, RAY_DID_NOT_START, Stop, marked, supervised
-from rl_accel.processes import end_all
+from rl_accel.lab.ab import supervisor
+from rl_accel.lab.ab.runner import MODULES, RAY_DID_NOT_START, Stop, supervised
 
 TRAINER = Path(__file__).with_name("toy_trainer.py")
 CTRL_C = "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) is not signal.default_int_handler)"
@@ -20,10 +19,10 @@ CTRL_C = "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) is not
 def supervise(tmp_path):
     """Start the supervisor on a command in ``tmp_path``; ended after the test."""
     started = []
-    environment = {**os.environ, MARKER: "test-run", "RAY_TMPDIR": "x", "VERL_FILE_LOGGER_PATH": str(tmp_path / "m")}
+    environment = {**os.environ, "RAY_TMPDIR": "x", "VERL_FILE_LOGGER_PATH": str(tmp_path / "m")}
 
     def start(*command, grace=0.5):
-        words = [sys.executable, "-m", "rl_accel.lab.ab.runner", "--grace", str(grace), "--", *command]
+        words = [sys.executable, "-m", supervisor.__name__, str(grace), "", *command]
         with (tmp_path / "log").open("wb") as log:
             streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
             process = subprocess.Popen(words, cwd=tmp_path, env=environment, start_new_session=True, **streams)
@@ -31,7 +30,6 @@ def supervise(tmp_path):
         return process
 
     yield start
-    end_all(lambda: marked("test-run"), grace_s=0)
     for process in started:
         process.stdin.close()
         process.wait()
@@ -66,7 +64,7 @@ def test_flags_of_the_shell_do_not_reach_a_run(tmp_path, monkeypatch, given):
     monkeypatch.setenv("RL_ACCEL", "sampler")
     monkeypatch.setenv("RL_ACCEL_CONFIG", "auto: true")
     monkeypatch.setenv("RL_ACCEL_SOURCES", "null")
-    code = "import os; print({name: os.environ[name] for name in os.environ if name.startswith('RL_ACCEL') and 'RUN' not in name})"
+    code = "import os; print({name: os.environ[name] for name in os.environ if name.startswith('RL_ACCEL')})"
     supervised([sys.executable, "-c", code], given, tmp_path, tmp_path / "log", Stop(), lambda: False)
     assert (tmp_path / "log").read_text().strip() == str(given)
 
@@ -88,19 +86,12 @@ def test_sigterm_ends_a_deaf_command_and_its_detached_child(supervise, tmp_path,
 
 
 @pytest.mark.slow
-def test_the_marker_finds_a_run_whose_supervisor_was_killed_and_no_other(supervise, tmp_path, wait_for, gone):
+def test_a_command_whose_supervisor_was_killed_ends(supervise, tmp_path, wait_for, gone):
     process = supervise(sys.executable, str(TRAINER), "steps=1", "hang_at=1")
     wait_for((tmp_path / "m").exists, "the trainer's metrics file")
-    assert marked("test-ru") == []
-    assert len(marked("test-run")) == 2
     process.kill()
     process.wait()
-    assert not gone(tmp_path / "pid")
-    before = time.monotonic()
-    assert end_all(lambda: marked("test-run"), grace_s=60)
-    assert time.monotonic() - before < 30, "it waits no longer than it must"
-    assert gone(tmp_path / "pid")
-    assert marked("test-run") == []
+    wait_for(lambda: gone(tmp_path / "pid"), "the end of the command")
 
 
 def test_what_ray_says_is_what_is_looked_for():

@@ -1,0 +1,117 @@
+"""Supervisor of one command: ``python -m rl_accel.lab.ab.supervisor GRACE_S FOLDER COMMAND...``.
+
+The supervisor ends all processes of the command when the command ends, when the supervisor gets SIGTERM, and when the supervisor's
+standard input closes. This input is a pipe from the runner (:mod:`rl_accel.lab.ab.runner`), so the command ends even if the runner
+is killed. If the supervisor is killed, the command gets SIGTERM.
+"""
+
+import contextlib
+import os
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl_accel.lab.ab import fork_client, fork_server
+from rl_accel.lab.verl_cpu import WORKER_PYTHON
+from rl_accel.processes import (
+    become_subreaper,
+    descendants,
+    end_all,
+    end_descendants,
+    end_with_parent,
+    shell_exit_code,
+)
+
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Environment variables of the fork server. OpenMP and pyarrow's allocator then start no threads; forks do not inherit threads."""
+_ORPHANS_S = 5.0
+"""Seconds that remaining daemons of a trainer may take to shut down by themselves after the trainer has ended."""
+
+
+@contextlib.contextmanager
+def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
+    """Context manager that starts a :mod:`fork_server` for a run on verl's CPU platform, and ends the server after the run.
+
+    Yields a command that runs the program of ``command`` as a fork of the server. Ray then starts its workers as forks too. On
+    other platforms, and for a run that joins a Ray cluster, yields ``command`` itself and starts no server.
+    """
+    name, *words = command
+    python = os.path.abspath(shutil.which(name) or name)
+    is_python = Path(name).name.startswith("python") and shutil.which(name)
+    is_program = bool(words) and (words[0] == "-m" or not words[0].startswith("-"))
+    is_on_cpu = os.environ.get("VERL_PLATFORM") == "cpu" and "RAY_ADDRESS" not in os.environ
+    if not (is_python and is_program and is_on_cpu and temp) or os.environ.get("RL_ACCEL_FORK_SERVER") == "0":
+        yield command
+        return
+    path = f"{temp}/forks-{os.getpid()}"  # a run that is started again has the folder of its first start
+    start = [python, "-S", "-E", fork_client.__file__, path]
+    os.environ[WORKER_PYTHON] = shlex.join(start)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(64)  # clients wait while the server imports libraries
+        server = subprocess.Popen(
+            [python, fork_server.__file__, str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            env={**os.environ, **_ONE_THREAD},
+        )
+    assert server.stdin is not None
+    try:
+        yield [*start, *words]
+    finally:
+        server.stdin.close()
+        server.wait()
+
+
+def supervise(grace_s: float, temp: str, command: list[str]) -> int:
+    """Runs a command, and ends all its remaining processes when the command ends or has to stop.
+
+    The command has to stop when this process gets SIGTERM or its standard input closes.
+
+    Args:
+        grace_s: seconds between SIGTERM and SIGKILL for a command that has to stop.
+        temp: folder that is removed if the command had to stop; "" for none.
+        command: words of the command.
+
+    Returns:
+        The command's exit code, or 128 + n if signal n ended the command.
+    """
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # the runner handles these, and then closes the supervisor's stdin
+        signal.signal(ignored, lambda number, _: None)  # the command would inherit SIG_IGN
+    become_subreaper()
+    with _fork_server(command, temp) as words:
+        try:
+            with_us = end_with_parent(os.getpid())
+            child = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=with_us)
+        except OSError as error:
+            print(f"cannot start {command[0]}: {error}", file=sys.stderr)
+            return 127
+        while child.poll() is None and not stopped:
+            if select.select([sys.stdin], [], [], 0.1)[0] and not os.read(sys.stdin.fileno(), 1024):
+                stopped.append(signal.SIGTERM)
+        in_time = child.poll() is not None
+        if not in_time:
+            child.terminate()
+            try:
+                child.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+    ended = end_descendants(leave_s=min(grace_s, _ORPHANS_S)) if in_time else end_all(descendants, grace_s=2.0)
+    if ended:
+        print(f"rl-accel ab: ended what the run left behind: {', '.join(sorted(ended))}", file=sys.stderr)
+    if stopped and temp:
+        shutil.rmtree(temp, ignore_errors=True)
+    return shell_exit_code(child.wait())
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(float(sys.argv[1]), sys.argv[2], sys.argv[3:]))
