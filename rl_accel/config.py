@@ -5,7 +5,6 @@ Sources, each of which overrides the ones before: the defaults, the environment 
 of :func:`rl_accel.enable`.
 """
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_accel.errors import ConfigError
+from rl_accel.errors import ConfigError, did_you_mean
 from rl_accel.features import FEATURES, F, Feature
 
 NAMES_VAR, ENV_VAR = "RL_ACCEL", "RL_ACCEL_CONFIG"
@@ -165,7 +164,7 @@ def _checked(value: Any, flag: Field[Any], where: str) -> Any:
         raise ConfigError(f"{where} wants a number or {' or '.join(limits['words'])}, found {_describe(value)}")
     choices = limits.get("choices")
     if choices is not None and value not in choices:
-        raise ConfigError(f"{where} wants one of {', '.join(choices)}, found {value!r}{_nearest(value, choices)}")
+        raise ConfigError(f"{where} wants one of {', '.join(choices)}, found {value!r}{did_you_mean(value, choices)}")
     low, high = limits.get("minimum"), limits.get("maximum")
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = f"at least {low}" if high is None else f"a value between {low} and {high}"
@@ -185,12 +184,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _unknown(section: str, key: Any, known: Iterable[str]) -> str:
-    return f"{section}.{key}{_nearest(key, known, f'{section}.')}; {section} takes {', '.join(known)}"
-
-
-def _nearest(word: Any, known: Iterable[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(str(word), known, n=1)
-    return f" (did you mean {prefix}{close[0]}?)" if close else ""
+    return f"{section}.{key}{did_you_mean(key, known, f'{section}.')}; {section} takes {', '.join(known)}"
 
 
 def _describe(value: Any) -> str:

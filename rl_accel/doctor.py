@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel import __version__
-from rl_accel.errors import ConfigError, PatchRefused
-from rl_accel.features import FEATURES, FLAG_READERS, Feature
+from rl_accel.errors import PatchRefused
+from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS, Feature
+from rl_accel.integrations.slime.custom_config import require_checkout
 from rl_accel.patches.verl.verl_run import ENGINES
 from rl_accel.runtime import is_installed, switches_of
 from rl_accel.switch import Switch, SwitchState, aligned
@@ -47,9 +48,9 @@ def diagnose() -> dict[str, Any]:
 
         checkout = _use_slime_checkout()
         checks = [check for feature in FEATURES for check in _check_feature(feature)]
-        for framework, module in FLAG_READERS.items():
-            if is_installed(framework):
-                checks += [_try("reads flags", switch, None) for switch in switches_of(module)]
+        for name, modules in (("reads flags", FLAG_READERS), ("logs numbers", LOGGERS)):
+            for module in (module for framework, module in modules.items() if is_installed(framework)):
+                checks += [_try(name, switch, None) for switch in switches_of(module)]
         problem = bubblewrap_problem()
         return {
             "version": __version__,
@@ -104,10 +105,10 @@ def _use_slime_checkout() -> str | None:
         ConfigError: SLIME_ROOT is not the folder of a slime checkout.
     """
     root = os.environ.get("SLIME_ROOT")
-    if root and not (Path(root) / "slime" / "utils" / "arguments.py").is_file():
-        raise ConfigError(f"SLIME_ROOT wants a checkout of slime, found {root!r} (no slime/utils/arguments.py)")
-    if root and root not in sys.path:
-        sys.path.insert(0, root)
+    if root:
+        require_checkout(root)
+        if root not in sys.path:
+            sys.path.insert(0, root)
     spec = importlib.util.find_spec("slime")
     return str(Path(spec.origin).parent) if spec is not None and spec.origin else None
 

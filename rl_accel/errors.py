@@ -1,5 +1,7 @@
 """Exceptions that rl-accel raises on purpose. All have the base class :class:`RlAccelError`, which callers can catch."""
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -24,6 +26,12 @@ def refuse(flag: str, key: str, wanted: Any, found: Any, reason: str = "") -> No
         reason: why the feature needs the value ``wanted``; "" if obvious.
     """
     raise ConfigError(f"{flag} wants {key} = {wanted}, found {found}" + (f" ({reason})" if reason else ""))
+
+
+def did_you_mean(word: Any, known: Iterable[str], prefix: str = "") -> str:
+    """Returns the hint " (did you mean x?)" for the name x in ``known`` that is most similar to ``word``; "" if none is similar."""
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
 class RecipeError(RlAccelError, ValueError):

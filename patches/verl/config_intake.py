@@ -45,8 +45,6 @@ SECTION = "rl_accel"
 
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
 _told: set[tuple[str, str]] = set()
-_REMOVE_WHEN = "verl hands its configuration to plug-ins"
-_NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is imported before it is read"
 
 
 def trainer() -> Any:
@@ -228,59 +226,28 @@ def _unwrap_subclasses() -> None:
             cls.__init__ = constructor.__rl_accel_original__
 
 
+def _flag_reader(name: str, target: str, supports: str, *params: str) -> Patch:
+    return Patch(
+        name=f"verl.config.{name}",
+        target=target,
+        supports=supports,
+        params=(*params, "*"),  # only the configuration is read
+        make=_after_flags,
+        no_seam="verl hands the whole configuration to no plug-in: the entry point is imported before it is read",
+        remove_when="verl hands its configuration to plug-ins",
+    )
+
+
+_RAY_TRAINER = "verl.trainer.ppo.ray_trainer:RayPPOTrainer"
+
 SWITCHES = (
-    Patch(
-        name="verl.config.driver",
-        target="verl.utils.config:validate_config",
-        supports="verl>=0.6",
-        params=("config", "use_reference_policy", "use_critic"),
-        make=_after_flags,
-        no_seam=_NO_SEAM,
-        remove_when=_REMOVE_WHEN,
-    ),
-    Patch(
-        name="verl.config.other_mains",
-        target="verl.trainer.main_ppo:run_ppo",
-        supports="verl>=0.6",
-        params=("config", "task_runner_class"),
-        make=_after_flags,
-        no_seam=_NO_SEAM,
-        remove_when=_REMOVE_WHEN,
-    ),
-    Patch(
-        name="verl.config.trainer",
-        target="verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__",
-        supports="verl>=0.9",
-        params=("self", "config"),
-        make=_after_flags,
-        no_seam=_NO_SEAM,
-        remove_when=_REMOVE_WHEN,
-    ),
-    Patch(
-        name="verl.config.legacy_trainer",
-        target="verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init__",
-        supports="verl>=0.6",
-        params=(
-            "self",
-            "config",
-            "tokenizer",
-            "role_worker_mapping",
-            "resource_pool_manager",
-            "ray_worker_group_cls",
-            "processor",
-            "train_dataset",
-            "val_dataset",
-            "collate_fn",
-            "train_sampler",
-            "device_name",
-        ),
-        make=_after_flags,
-        no_seam=_NO_SEAM,
-        remove_when=_REMOVE_WHEN,
-    ),
+    _flag_reader("driver", "verl.utils.config:validate_config", "verl>=0.6", "config"),
+    _flag_reader("other_mains", "verl.trainer.main_ppo:run_ppo", "verl>=0.6", "config"),
+    _flag_reader("trainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__", "verl>=0.9", "self", "config"),
+    _flag_reader("legacy_trainer", f"{_RAY_TRAINER}.__init__", "verl>=0.6", "self", "config"),
     Registration(
         name="verl.config.recipe_trainers",
-        target="verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init_subclass__",
+        target=f"{_RAY_TRAINER}.__init_subclass__",
         register=_wrap_subclasses,
         unregister=_unwrap_subclasses,
         owner=__name__,
