@@ -31,15 +31,10 @@ Layer = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Flags:
-    """All flags in force, merged from all sources. ``flags[GAE].backend`` reads the flag ``backend`` of the feature ``GAE``.
+    """All flags in force, merged from all sources. ``flags[GAE].backend`` reads the flag ``backend`` of the feature ``GAE``."""
 
-    Attributes:
-        auto: if True, every feature with ``automatic=True`` is on, unless a source sets ``enable`` of the feature to False.
-        sections: mapping from feature name to the feature's flags (a dataclass instance).
-    """
-
-    auto: bool
-    sections: Mapping[str, Any]
+    auto: bool  # every feature with automatic=True is on, unless a source sets its flag enable to False
+    sections: Mapping[str, Any]  # mapping from feature name to the feature's flags (a dataclass instance)
 
     def __getitem__(self, feature: Feature[F]) -> F:
         section: F = self.sections[feature.name]
@@ -54,10 +49,7 @@ class Flags:
 
 
 def resolve(layers: Sequence[Layer]) -> Flags:
-    """Merges the flags of all sources with the default flags.
-
-    Args:
-        layers: sources and their flags; a later source overrides the earlier ones.
+    """Merges the flags of all sources with the default flags. A later source in ``layers`` overrides the earlier ones.
 
     Raises:
         ConfigError: a key is unknown, a value has the wrong type or is out of range, or flags contradict each other.
@@ -108,15 +100,13 @@ def read_names() -> dict[str, bool]:
     return {name.strip(): True for name in os.environ.get(NAMES_VAR, "").split(",") if name.strip()}
 
 
-def read_environment(value: str | None = None) -> dict[str, Any]:
+def read_environment() -> dict[str, Any]:
     """Returns the flags in ``RL_ACCEL_CONFIG``, which holds inline YAML or JSON, or the path of a YAML or JSON file.
-
-    An empty or unset variable gives ``{}``. A ``value`` other than None is parsed instead of the environment variable.
 
     Raises:
         ConfigError: the file cannot be read, or the text is not a mapping in YAML or JSON.
     """
-    value = os.environ.get(ENV_VAR, "") if value is None else value
+    value = os.environ.get(ENV_VAR, "")
     if not value.strip():
         return {}
     text = value

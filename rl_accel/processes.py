@@ -1,8 +1,7 @@
 """Ends every process that a command started, including processes that have detached themselves.
 
 Killing the command's process group is not enough, because a Ray node starts daemons in separate sessions. The supervising process
-therefore becomes a *child subreaper*. On Linux, orphaned descendants of a subreaper become children of the subreaper, so that all
-processes of the command stay descendants of the supervising process.
+therefore becomes a *child subreaper*: on Linux, the parent of its orphaned descendants.
 """
 
 import contextlib
@@ -45,12 +44,10 @@ def has_ended(process: psutil.Process) -> bool:
 def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float) -> list[str]:
     """Sends SIGTERM to the processes that ``find`` returns, and SIGKILL to those still alive after ``grace_s`` seconds.
 
-    SIGKILL is repeated until ``find`` returns no process, for up to 10 seconds. A process that is still alive then, because it is
-    stuck in the kernel, is given up.
+    SIGKILL is repeated for up to 10 seconds. A process that is alive then is stuck in the kernel, and given up.
 
     Returns:
-        Names of the processes that the first call of ``find`` returned. The name of a process that was given up follows, with the
-        suffix ``(still alive)``.
+        Names of the processes that the first call of ``find`` returned, and those given up with the suffix ``(still alive)``.
     """
     alive = list(find())
     ended = [_name(process) for process in alive]

@@ -37,8 +37,7 @@ from rl_accel.runtime import is_installed
 SECTION = "rl_accel"
 STOPS = "train.py itself stops"
 HOOKS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
-"""slime's arguments that each feature sets, by feature name. Each value is a mapping from argument name to the dotted path of a
-function, or to a list of dotted paths. Such a list is appended to the user's own list."""
+"""slime's arguments that each feature sets, by feature name, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
 _DEFAULTS = {
     **STOCK,
     "advantage_estimator": "grpo",
@@ -51,11 +50,7 @@ _DEFAULTS = {
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the content of the YAML file that turns ``features`` on in slime.
-
-    Args:
-        features: names of the features to turn on.
-        settings: values of further flags, by feature name and flag name.
+    """Returns the content of the YAML file that turns ``features`` on in slime, with ``settings`` by feature and flag name.
 
     Raises:
         ConfigError: a feature or flag is unknown, flags contradict each other, or a feature does not support slime.
@@ -130,7 +125,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 def _is_file(written: str, path: Path) -> bool:
     """Returns whether ``written``, the value of a flag on a launch line, names the file ``path``.
 
-    Expands environment variables in ``written``. If such a variable is not set, compares only the last parts of both paths.
+    If an environment variable in ``written`` is not set, only the last parts of both paths are compared.
     """
     named = Path(os.path.expandvars(written)).expanduser()
     return named.name == path.name if "$" in str(named) else named.resolve() == path.resolve()

@@ -11,8 +11,8 @@ from rl_accel.telemetry.server_counters import COUNTERS, Reading, ask_endpoints
 T = TypeVar("T")
 
 ReadCounters = Callable[[Sequence[str]], Mapping[str, Reading | None]]
-"""Function that reads the preemption counters of rollout servers. It takes the servers' names in verl's load balancer and returns a
-reading by server name. The reading is None for a server that reports no counter."""
+"""Function that reads the preemption counters of rollout servers, by the servers' names in verl's load balancer. The reading of a
+server that reports no counter is None."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,5 @@ def counted_engines() -> list[str]:
 
 
 def read_servers(engine: EngineSupport, servers: Sequence[str]) -> Mapping[str, Reading | None]:
-    """Reads the preemption counters of all ``servers`` at once and returns a reading by server name.
-
-    The reading is None for a server that reports no counter, and for all servers if the engine supports no reading.
-    """
+    """Reads the preemption counters of all ``servers``, see :data:`ReadCounters`. All are None if ``engine`` has no counters."""
     return dict.fromkeys(servers) if engine.read_counters is None else engine.read_counters(servers)

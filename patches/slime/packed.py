@@ -1,7 +1,4 @@
-"""Helpers of the patches that replace slime's computation of advantages.
-
-Contains names of slime's modules, a function that gathers whole responses, and inputs for a comparison with slime's functions.
-"""
+"""Helpers of the patches that replace slime's computation of advantages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,13 +60,7 @@ def unpadded(rows: torch.Tensor) -> torch.Tensor:
 
 
 def stock_scan(function: Any, name: str) -> Any:
-    """Returns slime's scan function with the name ``name``, for a comparison with rl-accel's scan.
-
-    ``function``: function of slime that calls the scan.
-
-    Raises:
-        PatchRefused: slime has no such scan to compare with.
-    """
+    """Returns slime's scan ``name``, which slime's ``function`` calls. Raises PatchRefused if there is no such scan."""
     scan = function.__globals__.get(name)
     if scan is None:
         raise PatchRefused(f"{PPO_UTILS} has no {name} to compare with")

@@ -2,8 +2,7 @@
 
 In the driver process, ``validate_config`` is wrapped, so that a misspelt key stops the run before a cluster starts. ``run_ppo`` is
 wrapped as well, for the entry points in ``verl.experimental``. In the trainer process, the trainer's constructor is wrapped,
-because the trainer that is really built decides which features may be on. This includes recipes that subclass RayPPOTrainer
-without calling the constructor of RayPPOTrainer. rl-accel wraps no other functions of verl unless a flag enables a feature.
+because the trainer that is really built decides which features may be on. Recipes may not call RayPPOTrainer's constructor.
 
 A feature that uses verl's extension points names a module in :attr:`~rl_accel.features.Feature.verl`, which has two functions.
 
@@ -64,8 +63,7 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
     """Sets verl's extension points for all features that are enabled by name, in the configuration of ``run``.
 
     Returns:
-        Mapping from feature name to the reason why the feature has no effect in this run. Contains only features that are enabled
-        by name and have no effect.
+        Mapping from the name of a feature without effect in this run to the reason.
 
     Raises:
         ConfigError: a feature enabled by name cannot work in this run.
@@ -92,9 +90,8 @@ def require(feature: Feature[Any]) -> None:
         PatchRefused: members are absent or different. The message names each member.
     """
     for switch in itertools.chain.from_iterable(map(switches_of, feature.switches["verl"])):
-        if isinstance(
-            switch, Registration
-        ):  # an import hook on this module may import adapters, which must not be half imported at that time
+        if isinstance(switch, Registration):
+            # An import hook on this module may import adapters, which must not be half imported at that time.
             with contextlib.suppress(ImportError):
                 importlib.import_module(switch.target.partition(":")[0])
     modules = seams.modules_of(f"rl_accel.integrations.verl.{feature.name}")
@@ -102,9 +99,7 @@ def require(feature: Feature[Any]) -> None:
 
 
 def in_driver(config: Any) -> None:
-    """Applies the flags in verl's ``config`` in the driver process, before the run starts other processes.
-
-    Changes ``config`` in place: sets the extension points of features, see :func:`wire`.
+    """Applies the flags in verl's ``config`` in the driver process, and sets features' extension points in ``config``.
 
     Raises:
         ConfigError: a key is unknown, a value is invalid, or a feature cannot work with ``config``.
@@ -127,11 +122,7 @@ def in_trainer(config: Any, trainer: Any = None) -> None:
 
 
 def _require_section_name(config: Any) -> None:
-    """Refuses a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread.
-
-    Raises:
-        ConfigError: the message names the section found.
-    """
+    """Raises ConfigError for a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread."""
     sections: Any = OmegaConf.to_container(config) if OmegaConf.is_dict(config) else {}
     misspelt = [key for key in sections if key != SECTION and difflib.get_close_matches(key, [SECTION], cutoff=0.75)]
     misplaced = [
@@ -157,12 +148,7 @@ def _take_in(run: VerlRun) -> None:
 
 
 def take_in_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Applies the flags in the argument ``config`` of a call of ``function``, which runs in the driver or constructs a trainer.
-
-    Args:
-        function: verl's original function or constructor, which the caller calls afterwards.
-        args, kwargs: positional and keyword arguments of the call.
-    """
+    """Applies the flags in the argument ``config`` of a call of ``function``, which runs in the driver or constructs a trainer."""
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     if function.__name__ != "__init__":
         in_driver(arguments["config"])
