@@ -37,8 +37,7 @@ def interface_of(*targets: str) -> Callable[[C], C]:
     Methods of the Protocol name the parameters that rl-accel passes; ``(*args, **kwargs)`` stands for any parameters.
 
     Args:
-        targets: classes or modules that the Protocol describes. The first must exist. Each further class or
-            module must match the Protocol if the module exists.
+        targets: classes or modules that the Protocol describes. The first must exist, and the others if their modules exist.
     """
 
     def mark(interface: C) -> C:
@@ -124,8 +123,7 @@ def require(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
 
     Args:
         name: name of the feature or check, for the message.
-        interfaces: mapping from an interface, our description of a framework class, to our subclasses of that framework class.
-            The methods that the subclasses override are checked too.
+        interfaces: mapping from interface to our subclasses of the framework class, whose overridden methods are checked too.
 
     Raises:
         PatchRefused: members are absent or different. The message names each member, with the wanted and the found signature.
@@ -253,11 +251,10 @@ class Registration:
     Attributes:
         name: unique name of the switch, such as ``"verl.trainer_mode.tail_batching"``.
         target: ``"pkg.mod:entry"``, the module whose import makes the registry available, and a description of the entry.
-        register: function ``register(settings)`` that adds the entry. ``settings`` are the feature's flags. May raise PatchRefused
-            if the framework lacks a needed member.
+        register: function ``register(settings)`` that adds the entry. ``settings`` are the feature's flags. May raise PatchRefused.
         unregister: function without arguments that removes the entry.
         find: function without arguments that returns the object registered under our name, or None. Must not import any module,
-            because any thread may call ``find`` under the runtime's lock as soon as the import of ``pkg.mod`` has begun.
+            because any thread may call it under the runtime's lock.
         owner: name of the module that defines our object.
     """
 
@@ -303,10 +300,7 @@ def step_observer(
 ) -> Registration:
     """Returns a switch that lets ``feature`` see the metrics of each training step on verl, and add further metrics.
 
-    Args:
-        feature: name of the feature. The switch has the name ``verl.<feature>.observer``.
-        make: function of the feature's flags that returns the observer; defined in the same module as the observer.
-        target: ``"pkg.mod:entry"``; the observer is registered when ``pkg.mod`` is imported.
+    ``make(flags)`` returns the observer, and is defined in the same module. For ``target`` see :class:`Registration`.
     """
     return Registration(
         name=f"verl.{feature}.observer",

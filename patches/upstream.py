@@ -97,8 +97,8 @@ def repack(raw: Any, function: Any) -> Any:
 def require_own(function: Any, target: str) -> None:
     """Checks that no other package has replaced or wrapped ``function``, which was found at the location ``target``.
 
-    Checks each layer: all wrappers and the innermost function. The module of a layer is the module whose globals the layer's code
-    uses. ``__module__`` would be wrong, because ``functools.wraps`` copies this attribute from the wrapped function.
+    The module of a layer (a wrapper or the innermost function) is the module whose globals the layer's code uses, because
+    ``functools.wraps`` copies ``__module__`` from the wrapped function.
 
     Raises:
         PatchRefused: a layer is from another package than ``target`` and is no decorator of torch or the standard library, or the
@@ -126,11 +126,9 @@ def require_params(function: Callable[..., Any], params: tuple[str, ...], target
 
 
 def require_version(supports: str, target: str) -> None:
-    """Checks that the imported package of ``target`` has a supported version.
+    """Checks that the imported package of the location ``target`` has a version that the PEP 508 requirement ``supports`` allows.
 
-    Args:
-        supports: supported versions as PEP 508 requirement; prereleases are allowed. "" allows any version.
-        target: location in the package, such as ``"pkg.mod:attr"``.
+    ``__version__`` counts before package metadata, which may describe another installed copy. "" allows any version.
 
     Raises:
         NotInThisVersion: the version is outside ``supports``.

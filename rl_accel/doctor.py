@@ -30,8 +30,6 @@ DISTRIBUTIONS = ("torch", "numba", "triton", "ray", "verl", "TransferQueue", "sl
 def diagnose() -> dict[str, Any]:
     """Diagnoses this Python environment. Imports the installed frameworks, and applies and reverts each switch.
 
-    A switch is one change that a feature makes to a framework, such as a patch.
-
     Returns:
         A nested dict that ``json.dumps`` accepts. In addition to the versions of rl-accel and Python, the dict contains:
 
@@ -39,8 +37,7 @@ def diagnose() -> dict[str, Any]:
         - ``backends``: mapping from kernel backend to the reason why the backend does not work; None if the backend works.
         - ``checks``: one dict per switch or other check of a feature. ``verdict`` is "works", "cannot" (tried and failed)
           or "absent" (framework or engine not installed). For patches, ``upstream`` and ``remove_when`` are included.
-        - ``sandbox``: isolation of programs that a code reward runs: "bubblewrap", or "process" followed by the reason why
-          bubblewrap does not work.
+        - ``sandbox``: isolation of programs that a code reward runs: "bubblewrap", or "process" and why bubblewrap does not work.
     """
     with quiet():
         from rl_accel.ops import available_backends

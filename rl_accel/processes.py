@@ -1,13 +1,12 @@
 """Ends every process that a command started, including processes that have detached themselves.
 
 Killing the command's process group is not enough, because a Ray node starts daemons in separate sessions. The supervising process
-therefore becomes a *child subreaper*: on Linux, the parent of its orphaned descendants.
+therefore becomes a *child subreaper*, the new parent of its orphaned descendants.
 """
 
 import contextlib
 import ctypes
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -18,9 +17,8 @@ _UNKILLABLE_S = 10.0
 
 
 def become_subreaper() -> None:
-    """Makes the calling process the new parent of its orphaned descendants. Does nothing on systems other than Linux."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Makes the calling process the new parent of its orphaned descendants."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[psutil.Process]:

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -102,10 +101,8 @@ def run(max_restarts: int, pause: float, command: tuple[str, ...]) -> None:
     raise SystemExit(Launches(command, max_restarts, pause).run())
 
 
-def _end_with(parent: int) -> Callable[[], None] | None:
-    """Returns a ``preexec_fn`` that ends a child process when its parent (process ID ``parent``) is killed; None outside Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
+def _end_with(parent: int) -> Callable[[], None]:
+    """Returns a ``preexec_fn`` that ends a child process when its parent (process ID ``parent``) is killed."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def ask() -> None:

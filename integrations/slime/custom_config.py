@@ -77,8 +77,8 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
     Args:
         path: path of the YAML file.
-        slime_root: folder of a checkout of slime, in which the keys are looked up; None: keys are not looked up.
-        line: words of a launch line, parsed by slime's own parser, which must be importable; None: no launch line is checked.
+        slime_root: folder of a checkout of slime, in which the keys are looked up, if given.
+        line: words of a launch line, parsed by slime's own parser, which must be importable, if given.
 
     Raises:
         ConfigError: the file cannot be read, a flag of rl-accel is wrong, a path that a feature needs is missing, or the launch
@@ -138,8 +138,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
 
     Args:
         line: words of the launch line, including ``--custom-config-path``.
-        content: content of the YAML file. If slime's own checks fail, this function sets these values on the returned arguments,
-            because slime has not set them.
+        content: content of the YAML file, which is set on the returned arguments if slime's own checks fail before slime does so.
 
     Raises:
         ConfigError: slime or SGLang cannot be imported.

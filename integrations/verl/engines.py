@@ -21,13 +21,13 @@ class EngineSupport:
 
     Attributes:
         aborts_by_id: True if the servers' method ``abort_request`` works. ``generate`` then returns the tokens so far.
-        restarts_in_run: True if a server that is restarted during a run gets the weights of the next update, provided that the
-            training workers drop their handles of the dead server first.
+        restarts_in_run: True if a server that is restarted during a run gets the weights of the next update, once the training
+            workers have dropped their handles of the dead server.
         death_errors: class names of exceptions with which a living server reports that its engine is dead.
         read_counters: function that reads the servers' preemption counters; None if unsupported.
         stop: function ``stop(server, request_id)`` that ends one request, called in the server's process. The request's
-            ``generate`` call then returns the tokens so far, and the response can continue in a new request. None if unsupported.
-        cache_tokens: function ``cache_tokens(server)``, called in the server's process. Returns the capacity of the server's
+            ``generate`` call then returns the tokens so far. None if unsupported.
+        cache_tokens: function ``cache_tokens(server)``, called in the server's process, that returns the capacity of the server's
             key-value cache in tokens, or None if unknown.
         seeds_by_position: True if a request with a seed draws the same tokens after a migration to another server.
         abort: function ``abort(server, request_id)`` that ends one request, called in the server's process. Used for a cancelled

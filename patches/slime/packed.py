@@ -22,7 +22,7 @@ def on_whole_responses(
     """Calls ``compute`` on whole responses, and returns the results for the part of each response that this rank holds.
 
     With context parallelism, each rank holds two slices of each sequence. slime's own functions gather the whole responses from all
-    ranks (a collective call) and slice the results, because slime decides which slices a rank holds.
+    ranks (a collective call) and slice the results.
 
     Args:
         compute: function with as many arguments as ``slices`` has items. Each argument is a list of whole responses [length].
