@@ -133,14 +133,15 @@ def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict
     cells, reasons = {}, defaultdict(list)
     checks = defaultdict(list)
     for check in report["checks"]:
-        if check["patch"].partition(".")[0] == framework and check["verdict"] != "absent":
+        is_feature = check["feature"] not in ("reads flags", "logs numbers")
+        if is_feature and check["patch"].partition(".")[0] == framework and check["verdict"] != "absent":
             checks[check["feature"]].append(check)
     for feature, found in checks.items():
         works = sum(check["verdict"] == "works" for check in found)
         separate = feature == "advantages"  # its patches do without each other
         cells[feature] = "yes" if works == len(found) else f"{works} of {len(found)}" if works and separate else "no"
         for check in found:
-            if check["verdict"] != "works" and feature != "reads flags" and not check["reason"].startswith("needs "):
+            if check["verdict"] != "works" and not check["reason"].startswith("needs "):
                 first, *others = check["reason"].removeprefix(check["patch"] + ": ").split("; ")
                 reasons[feature].append(
                     f"`{check['patch']}`: {first}" + (f"; and {len(others)} more" if others else "")
@@ -169,7 +170,7 @@ def main() -> None:
         name = f"slime {commit.stdout}".strip()
         install(folder / "slime", "-r", "requirements/slime.txt")
         columns[name], notes[name] = column(diagnosis(folder / "slime"), "slime")
-    features = list(dict.fromkeys(name for cells in columns.values() for name in cells if name != "reads flags"))
+    features = list(dict.fromkeys(name for cells in columns.values() for name in cells))
     rows = [["feature", *columns], ["---"] * (len(columns) + 1)]
     rows += [[f"`{name}`", *(cells.get(name, "-") for cells in columns.values())] for name in features]
     rows.append(["verl's own tests", *(tests.get(name, "-") for name in columns)])

@@ -27,8 +27,8 @@ def require_agreement(
 ) -> None:
     """Calls ``original`` and ``replacement`` with copies of ``arguments``, and raises PatchRefused unless the outputs are equal.
 
-    Each function returns a tensor or a tuple of tensors. Dtypes, shapes and devices must match. Elements may differ by the relative
-    tolerance ``rtol`` and the absolute tolerance ``atol``. The default is exact equality, where NaN equals NaN.
+    Each function returns a tensor or a tuple of tensors. Dtypes, shapes and devices must match, and elements within the relative
+    and absolute tolerances ``rtol`` and ``atol``. NaN equals NaN.
 
     Raises:
         PatchRefused: outputs differ. The message names the output, the position and the difference.

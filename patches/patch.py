@@ -34,24 +34,22 @@ class Patch:
 
     Attributes:
         name: unique name of the patch, such as ``"verl.gae"``.
-        target: location of the function: ``"pkg.mod:attr"``, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``. If a staticmethod
-            or classmethod is there, ``make`` gets the function inside, and the replacement is wrapped in the same way.
-        supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``); prereleases are allowed. Compared with
-            ``__version__`` of the imported package, if any, because package metadata may describe another installed copy.
-            "" for a framework that is run from a checkout and has no version. Parameters and ``probe`` then decide.
+        target: location of the function: ``"pkg.mod:attr"``, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``. The function
+            inside a staticmethod or classmethod is replaced, and the kind of method kept.
+        supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``), prereleases included. "" for a framework that is
+            run from a checkout and has no version; parameters and ``probe`` then decide.
         params: required parameter names of the function, in order. A final ``"*"`` allows further parameters.
         make: function ``make(original, settings)`` that returns the replacement. ``settings`` are the feature's flags.
-        bindings: other locations of the same function, which are replaced too. Modules of these locations must be imported before
-            the patch is applied; otherwise the patch is refused, because locations are never patched later.
-        fingerprints: hashes of the function bodies with which this patch was tested, see
-            :func:`~rl_accel.patches.upstream.fingerprint`. An unknown body only causes a warning; ``probe`` decides.
-        probe: function ``probe(original, replacement, settings)`` that compares both functions before anything is replaced. The
-            patch is refused if ``probe`` raises any exception.
+        bindings: other locations of the same function, which are replaced too. Their modules must be imported already.
+        fingerprints: hashes of the tested function bodies, see :func:`~rl_accel.patches.upstream.fingerprint`. An unknown body
+            only causes a warning.
+        probe: function ``probe(original, replacement, settings)`` that compares both functions before anything is replaced. Any
+            exception refuses the patch.
         no_seam: reason why no official extension point of the framework can be used.
         upstream: URL of the framework's issue or pull request on the same problem, or "none".
         remove_when: change to the framework that makes the patch unnecessary.
-        independent: True if the feature's other patches are useful without this patch. If the framework version lacks the
-            function or is not supported, only this patch then stays off.
+        independent: True if the feature's other patches are useful without this one, which alone stays off then if the framework
+            version lacks the function or is not supported.
     """
 
     name: str
@@ -67,26 +65,15 @@ class Patch:
     remove_when: str = ""
     independent: bool = False
 
-    def check(self) -> None:
-        """Checks whether the patch can be applied now. Replaces nothing and imports nothing.
-
-        Raises:
-            PatchRefused: the function is absent, not imported, has other parameters, or is already wrapped or replaced by
-                other code; or the framework version is unsupported. If the patch is ``independent``, an absent function and
-                an unsupported version raise the subclass NotInThisVersion.
-        """
-        with _lock:
-            if not self._is_applied():
-                self._inspect()
-
     def apply(self, settings: Any = None) -> None:
-        """Puts the replacement at all locations of the function, or at none.
+        """Puts the replacement at all locations of the function, or at none. Imports nothing.
 
         While the patch is applied, further calls change nothing, even with other settings.
 
         Raises:
-            PatchRefused: the patch cannot be applied, see :meth:`check`; ``make`` or ``probe`` raised an exception; a location
-                could not be written (all changes are undone); or other code has wrapped the replacement since an earlier call.
+            PatchRefused: the function is absent, not imported, has other parameters, or is wrapped or replaced by other code; the
+                framework version is unsupported; ``make`` or ``probe`` raised an exception; or a location could not be written.
+                If the patch is ``independent``, an absent function and an unsupported version raise NotInThisVersion.
         """
         with _lock:
             if self._is_applied():
@@ -105,9 +92,7 @@ class Patch:
             return SwitchState.APPLIED if ours else SwitchState.FOREIGN
 
     def revert(self) -> None:
-        """Restores the identical original objects. Does nothing if the patch is not applied.
-
-        Framework modules that have imported the replacement by name meanwhile also get the original back.
+        """Restores the identical original objects, also in framework modules that have imported the replacement by name.
 
         Raises:
             PatchRefused: other code has wrapped or overwritten the replacement; reverting would silently remove that change.

@@ -2,8 +2,7 @@
 
 An interface is a Protocol class that declares the members of a framework class (or module) that rl-accel uses. Interfaces serve as
 types, so that mypy rejects the use of undeclared members. :func:`require` compares interfaces with the installed framework, and
-our subclasses with the framework classes that they extend. If a member has changed, :func:`require` raises an error that names
-this member. Nothing in the framework is replaced.
+our subclasses with the framework classes that they extend.
 """
 
 import dis
@@ -14,7 +13,6 @@ import sys
 import typing
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from inspect import Parameter, Signature
 from types import FunctionType, ModuleType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -39,8 +37,7 @@ def interface_of(*targets: str) -> Callable[[C], C]:
     Methods of the Protocol name the parameters that rl-accel passes; ``(*args, **kwargs)`` stands for any parameters.
 
     Args:
-        targets: classes or modules that the Protocol describes. The first must exist. Each further class or
-            module must match the Protocol if the module exists.
+        targets: classes or modules that the Protocol describes. The first must exist, and the others if their modules exist.
     """
 
     def mark(interface: C) -> C:
@@ -76,8 +73,7 @@ def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
 def modules_of(home: str) -> list[ModuleType]:
     """Imports the module ``home`` and the direct submodules of ``home``. Returns these modules and the adapters that they import.
 
-    Adapters are all modules below the parent package of ``home``, such as ``rl_accel.integrations.verl``. Adapters that a returned
-    adapter imports are returned, too.
+    Adapters are all modules below the parent package of ``home``, such as ``rl_accel.integrations.verl``.
 
     Raises:
         PatchRefused: a module cannot be imported.
@@ -96,10 +92,9 @@ def modules_of(home: str) -> list[ModuleType]:
 
 
 def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
-    """Returns the interfaces that ``modules`` use, as a mapping from interface to a list of our classes in ``modules``.
+    """Returns the interfaces that ``modules`` use, each mapped to our classes in ``modules`` that extend what it describes.
 
-    Our classes are those that extend the framework class that the interface describes. Interfaces that occur only as types of the
-    members of other interfaces are included.
+    Interfaces that occur only as types of the members of other interfaces are included.
     """
     found: dict[Any, list[Any]] = {}
 
@@ -128,8 +123,7 @@ def require(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
 
     Args:
         name: name of the feature or check, for the message.
-        interfaces: mapping from an interface, our description of a framework class, to our subclasses of that framework class.
-            The methods that the subclasses override are checked too.
+        interfaces: mapping from interface to our subclasses of the framework class, whose overridden methods are checked too.
 
     Raises:
         PatchRefused: members are absent or different. The message names each member, with the wanted and the found signature.
@@ -141,16 +135,16 @@ def require(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
 
 def _differences(interface: Any, ours: Iterable[Any]) -> Iterator[str]:
     for number, target in enumerate(_targets[interface]):
-        module, _, path = target.partition(":")
+        is_class = ":" in target
         try:
-            theirs = _plain(reduce(getattr, filter(None, path.split(".")), importlib.import_module(module)))
+            theirs = _plain(pkgutil.resolve_name(target if is_class else f"{target}:"))
         except Exception as error:
             if not (number and isinstance(error, ModuleNotFoundError)):
                 yield f"{target}, which is not there ({error})"
             continue
         present = _attributes(theirs)
         for name, wanted in _members(interface).items():
-            where = f"{target}{'.' if path else ':'}{name}"
+            where = f"{target}{'.' if is_class else ':'}{name}"
             found = getattr(theirs, name, None)
             if name not in present:
                 yield f"{where}, which is not there"
@@ -158,7 +152,7 @@ def _differences(interface: Any, ours: Iterable[Any]) -> Iterator[str]:
                 yield f"{where} to be {'a function' if wanted else 'an attribute'}, which it is not"
             elif wanted:
                 overrides = {f" as {cls.__qualname__} has it": vars(cls)[name] for cls in ours if name in vars(cls)}
-                is_method = bool(path) and isinstance(inspect.getattr_static(theirs, name), FunctionType)
+                is_method = is_class and isinstance(inspect.getattr_static(theirs, name), FunctionType)
                 expected = _signature(found, is_method)
                 for note, function in {"": wanted, **overrides}.items():
                     takes = _signature(function, True)
@@ -230,33 +224,23 @@ _passed: set[str] = set()
 
 @dataclass(frozen=True)
 class SeamCheck:
-    """Check, listed among a feature's switches, that the framework has all members that the feature needs. Changes nothing.
-
-    Attributes:
-        name: unique name of the check, such as ``"slime.reward_timeout"``.
-        target: module and description, as ``"pkg.mod:name"``. The check runs once the module ``pkg.mod`` is imported.
-        interfaces: Protocol classes that declare the members that the framework must have.
-    """
+    """Switch that changes nothing, and checks that the framework has all members that ``interfaces`` declare."""
 
     name: str
     target: str
     interfaces: tuple[Any, ...]
 
     def state(self) -> SwitchState:
-        """Returns APPLIED if :meth:`apply` has found all members in the framework since the last :meth:`revert`, else PENDING."""
+        """Returns APPLIED if the check has passed since the last :meth:`revert`, else PENDING."""
         return SwitchState.APPLIED if self.name in _passed else SwitchState.PENDING
 
     def apply(self, _settings: Any) -> None:
-        """Compares the interfaces with the installed framework.
-
-        Raises:
-            PatchRefused: a member is absent or different, see :func:`require`.
-        """
+        """Compares the interfaces with the installed framework, see :func:`require`."""
         require(self.name, dict.fromkeys(self.interfaces, ()))
         _passed.add(self.name)
 
     def revert(self) -> None:
-        """Marks this switch as not applied. Nothing is undone, because applying it only checked the framework."""
+        """Marks this switch as not applied."""
         _passed.discard(self.name)
 
 
@@ -267,11 +251,10 @@ class Registration:
     Attributes:
         name: unique name of the switch, such as ``"verl.trainer_mode.tail_batching"``.
         target: ``"pkg.mod:entry"``, the module whose import makes the registry available, and a description of the entry.
-        register: function ``register(settings)`` that adds the entry. ``settings`` are the feature's flags. May raise PatchRefused
-            if the framework lacks a needed member.
+        register: function ``register(settings)`` that adds the entry. ``settings`` are the feature's flags. May raise PatchRefused.
         unregister: function without arguments that removes the entry.
         find: function without arguments that returns the object registered under our name, or None. Must not import any module,
-            because any thread may call ``find`` under the runtime's lock as soon as the import of ``pkg.mod`` has begun.
+            because any thread may call it under the runtime's lock.
         owner: name of the module that defines our object.
     """
 
@@ -317,10 +300,7 @@ def step_observer(
 ) -> Registration:
     """Returns a switch that lets ``feature`` see the metrics of each training step on verl, and add further metrics.
 
-    Args:
-        feature: name of the feature. The switch has the name ``verl.<feature>.observer``.
-        make: function of the feature's flags that returns the observer; defined in the same module as the observer.
-        target: ``"pkg.mod:entry"``; the observer is registered when ``pkg.mod`` is imported.
+    ``make(flags)`` returns the observer, and is defined in the same module. For ``target`` see :class:`Registration`.
     """
     return Registration(
         name=f"verl.{feature}.observer",

@@ -7,7 +7,7 @@ import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -28,13 +28,9 @@ _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(
 
 @dataclass(frozen=True)
 class Place:
-    """Location of an object in a framework: an attribute of a class or module, or an item of a dict.
+    """Location of an object in a framework: attribute ``name`` of the class or module ``owner``, or item ``name`` of a dict.
 
-    Attributes:
-        where: location as text, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``.
-        owner: class, module or dict that holds the object.
-        name: name of the attribute, or key of the item.
-        keyed: True if ``owner`` is a dict.
+    ``where`` is the location as text, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``. ``keyed`` is True for a dict.
     """
 
     where: str
@@ -82,9 +78,8 @@ def find(where: str) -> Place:
 
 def restore_copies(target: str, new: Any, old: Any) -> None:
     """Replaces ``new`` by ``old`` in all modules of the target's package, where ``from x import f`` may have copied ``new``."""
-    package = target.partition(":")[0].partition(".")[0]
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == package and isinstance(module, ModuleType):
+        if _package(name) == _package(target) and isinstance(module, ModuleType):
             for attribute in [key for key, value in vars(module).items() if value is new]:
                 setattr(module, attribute, old)
 
@@ -102,20 +97,20 @@ def repack(raw: Any, function: Any) -> Any:
 def require_own(function: Any, target: str) -> None:
     """Checks that no other package has replaced or wrapped ``function``, which was found at the location ``target``.
 
-    Checks each layer: all wrappers and the innermost function. The module of a layer is the module whose globals the layer's code
-    uses. ``__module__`` would be wrong, because ``functools.wraps`` copies this attribute from the wrapped function.
+    The module of a layer (a wrapper or the innermost function) is the module whose globals the layer's code uses, because
+    ``functools.wraps`` copies ``__module__`` from the wrapped function.
 
     Raises:
         PatchRefused: a layer is from another package than ``target`` and is no decorator of torch or the standard library, or the
             innermost layer is no Python function. The message describes this layer.
     """
-    root = target.partition(":")[0].partition(".")[0]
-    layers = list(_layers(function))
-    for depth, layer in enumerate(layers):
-        home = _home(layer)
-        package = home.partition(".")[0]
-        is_decorator = depth + 1 < len(layers) and package in _DECORATOR_HOMES
-        if package != root and not is_decorator:
+    layers = [function]
+    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
+        layers.append(inner)
+    for layer in layers:
+        package = _package(_home(layer))
+        is_decorator = layer is not layers[-1] and package in _DECORATOR_HOMES
+        if package != _package(target) and not is_decorator:
             raise PatchRefused(
                 f"{target} is already {'wrapped' if len(layers) > 1 else 'replaced'} by {describe(layer)}"
             )
@@ -131,11 +126,9 @@ def require_params(function: Callable[..., Any], params: tuple[str, ...], target
 
 
 def require_version(supports: str, target: str) -> None:
-    """Checks that the imported package of ``target`` has a supported version.
+    """Checks that the imported package of the location ``target`` has a version that the PEP 508 requirement ``supports`` allows.
 
-    Args:
-        supports: supported versions as PEP 508 requirement; prereleases are allowed. "" allows any version.
-        target: location in the package, such as ``"pkg.mod:attr"``.
+    ``__version__`` counts before package metadata, which may describe another installed copy. "" allows any version.
 
     Raises:
         NotInThisVersion: the version is outside ``supports``.
@@ -144,7 +137,7 @@ def require_version(supports: str, target: str) -> None:
     if not supports:
         return
     wanted = Requirement(supports)
-    root = target.partition(":")[0].partition(".")[0]
+    root = _package(target)
     found = getattr(sys.modules.get(root), "__version__", None)
     try:
         found = found if isinstance(found, str) else importlib.metadata.version(wanted.name)
@@ -158,9 +151,9 @@ def require_version(supports: str, target: str) -> None:
 def fingerprint(function: Callable[..., Any]) -> str | None:
     """Returns the SHA-256 of the syntax tree of ``function``, or None if the source code cannot be read.
 
-    Formatting, comments, docstrings, decorators and annotations do not affect the hash. Functions with the same hash therefore
-    do the same. The hash of a function is the same on every Python version, because the hash covers only node types, names and
-    constants. The text of :func:`ast.dump` would differ between Python versions.
+    Formatting, comments, docstrings, decorators and annotations do not affect the hash, nor does the code that the function calls.
+    The hash covers only node types, names and constants, and is therefore the same on every Python version, unlike the text of
+    :func:`ast.dump`.
     """
     try:
         source = inspect.getsource(inspect.unwrap(function))
@@ -209,12 +202,8 @@ def _owner(where: str) -> tuple[Any, str, bool]:
     return owner, attribute, False
 
 
-def _layers(function: Any) -> Iterator[Any]:
-    seen: set[int] = set()
-    while function is not None and id(function) not in seen:
-        seen.add(id(function))
-        yield function
-        function = getattr(function, "__wrapped__", None)
+def _package(where: str) -> str:
+    return re.split(r"[.:]", where)[0]
 
 
 def _home(layer: Any) -> str:

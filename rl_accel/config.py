@@ -5,7 +5,6 @@ Sources, each of which overrides the ones before: the defaults, the environment 
 of :func:`rl_accel.enable`.
 """
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_accel.errors import ConfigError
+from rl_accel.errors import ConfigError, did_you_mean
 from rl_accel.features import FEATURES, F, Feature
 
 NAMES_VAR, ENV_VAR = "RL_ACCEL", "RL_ACCEL_CONFIG"
@@ -32,15 +31,10 @@ Layer = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Flags:
-    """All flags in force, merged from all sources. ``flags[GAE].backend`` reads the flag ``backend`` of the feature ``GAE``.
+    """All flags in force, merged from all sources. ``flags[GAE].backend`` reads the flag ``backend`` of the feature ``GAE``."""
 
-    Attributes:
-        auto: if True, every feature with ``automatic=True`` is on, unless a source sets ``enable`` of the feature to False.
-        sections: mapping from feature name to the feature's flags (a dataclass instance).
-    """
-
-    auto: bool
-    sections: Mapping[str, Any]
+    auto: bool  # every feature with automatic=True is on, unless a source sets its flag enable to False
+    sections: Mapping[str, Any]  # mapping from feature name to the feature's flags (a dataclass instance)
 
     def __getitem__(self, feature: Feature[F]) -> F:
         section: F = self.sections[feature.name]
@@ -55,10 +49,7 @@ class Flags:
 
 
 def resolve(layers: Sequence[Layer]) -> Flags:
-    """Merges the flags of all sources with the default flags.
-
-    Args:
-        layers: sources and their flags; a later source overrides the earlier ones.
+    """Merges the flags of all sources with the default flags. A later source in ``layers`` overrides the earlier ones.
 
     Raises:
         ConfigError: a key is unknown, a value has the wrong type or is out of range, or flags contradict each other.
@@ -109,15 +100,13 @@ def read_names() -> dict[str, bool]:
     return {name.strip(): True for name in os.environ.get(NAMES_VAR, "").split(",") if name.strip()}
 
 
-def read_environment(value: str | None = None) -> dict[str, Any]:
+def read_environment() -> dict[str, Any]:
     """Returns the flags in ``RL_ACCEL_CONFIG``, which holds inline YAML or JSON, or the path of a YAML or JSON file.
-
-    An empty or unset variable gives ``{}``. A ``value`` other than None is parsed instead of the environment variable.
 
     Raises:
         ConfigError: the file cannot be read, or the text is not a mapping in YAML or JSON.
     """
-    value = os.environ.get(ENV_VAR, "") if value is None else value
+    value = os.environ.get(ENV_VAR, "")
     if not value.strip():
         return {}
     text = value
@@ -165,7 +154,7 @@ def _checked(value: Any, flag: Field[Any], where: str) -> Any:
         raise ConfigError(f"{where} wants a number or {' or '.join(limits['words'])}, found {_describe(value)}")
     choices = limits.get("choices")
     if choices is not None and value not in choices:
-        raise ConfigError(f"{where} wants one of {', '.join(choices)}, found {value!r}{_nearest(value, choices)}")
+        raise ConfigError(f"{where} wants one of {', '.join(choices)}, found {value!r}{did_you_mean(value, choices)}")
     low, high = limits.get("minimum"), limits.get("maximum")
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = f"at least {low}" if high is None else f"a value between {low} and {high}"
@@ -185,12 +174,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _unknown(section: str, key: Any, known: Iterable[str]) -> str:
-    return f"{section}.{key}{_nearest(key, known, f'{section}.')}; {section} takes {', '.join(known)}"
-
-
-def _nearest(word: Any, known: Iterable[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(str(word), known, n=1)
-    return f" (did you mean {prefix}{close[0]}?)" if close else ""
+    return f"{section}.{key}{did_you_mean(key, known, f'{section}.')}; {section} takes {', '.join(known)}"
 
 
 def _describe(value: Any) -> str:

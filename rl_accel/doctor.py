@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel import __version__
-from rl_accel.errors import ConfigError, PatchRefused
-from rl_accel.features import FEATURES, FLAG_READERS, Feature
+from rl_accel.errors import PatchRefused
+from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS, Feature
+from rl_accel.integrations.slime.custom_config import require_checkout
 from rl_accel.patches.verl.verl_run import ENGINES
 from rl_accel.runtime import is_installed, switches_of
 from rl_accel.switch import Switch, SwitchState, aligned
@@ -29,8 +30,6 @@ DISTRIBUTIONS = ("torch", "numba", "triton", "ray", "verl", "TransferQueue", "sl
 def diagnose() -> dict[str, Any]:
     """Diagnoses this Python environment. Imports the installed frameworks, and applies and reverts each switch.
 
-    A switch is one change that a feature makes to a framework, such as a patch.
-
     Returns:
         A nested dict that ``json.dumps`` accepts. In addition to the versions of rl-accel and Python, the dict contains:
 
@@ -38,8 +37,7 @@ def diagnose() -> dict[str, Any]:
         - ``backends``: mapping from kernel backend to the reason why the backend does not work; None if the backend works.
         - ``checks``: one dict per switch or other check of a feature. ``verdict`` is "works", "cannot" (tried and failed)
           or "absent" (framework or engine not installed). For patches, ``upstream`` and ``remove_when`` are included.
-        - ``sandbox``: isolation of programs that a code reward runs: "bubblewrap", or "process" followed by the reason why
-          bubblewrap does not work.
+        - ``sandbox``: isolation of programs that a code reward runs: "bubblewrap", or "process" and why bubblewrap does not work.
     """
     with quiet():
         from rl_accel.ops import available_backends
@@ -47,9 +45,9 @@ def diagnose() -> dict[str, Any]:
 
         checkout = _use_slime_checkout()
         checks = [check for feature in FEATURES for check in _check_feature(feature)]
-        for framework, module in FLAG_READERS.items():
-            if is_installed(framework):
-                checks += [_try("reads flags", switch, None) for switch in switches_of(module)]
+        for name, modules in (("reads flags", FLAG_READERS), ("logs numbers", LOGGERS)):
+            for module in (module for framework, module in modules.items() if is_installed(framework)):
+                checks += [_try(name, switch, None) for switch in switches_of(module)]
         problem = bubblewrap_problem()
         return {
             "version": __version__,
@@ -104,10 +102,10 @@ def _use_slime_checkout() -> str | None:
         ConfigError: SLIME_ROOT is not the folder of a slime checkout.
     """
     root = os.environ.get("SLIME_ROOT")
-    if root and not (Path(root) / "slime" / "utils" / "arguments.py").is_file():
-        raise ConfigError(f"SLIME_ROOT wants a checkout of slime, found {root!r} (no slime/utils/arguments.py)")
-    if root and root not in sys.path:
-        sys.path.insert(0, root)
+    if root:
+        require_checkout(root)
+        if root not in sys.path:
+            sys.path.insert(0, root)
     spec = importlib.util.find_spec("slime")
     return str(Path(spec.origin).parent) if spec is not None and spec.origin else None
 

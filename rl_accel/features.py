@@ -36,13 +36,11 @@ class SlimeHooks:
     All functions except ``engine`` are given as dotted names, so that this module imports nothing.
 
     Attributes:
-        file: keys and values that slime's ``--custom-config-path`` YAML file must contain. Each key is a slime argument, and
-            the value is the dotted name of a function in rl-accel.
-        arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets. A value that is a list is
-            appended to the user's list.
+        file: slime arguments and their values that slime's ``--custom-config-path`` YAML file must contain.
+        arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets. A list is appended to the
+            user's list.
         unset: names of slime arguments that must be None.
-        only_named_with: names of slime arguments. If the user sets one of these arguments, the feature stays off, unless the user
-            has enabled the feature by name.
+        only_named_with: names of slime arguments that keep the feature off, unless the user has enabled it by name.
         check: function ``check(args, flags)`` that raises ConfigError if the feature does not work with slime's arguments
             ``args``. Called before the first rollout, after ``arguments`` are set.
         estimators: values of slime's ``--advantage-estimator`` that the feature supports. Empty: all values.
@@ -73,16 +71,15 @@ class Feature(Generic[F]):
     """Declaration of one feature of rl-accel, such as ``gae``.
 
     Attributes:
-        name: name of the feature. The flags of the feature are in the section ``rl_accel.<name>``.
+        name: name of the feature, and of the section of its flags, ``rl_accel.<name>``.
         flags: dataclass with one field per flag, the only schema of these flags. The first field is ``enable``. An optional
             method ``validate()`` raises ValueError for flags that are valid one by one but not together.
-        automatic: True if ``rl_accel.enable()`` without arguments turns the feature on. Allowed only for features that cannot
-            change training results.
+        automatic: True if ``rl_accel.enable()`` turns the feature on. Only for features that cannot change training results.
         switches: mapping from framework to module names. Each module has a tuple ``SWITCHES`` of
             :class:`~rl_accel.switch.Switch`, and is imported only when the feature is on.
         verl: name of a module with a function ``wire(run, flags)``, which configures verl's official extension points for the
             feature (see :mod:`rl_accel.patches.verl.config_intake`). "" if the feature uses none.
-        slime: changes to slime's arguments that the feature needs; None if there are none.
+        slime: changes to slime's arguments; None if the feature needs none.
     """
 
     name: str

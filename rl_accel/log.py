@@ -3,11 +3,10 @@
 import logging
 
 
-class _WhereNobodyElseWrites(logging.StreamHandler):  # type: ignore[type-arg]
+class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Log handler that writes a record to standard error if no handler of the root logger accepts the record's level.
 
-    The package ``model_hosting_container_standards``, which vLLM imports, sets the root logger and all root handlers to level
-    ERROR in every process. Warnings and advice of other packages would then be lost.
+    vLLM imports ``model_hosting_container_standards``, which sets the root logger and all root handlers to level ERROR.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -20,6 +19,6 @@ def set_up() -> None:
     logger = logging.getLogger("rl_accel")
     if logger.level == logging.NOTSET and not logger.handlers:
         logger.setLevel(logging.INFO)
-        handler = _WhereNobodyElseWrites()
+        handler = _FallbackHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))
         logger.addHandler(handler)

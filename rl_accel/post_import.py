@@ -27,21 +27,13 @@ def wait_for_import(module: str) -> None:
 def when_imported(
     module: str, callback: Callable[[ModuleType], None], wait: Callable[[str], None] = wait_for_import
 ) -> None:
-    """Calls ``callback`` when the module named ``module`` has been imported, or immediately if this has already happened.
+    """Calls ``callback`` with the module named ``module`` when the module has been imported, immediately if it is already.
 
     Callbacks run in the order of registration, in the thread that imports the module. An exception raised by a callback
-    propagates from the import statement, as if the module itself had raised the exception. All callbacks of the module
-    then stay registered, so that a second import runs these callbacks again.
+    propagates from the import statement. All callbacks of the module then stay registered for a second import.
 
-    Args:
-        module: dotted name of the module.
-        callback: function that is called with the imported module object.
-        wait: function that is called with ``module`` if an import of this module is in progress. The function must return
-            after that import, or raise. If the caller holds a lock that callbacks need, the function must raise, because
-            waiting would deadlock.
-
-    Raises:
-        PatchRefused: raised by ``wait``, see :func:`wait_for_import`.
+    ``wait(module)`` is called if an import of the module is in progress. It must return after that import, or raise. If the caller
+    holds a lock that callbacks need, it must raise, because waiting would deadlock.
     """
     with _lock:
         loaded = sys.modules.get(module)

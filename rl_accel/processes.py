@@ -1,15 +1,13 @@
 """Ends every process that a command started, including processes that have detached themselves.
 
 Killing the command's process group is not enough, because a Ray node starts daemons in separate sessions. The supervising process
-therefore becomes a *child subreaper*. On Linux, orphaned descendants of a subreaper become children of the subreaper, so that all
-processes of the command stay descendants of the supervising process.
+therefore becomes a *child subreaper*, the new parent of its orphaned descendants.
 """
 
 import contextlib
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -20,15 +18,12 @@ _UNKILLABLE_S = 10.0
 
 
 def become_subreaper() -> None:
-    """Makes the calling process the new parent of its orphaned descendants. Does nothing on systems other than Linux."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Makes the calling process the new parent of its orphaned descendants."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_with_parent(parent: int) -> Callable[[], None] | None:
-    """Returns a ``preexec_fn`` that ends a child process when its parent (process ID ``parent``) is killed; None outside Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
+def end_with_parent(parent: int) -> Callable[[], None]:
+    """Returns a ``preexec_fn`` that ends a child process when its parent (process ID ``parent``) is killed."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def ask() -> None:
@@ -63,12 +58,10 @@ def has_ended(process: psutil.Process) -> bool:
 def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float) -> list[str]:
     """Sends SIGTERM to the processes that ``find`` returns, and SIGKILL to those still alive after ``grace_s`` seconds.
 
-    SIGKILL is repeated until ``find`` returns no process, for up to 10 seconds. A process that is still alive then, because it is
-    stuck in the kernel, is given up.
+    SIGKILL is repeated for up to 10 seconds. A process that is alive then is stuck in the kernel, and given up.
 
     Returns:
-        Names of the processes that the first call of ``find`` returned. The name of a process that was given up follows, with the
-        suffix ``(still alive)``.
+        Names of the processes that the first call of ``find`` returned, and those given up with the suffix ``(still alive)``.
     """
     alive = list(find())
     ended = [_name(process) for process in alive]

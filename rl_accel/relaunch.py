@@ -29,10 +29,7 @@ _ORPHANS_S = 5.0
 
 
 class Launches:
-    """Consecutive launches of one trainer command. Signals that the supervising process receives are forwarded to the launch.
-
-    At most ``max_restarts`` launches follow the first launch, each after a pause of ``pause_s`` seconds.
-    """
+    """Consecutive launches of one trainer command, with pauses of ``pause_s`` seconds. Signals are forwarded to the launch."""
 
     def __init__(self, command: Sequence[str], max_restarts: int, pause_s: float) -> None:
         self._command, self._max_restarts, self._pause_s = list(command), max_restarts, pause_s

@@ -1,6 +1,5 @@
 """Applies and reverts switches (changes to a framework) according to the flags, and passes the flags on to Ray processes.
 
-Each process has one :class:`Runtime`, which :func:`rl_accel.enable`, :func:`rl_accel.disable` and :func:`rl_accel.status` call.
 The runtime imports no framework. A patch is applied when the framework imports the module to be patched.
 """
 
@@ -43,23 +42,14 @@ _FLAG_READER, _LOGGER = "reading flags", "logging"
 
 @dataclass(eq=False)
 class _Slot:
-    """A switch (one change to a framework) that the flags turn on in this process.
-
-    Attributes:
-        switch: the switch itself.
-        owner: name of the switch's feature, ``_FLAG_READER`` or ``_LOGGER``.
-        named: True if the feature was enabled by name. A switch that cannot be applied is then an error, otherwise a warning.
-        settings: flags of the feature.
-        refusal: reason why the switch is not applied; None if the switch was not refused.
-        unsupported: True if the reason is that the switch does not fit this framework version.
-    """
+    """A switch (one change to a framework) that the flags turn on in this process."""
 
     switch: Switch
-    owner: str
-    named: bool
-    settings: Any
-    refusal: str | None = None
-    unsupported: bool = False
+    owner: str  # a feature's name, _FLAG_READER or _LOGGER
+    named: bool  # the feature was enabled by name: a switch that cannot be applied is an error, not a warning
+    settings: Any  # flags of the feature
+    refusal: str | None = None  # reason why the switch is not applied
+    unsupported: bool = False  # refused because the switch does not fit this framework version
 
     def status(self) -> SwitchStatus:
         state = str(self.switch.state().value)
@@ -121,10 +111,6 @@ class Runtime:
     def set_layer(self, source: str, flags: Any) -> None:
         """Replaces the flags of ``source``. Changes the frameworks to match, and passes all flags on to Ray processes.
 
-        Args:
-            source: name of the flag source: ``NAMES``, ``ENVIRONMENT``, ``FRAMEWORK`` or ``KEYWORDS``.
-            flags: flags of that source as a nested mapping.
-
         Raises:
             ConfigError: a flag is unknown or invalid.
             PatchRefused: a feature enabled by name cannot be applied. All changes of this call are undone.
@@ -137,14 +123,13 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Applies the flags of the run to which this process belongs. Does nothing after :meth:`clear`.
+        """Applies the flags of the run to which this process belongs, and from now on reads the framework's configuration.
 
-        Uses the flags that the driver process published, or else the flags in the environment. Also turns on the switches that
-        read flags from the framework's configuration, unless the driver has turned all features off.
+        Does nothing after :func:`disable`.
 
         Args:
-            payload: the driver's flags by source, as JSON. ``null`` if the driver called :func:`disable`; None or ``{}`` if
-                the driver published no flags.
+            payload: flags that the driver process published, by source, as JSON; ``null`` if the driver called :func:`disable`;
+                None or ``{}`` if it published no flags. The flags in the environment count then.
         """
         with self._lock:
             if self._layers is None:
@@ -161,19 +146,15 @@ class Runtime:
             self._replace_layers(layers, publish=bool(layers) and payload is None)
 
     def layers(self) -> Layers:
-        """Returns a copy of the mapping from source name to flags, for a later :meth:`restore`. None after :meth:`clear`."""
+        """Returns a copy of the mapping from source name to flags, for a later :meth:`restore`. None after :func:`disable`."""
         with self._lock:
             return None if self._layers is None else dict(self._layers)
 
     @_retried
     def restore(self, layers: Layers) -> None:
-        """Restores the flags of all sources to ``layers``, which :meth:`layers` returned earlier."""
+        """Restores the flags of all sources to ``layers``, which :meth:`layers` returned earlier. None: turns all features off."""
         with self._lock:
             self._replace_layers(layers, publish=True)
-
-    def clear(self) -> None:
-        """Turns all features off here and in Ray processes started later. Restores all original objects and forgets all flags."""
-        self.restore(None)
 
     def _replace_layers(self, layers: Layers, publish: bool) -> None:
         before = self._layers, self._flags
@@ -324,9 +305,8 @@ def enable(*names: str, **features: Any) -> Status:
 
     Without arguments, turns on all lossless features, which cannot change training results. A lossless feature that cannot work
     here stays off with a warning. With arguments such as ``"gae"``, ``gae=True`` or ``gae=dict(backend="numba")``, turns on the
-    named features. ``auto=True`` adds the lossless features, and ``gae=False`` turns a feature off. A named feature that cannot
-    work raises an error. Other features that the environment or the framework's configuration turns on stay on. A second call
-    replaces the arguments of the first call.
+    named features. ``auto=True`` adds the lossless features, and ``gae=False`` turns a feature off. A second call replaces the
+    arguments of the first call. What the environment or the framework's configuration turns on stays on.
 
     Args:
         names: names of features to turn on with their default flags.
@@ -361,7 +341,7 @@ def disable() -> Status:
     Raises:
         PatchRefused: other code has wrapped a function that we had patched, so that the original cannot be restored exactly.
     """
-    RUNTIME.clear()
+    RUNTIME.restore(None)
     return RUNTIME.status()
 
 

@@ -66,8 +66,11 @@ def test_a_wrong_flag_is_named(flags, message):
 
 def test_the_environment_takes_inline_yaml_and_json_or_a_path_and_may_be_empty(tmp_path, monkeypatch):
     for text in ("gae: true", '{"gae": {"enable": true}}', "gae:\n  enable: true\n"):
-        assert resolve([("test", read_environment(text))])[GAE].enable is True
-    assert read_environment("") == read_environment("   ") == {}
+        monkeypatch.setenv("RL_ACCEL_CONFIG", text)
+        assert resolve([("test", read_environment())])[GAE].enable is True
+    for text in ("", "   "):
+        monkeypatch.setenv("RL_ACCEL_CONFIG", text)
+        assert read_environment() == {}
     path = tmp_path / "rl_accel.yaml"
     path.write_text("sampler: {enable: true}\n")
     monkeypatch.setenv("RL_ACCEL_CONFIG", str(path))
@@ -86,9 +89,10 @@ def test_the_environment_takes_inline_yaml_and_json_or_a_path_and_may_be_empty(t
         ("gae: ${oc.env:NOT_SET}", "rl_accel: .*Environment variable 'NOT_SET' not found"),
     ],
 )
-def test_an_unreadable_environment_is_an_error(text, message):
+def test_an_unreadable_environment_is_an_error(text, message, monkeypatch):
+    monkeypatch.setenv("RL_ACCEL_CONFIG", text)
     with pytest.raises(ConfigError, match=message):
-        read_environment(text)
+        read_environment()
 
 
 @given(

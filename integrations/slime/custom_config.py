@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl_accel import config as cfg
-from rl_accel.errors import ConfigError
+from rl_accel.errors import ConfigError, did_you_mean
 from rl_accel.features import FEATURES
 from rl_accel.integrations.slime.hooks import require_values
 from rl_accel.integrations.slime.launch_line import (
@@ -37,8 +37,7 @@ from rl_accel.runtime import is_installed
 SECTION = "rl_accel"
 STOPS = "train.py itself stops"
 HOOKS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
-"""slime's arguments that each feature sets, by feature name. Each value is a mapping from argument name to the dotted path of a
-function, or to a list of dotted paths. Such a list is appended to the user's own list."""
+"""slime's arguments that each feature sets, by feature name, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
 _DEFAULTS = {
     **STOCK,
     "advantage_estimator": "grpo",
@@ -51,42 +50,26 @@ _DEFAULTS = {
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the content of the YAML file that turns ``features`` on in slime.
-
-    Args:
-        features: names of the features to turn on.
-        settings: values of further flags, by feature name and flag name.
+    """Returns the content of the YAML file that turns ``features`` on in slime, with ``settings`` by feature and flag name.
 
     Raises:
         ConfigError: a feature or flag is unknown, flags contradict each other, or a feature does not support slime.
     """
-    content: dict[str, Any] = {}
-    flags: dict[str, Any] = {}
-    for name in features:
-        _require_known(name)
-        flags[name] = {"enable": True}
+    flags: dict[str, Any] = {name: {"enable": True} for name in features}
     for name, values in settings.items():
-        _require_known(name)
         flags.setdefault(name, {}).update(values)
+    for name in flags:
+        if name not in HOOKS:
+            is_other = name in {feature.name for feature in FEATURES}
+            unknown = f"unknown feature {name!r}{did_you_mean(name, HOOKS)}"
+            problem = f"{name} has no part for slime" if is_other else unknown
+            raise ConfigError(f"{problem}; there are {', '.join(HOOKS)}")
     resolved = cfg.resolve([("slime-config", flags)])
     require_values(resolved)
-    for feature in FEATURES:
-        if feature.slime is not None and resolved[feature].enable:
-            content.update({**feature.slime.file, **feature.slime.engine(resolved[feature])})
+    content: dict[str, Any] = {}
+    for _, section, hooks in hooks_of_features_that_are_on(resolved):
+        content.update({**hooks.file, **hooks.engine(section)})
     return {**content, SECTION: flags}
-
-
-def _require_known(name: str) -> None:
-    if name in HOOKS:
-        return
-    if name in {feature.name for feature in FEATURES}:
-        raise ConfigError(f"{name} has no part for slime; there are {', '.join(HOOKS)}")
-    raise ConfigError(f"unknown feature {name!r}{_hint(name, HOOKS)}; for slime there are {', '.join(HOOKS)}")
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None = None) -> list[str]:
@@ -94,8 +77,8 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
     Args:
         path: path of the YAML file.
-        slime_root: folder of a checkout of slime, in which the keys are looked up; None: keys are not looked up.
-        line: words of a launch line, parsed by slime's own parser, which must be importable; None: no launch line is checked.
+        slime_root: folder of a checkout of slime, in which the keys are looked up, if given.
+        line: words of a launch line, parsed by slime's own parser, which must be importable, if given.
 
     Raises:
         ConfigError: the file cannot be read, a flag of rl-accel is wrong, a path that a feature needs is missing, or the launch
@@ -131,7 +114,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
         warnings += [*put_init_in_place(args, flags, named), *put_in_place(args, flags, named)]
     known = arguments_of(slime_root) if slime_root else {*keys}
     return warnings + [
-        f"{key} is no flag of slime's own{_hint(key, known)}; slime sets it all the same"
+        f"{key} is no flag of slime's own{did_you_mean(key, known)}; slime sets it all the same"
         if not key.startswith("sglang_") or "sglang_tp_size" in known
         else f"{key} was not looked up: SGLang is not installed here"
         for key in keys
@@ -142,7 +125,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 def _is_file(written: str, path: Path) -> bool:
     """Returns whether ``written``, the value of a flag on a launch line, names the file ``path``.
 
-    Expands environment variables in ``written``. If such a variable is not set, compares only the last parts of both paths.
+    If an environment variable in ``written`` is not set, only the last parts of both paths are compared.
     """
     named = Path(os.path.expandvars(written)).expanduser()
     return named.name == path.name if "$" in str(named) else named.resolve() == path.resolve()
@@ -155,8 +138,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
 
     Args:
         line: words of the launch line, including ``--custom-config-path``.
-        content: content of the YAML file. If slime's own checks fail, this function sets these values on the returned arguments,
-            because slime has not set them.
+        content: content of the YAML file, which is set on the returned arguments if slime's own checks fail before slime does so.
 
     Raises:
         ConfigError: slime or SGLang cannot be imported.
@@ -196,18 +178,24 @@ def arguments_of(slime_root: Path) -> set[str]:
     Raises:
         ConfigError: ``slime_root`` is not a checkout of slime.
     """
-    arguments = slime_root / "slime" / "utils" / "arguments.py"
-    if not arguments.is_file():
-        raise ConfigError(
-            f"SLIME_ROOT wants a checkout of slime, found {str(slime_root)!r} (no slime/utils/arguments.py)"
-        )
-    flags = {flag.replace("-", "_") for flag in re.findall(r'"--([a-z0-9][a-z0-9-]*)"', arguments.read_text())}
+    source = require_checkout(slime_root).read_text()
+    flags = {flag.replace("-", "_") for flag in re.findall(r'"--([a-z0-9][a-z0-9-]*)"', source)}
     sglang = importlib.util.find_spec("sglang")
     for folder in (sglang.submodule_search_locations or ()) if sglang else ():
         sources = [Path(folder, "srt", "server_args.py"), *Path(folder, "srt", "arg_groups").rglob("*.py")]
         fields = (re.findall(r"^    (\w+): ", source.read_text(), re.MULTILINE) for source in sources)
         flags |= {f"sglang_{name}" for names in fields for name in names}
     return flags
+
+
+def require_checkout(slime_root: str | Path) -> Path:
+    """Returns the file in the checkout ``slime_root`` that declares slime's flags. Raises ConfigError if there is no such file."""
+    arguments = Path(slime_root, "slime", "utils", "arguments.py")
+    if not arguments.is_file():
+        raise ConfigError(
+            f"SLIME_ROOT wants a checkout of slime, found {str(slime_root)!r} (no slime/utils/arguments.py)"
+        )
+    return arguments
 
 
 @click.command("slime-config")

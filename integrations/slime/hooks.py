@@ -1,13 +1,4 @@
-"""Functions that slime calls by dotted path, and the flags of rl-accel in slime's arguments.
-
-A YAML file given to slime's ``--custom-config-path`` turns features on::
-
-    custom_megatron_init_path: rl_accel.integrations.slime.hooks.megatron_init
-    data_source_path: rl_accel.integrations.slime.hooks.data_source
-    rl_accel:
-      gae: true
-      tail_batching: true
-"""
+"""Functions that slime calls by dotted path, and the flags of rl-accel in slime's arguments."""
 
 import logging
 from typing import Any
@@ -38,11 +29,7 @@ def flags_of(args: Any) -> Flags:
 
 
 def require_values(flags: Flags) -> None:
-    """Refuses flag values that rl-accel supports on other frameworks, but not on slime.
-
-    Raises:
-        ConfigError: a value is not supported. The message names the flag, the supported values and the found value.
-    """
+    """Raises ConfigError for flag values that rl-accel supports on other frameworks, but not on slime."""
     for feature, section, hooks in launch_line.hooks_of_features_that_are_on(flags):
         for name, values in hooks.values.items():
             if (value := getattr(section, name)) not in values:
@@ -66,11 +53,7 @@ def data_source(args: Any) -> Any:
 def megatron_init(args: Any) -> None:
     """Turns the features in ``args.rl_accel`` on in an actor or critic process (slime's ``--custom-megatron-init-path``).
 
-    Then calls the user's function if the launch line names one for the same argument.
-
-    Raises:
-        ConfigError: a flag is unknown or has an invalid value.
-        PatchRefused: a feature enabled by name cannot be applied to this version of slime.
+    Then calls the user's function if the launch line names one for the same argument. Raises as :func:`flags_of`.
     """
     flags = RUNTIME.flags() if getattr(args, "rl_accel", None) is None else flags_of(args)
     before = getattr(args, "custom_megatron_init_path", None)

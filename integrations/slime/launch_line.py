@@ -3,9 +3,8 @@
 The launch line is the command that started the job. If the launch line names a user's function for such an argument, this user's
 function is kept, called by rl-accel's function (with a log line), or refused.
 
-The YAML file that ``rl-accel slime-config`` writes names :func:`~rl_accel.integrations.slime.hooks.data_source`, which slime calls
-before any other function of a rollout. At that time, slime's arguments still hold the values of the launch line, except for the few
-values that the YAML file has overwritten. These few values are read from the words of the launch line.
+This happens in :func:`~rl_accel.integrations.slime.hooks.data_source`, which slime calls before any other function of a rollout.
+Slime's arguments then still hold the values of the launch line. The few that the YAML file has overwritten are read from its words.
 """
 
 import importlib
@@ -53,10 +52,9 @@ def of_this_job() -> dict[str, str]:
 
 
 def flags_on(words: Sequence[str]) -> Sequence[str]:
-    """Returns the words of a launch line that follow the name of the script.
+    """Returns the words of a launch line that follow the script, the first word after the last ``--`` that ends in ``.py``.
 
-    Skips all words up to the last ``--``, if there is any. The script is the first remaining word that ends in ``.py``. Without a
-    script, returns all remaining words.
+    Without a script, returns all words after the last ``--``.
 
     Raises:
         ConfigError: the launch line is one quoted word.
@@ -70,9 +68,6 @@ def flags_on(words: Sequence[str]) -> Sequence[str]:
 
 def read(words: Sequence[str]) -> dict[str, str]:
     """Returns the flags on a launch line, as a mapping from the name of slime's argument to the value of the flag.
-
-    Args:
-        words: words of the launch line.
 
     Raises:
         ConfigError: the launch line names two custom config files; slime would read only the last.
@@ -98,16 +93,10 @@ def hooks_of_features_that_are_on(flags: Flags) -> Iterator[tuple[str, Any, Slim
 
 
 def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
-    """Restores the user's ``--custom-megatron-init-path`` if the YAML file has overwritten this argument.
+    """Restores the user's ``--custom-megatron-init-path`` in slime's ``args`` if the YAML file has overwritten this argument.
 
-    Args:
-        args: slime's arguments, changed in place.
-        flags: rl-accel's flags.
-        line: flags on the launch line, as returned by :func:`read`.
-
-    Returns:
-        Lines for the log. One line if the argument was restored, and one line for each feature that the user has enabled by name
-        but that does not support the advantage estimator of this run.
+    ``line`` are the flags on the launch line, from :func:`read`. Returns lines for the log: one if the argument was restored, and
+    one for each feature that the user has enabled by name but that does not support the advantage estimator of this run.
     """
     notes, estimator = [], getattr(args, "advantage_estimator", None)
     if path := getattr(args, "custom_advantage_function_path", None):
@@ -124,15 +113,10 @@ def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[
 
 
 def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
-    """Sets slime's arguments to the values that the enabled features need.
+    """Sets slime's arguments ``args`` to the values that the enabled features need.
 
-    Returns lines for the log: one line for each user's function that slime no longer calls directly, but through a function of
-    rl-accel, and one line for each automatic feature that this call turns off in ``args.rl_accel``.
-
-    Args:
-        args: slime's arguments, changed in place.
-        flags: rl-accel's flags.
-        line: flags on the launch line, as returned by :func:`read`.
+    ``line`` are the flags on the launch line, from :func:`read`. Returns lines for the log: one for each user's function that slime
+    no longer calls directly, and one for each automatic feature that this call turns off in ``args.rl_accel``.
 
     Raises:
         ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.

@@ -14,30 +14,19 @@ LOG_INTERFACES = (RolloutMetrics, LoggingUtils, MetricUtils)
 
 @dataclass(frozen=True)
 class Rollout:
-    """Data about one rollout that slime passes to the log function.
+    """Data about one rollout that slime passes to the log function."""
 
-    Attributes:
-        number: slime's ``rollout_id``.
-        args: slime's arguments.
-        samples: samples of the training batch.
-        metrics: metrics that the rollout function has returned; empty if there are none.
-        seconds: seconds from the first request until the batch was complete, including rewards.
-    """
-
-    number: int
-    args: Any
-    samples: Sequence[Sample]
-    metrics: Mapping[str, Any]
-    seconds: float
+    number: int  # slime's rollout_id
+    args: Any  # slime's arguments
+    samples: Sequence[Sample]  # the training batch
+    metrics: Mapping[str, Any]  # as the rollout function has returned them
+    seconds: float  # from the first request until the batch was complete, including rewards
 
 
 def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
     """Adds the metrics of the enabled features to the metrics that slime logs for a rollout.
 
     slime calls this function through ``--custom-rollout-log-function-path``. Returns whether slime should skip the default log.
-
-    Raises:
-        ConfigError: a flag is wrong.
     """
     extra = rollout_extra_metrics if isinstance(rollout_extra_metrics, dict) else None
     rollout = Rollout(rollout_id, args, samples, extra or {}, rollout_time)
@@ -53,13 +42,10 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
 
 
 def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
-    """Calls the function ``after_evaluation`` of each enabled feature that has such a function, after an evaluation.
+    """Calls the function ``after_evaluation`` of each enabled feature that has one.
 
     slime calls this function through ``--custom-eval-rollout-log-function-path``. Returns whether slime should skip the default
     log.
-
-    Raises:
-        ConfigError: a flag is wrong.
     """
     for *_, hooks in hooks_of_features_that_are_on(flags_of(args)):
         if hooks.after_evaluation:

@@ -25,14 +25,6 @@ logger = logging.getLogger("rl_accel")
 _Read = Callable[[], dict[str, Reading | None]]
 
 PREFIX = "rl_accel/tp_replan/"
-ARGUMENTS = (
-    "custom_rollout_log_function_path",
-    "custom_eval_rollout_log_function_path",
-    "rollout_num_gpus",
-    "rollout_num_gpus_per_engine",
-    "num_gpus_per_node",
-)
-"""Names of slime's arguments that the feature ``tp_replan`` sets or reads."""
 _MUST_BE_UNSET = {
     "rollout_external": "slime starts no engine with --rollout-external-engine-addrs",
     "prefill_num_servers": "prefill and decode have sizes of their own",
@@ -41,11 +33,7 @@ _MUST_BE_UNSET = {
 
 
 def check(args: Any, flags: TpReplanFlags) -> None:
-    """Refuses configurations that ``tp_replan`` does not support, before the first rollout.
-
-    Raises:
-        ConfigError: see :func:`bounds_of`.
-    """
+    """Raises ConfigError for configurations that ``tp_replan`` does not support, see :func:`bounds_of`."""
     if _generates(args):
         bounds_of(args, flags)
 
@@ -106,9 +94,6 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
         Metrics for the log, with the prefix ``rl_accel/tp_replan/``: ``tp`` (current TP size), ``wanted_tp`` (advised TP size),
         ``changes`` (number of changes so far) and, if known, ``preemptions`` (number during this rollout). {} if the run has no
         engines.
-
-    Raises:
-        ConfigError: see :func:`bounds_of`.
     """
     if not _generates(rollout.args):
         return {}
@@ -130,11 +115,7 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
 
 
 def set_aside(args: Any) -> None:
-    """Discards the preemptions during an evaluation, so that they do not count for the next rollout.
-
-    Raises:
-        ConfigError: see :func:`bounds_of`.
-    """
+    """Discards the preemptions during an evaluation, so that they do not count for the next rollout."""
     if _generates(args):
         read, counters, _ = _watch(args)
         counters.take(read())

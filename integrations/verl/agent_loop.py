@@ -31,13 +31,9 @@ PARTS = "trainer.rl_accel_agent_loop_parts"
 
 @extends(AgentLoopWorker)
 class WorkerPart(_Worker):
-    """Mixin with one feature's additions to verl's agent-loop worker. The mixin comes before verl's class in the list of bases.
+    """Mixin with one feature's additions to verl's agent-loop worker. The mixin comes before verl's class in the list of bases."""
 
-    Attributes:
-        outermost: True to place this mixin before all other mixins. The order is alphabetical otherwise.
-    """
-
-    outermost = False
+    outermost = False  # True places this mixin before all others; the order is alphabetical otherwise
 
     def tokens_so_far(self) -> int | None:
         """Returns the number of tokens generated so far for the incomplete response of the running task; None if unknown."""
@@ -45,22 +41,13 @@ class WorkerPart(_Worker):
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Hook that sets up the mixin's feature in the trainer process. Does nothing by default.
-
-        Our agent-loop ``manager`` calls this hook for each mixin after the start of the agent-loop workers.
-        """
+        """Sets up the mixin's feature in the trainer process. Called when the workers have started. Does nothing by default."""
 
 
 def check(run: VerlRun, flag: str, reason: str) -> None:
-    """Refuses a configuration that names a user's agent-loop manager, because our mixins cannot be added to that manager's workers.
+    """Raises ConfigError if a user's agent-loop manager is configured, because our mixins cannot be added to its workers.
 
-    Args:
-        run: the run whose configuration is checked.
-        flag: name of the feature's flag, for the error message.
-        reason: reason why the feature needs our agent-loop manager, for the error message.
-
-    Raises:
-        ConfigError: the message names the configuration key, the wanted value and the value found.
+    ``flag`` and ``reason``, for the message, name the feature and say why it needs our manager.
     """
     manager = run.get(KEY, "")
     if manager not in ("", MANAGER, LEGACY_MANAGER):
@@ -70,9 +57,7 @@ def check(run: VerlRun, flag: str, reason: str) -> None:
 def choose(run: VerlRun, part: str) -> None:
     """Adds the mixin ``part`` to the agent-loop workers of ``run`` by an entry in verl's configuration. Idempotent.
 
-    Args:
-        run: a run that has passed :func:`check`. Its configuration is changed.
-        part: full name of a subclass of :class:`WorkerPart`. The subclass is imported in the trainer process, not here.
+    ``part`` is the full name of a subclass of :class:`WorkerPart`, which is imported in the trainer process, not here.
     """
     parts = sorted({*run.get(PARTS, ()), part})
     with open_dict(run.config):
@@ -85,10 +70,7 @@ class AgentLoops:
 
     @staticmethod
     def create(config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Creates verl's agent-loop manager with workers that have the mixins named in ``config``.
-
-        verl calls this method in place of ``create`` of verl's own manager class, which gets all arguments.
-        """
+        """Calls ``create`` of verl's own agent-loop manager, whose workers get the mixins named in ``config``."""
         return manager_class(config).create(config, *args, **kwargs)
 
 

@@ -17,8 +17,8 @@ logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 ReadCounters = Callable[[Sequence[str]], Mapping[str, Reading | None]]
-"""Function that reads the preemption counters of rollout servers. It takes the servers' names in verl's load balancer and returns a
-reading by server name. The reading is None for a server that reports no counter."""
+"""Function that reads the preemption counters of rollout servers, by the servers' names in verl's load balancer. The reading of a
+server that reports no counter is None."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class EngineSupport:
 
     Attributes:
         aborts_by_id: True if the servers' method ``abort_request`` works. ``generate`` then returns the tokens so far.
-        restarts_in_run: True if a server that is restarted during a run gets the weights of the next update, provided that the
-            training workers drop their handles of the dead server first.
+        restarts_in_run: True if a server that is restarted during a run gets the weights of the next update, once the training
+            workers have dropped their handles of the dead server.
         death_errors: class names of exceptions with which a living server reports that its engine is dead.
         read_counters: function that reads the servers' preemption counters; None if unsupported.
         stop: function ``stop(server, request_id)`` that ends one request, called in the server's process. The request's
-            ``generate`` call then returns the tokens so far, and the response can continue in a new request. None if unsupported.
-        cache_tokens: function ``cache_tokens(server)``, called in the server's process. Returns the capacity of the server's
+            ``generate`` call then returns the tokens so far. None if unsupported.
+        cache_tokens: function ``cache_tokens(server)``, called in the server's process, that returns the capacity of the server's
             key-value cache in tokens, or None if unknown.
         seeds_by_position: True if a request with a seed draws the same tokens after a migration to another server.
         abort: function ``abort(server, request_id)`` that ends one request, called in the server's process. Used for a cancelled
@@ -167,10 +167,7 @@ def counted_engines() -> list[str]:
 
 
 def read_servers(engine: EngineSupport, servers: Sequence[str]) -> Mapping[str, Reading | None]:
-    """Reads the preemption counters of all ``servers`` at once and returns a reading by server name.
-
-    The reading is None for a server that reports no counter, and for all servers if the engine supports no reading.
-    """
+    """Reads the preemption counters of all ``servers``, see :data:`ReadCounters`. All are None if ``engine`` has no counters."""
     return dict.fromkeys(servers) if engine.read_counters is None else engine.read_counters(servers)
 
 

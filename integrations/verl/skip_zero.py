@@ -15,14 +15,13 @@ _ACTOR = "actor_rollout_ref.actor"
 
 
 def wire(run: VerlRun, _flags: SkipZeroFlags) -> None:
-    """Checks that rows with advantage 0 have no influence on the training of ``run``. Changes nothing.
+    """Checks that rows (responses) with advantage 0 have no influence on the training of ``run``. Changes nothing.
 
     The trainer process also tests the policy loss with random rows. A loss that is registered only in the training workers is
-    tested in these workers before the first update. A row is a response in the batch.
+    tested in these workers before the first update.
 
     Raises:
-        ConfigError: a setting gives rows with advantage 0 an influence, or the training engine is untested. The message names the
-            key.
+        ConfigError: a setting gives rows with advantage 0 an influence, or the training engine is untested.
     """
     if (strategy := run.get(f"{_ACTOR}.strategy")) not in ("fsdp", "fsdp2"):
         refuse(_FLAG, f"{_ACTOR}.strategy", "fsdp or fsdp2", strategy, "others were not tried")

@@ -114,9 +114,7 @@ class RecordingWorker(agent_loop.WorkerPart):
             response.generated = time.time()
             outputs = output if isinstance(output, list) else [output]
             response.tokens = sum(sum(item.response_mask) for item in outputs)
-            response.tools = max(
-                (item.metrics.tool_calls for item in outputs), default=0.0
-            )  # all outputs of a response have the same metrics
+            response.tools = outputs[0].metrics.tool_calls if outputs else 0.0  # the same for all outputs of a response
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None:
@@ -153,10 +151,8 @@ def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
 class Observer:
     """Computes the telemetry metrics of each logged training step, once the agent-loop workers have started.
 
-    Args:
-        config: verl's configuration.
-        workers: handles of agent-loop workers with the mixin :class:`RecordingWorker`.
-        client: verl's client of the rollout servers. Its load balancer lists the servers.
+    ``config`` is verl's. ``workers`` are handles of agent-loop workers with the mixin :class:`RecordingWorker`. The load balancer
+    of ``client`` lists the rollout servers.
     """
 
     def __init__(self, config: Any, workers: Sequence[Any], client: ObservedClient) -> None:

@@ -68,7 +68,6 @@ def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
     Raises:
         ConfigError: no size is possible, or the configured size is not among the possible sizes.
     """
-
     run = VerlRun(config)
     gpus, others = run.gpus, run.gpus_besides_tp
     if gpus % others:
@@ -114,9 +113,7 @@ def _check_checkpoints(run: VerlRun) -> None:
 class StepObserver:
     """Passes the metrics of each logged step to the planner of tensor-parallel sizes, and logs or carries out its decisions.
 
-    Args:
-        flags: flags of ``rl_accel.tp_replan``.
-        find_trainer: function that returns verl's trainer, or None without a trainer.
+    ``find_trainer`` returns verl's trainer, or None without a trainer.
     """
 
     def __init__(self, flags: TpReplanFlags, find_trainer: Callable[[], Trainer | None]) -> None:
@@ -178,10 +175,8 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
 def restart(trainer: Trainer, step: int, decision: TPDecision) -> None:
     """Saves a checkpoint of ``step`` and ends this launch after ``step``. The next launch has another tensor-parallel size.
 
-    verl's own method saves the checkpoint. ``restart_note.publish`` asks the driver process for the next launch. This function
-    is called when the metrics of ``step`` are logged, after the training of the step. The checkpoint is then the same as if the
-    trainer itself had saved this step. If ``step`` is the run's last step anyway, or if saving fails, the run goes on unchanged and
-    logs a warning.
+    Called when the metrics of ``step`` are logged, after the training of the step: verl's own method saves the checkpoint as if the
+    trainer had saved this step. If ``step`` is the run's last step anyway, or if saving fails, the run goes on with a warning.
     """
     if step >= min(trainer.total_training_steps, trainer.steps_per_epoch * trainer.config.trainer.total_epochs):
         logger.warning("rl-accel: tp_replan: step %d is the last, nothing is restarted", step)

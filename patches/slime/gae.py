@@ -63,10 +63,7 @@ def _make(original: Any, settings: Any) -> Any:
 
 
 def _probe(original: Any, _replacement: Any, settings: Any) -> None:
-    """Compares rl-accel's GAE with slime's chunk scan on a small padded batch. Raises PatchRefused if the results differ.
-
-    Gathering and slicing across context-parallel ranks are not compared, because the patched code calls slime's functions for them.
-    """
+    """Compares rl-accel's GAE with slime's chunk scan on a small padded batch. Raises PatchRefused if the results differ."""
     scan = packed.stock_scan(original, "chunked_gae")
     random = torch.Generator().manual_seed(0)
     values, rewards = ([torch.randn(length, generator=random) for length in packed.PROBE_LENGTHS] for _ in range(2))

@@ -1,7 +1,4 @@
-"""Helpers of the patches that replace slime's computation of advantages.
-
-Contains names of slime's modules, a function that gathers whole responses, and inputs for a comparison with slime's functions.
-"""
+"""Helpers of the patches that replace slime's computation of advantages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +22,7 @@ def on_whole_responses(
     """Calls ``compute`` on whole responses, and returns the results for the part of each response that this rank holds.
 
     With context parallelism, each rank holds two slices of each sequence. slime's own functions gather the whole responses from all
-    ranks (a collective call) and slice the results, because slime decides which slices a rank holds.
+    ranks (a collective call) and slice the results.
 
     Args:
         compute: function with as many arguments as ``slices`` has items. Each argument is a list of whole responses [length].
@@ -63,13 +60,7 @@ def unpadded(rows: torch.Tensor) -> torch.Tensor:
 
 
 def stock_scan(function: Any, name: str) -> Any:
-    """Returns slime's scan function with the name ``name``, for a comparison with rl-accel's scan.
-
-    ``function``: function of slime that calls the scan.
-
-    Raises:
-        PatchRefused: slime has no such scan to compare with.
-    """
+    """Returns slime's scan ``name``, which slime's ``function`` calls. Raises PatchRefused if there is no such scan."""
     scan = function.__globals__.get(name)
     if scan is None:
         raise PatchRefused(f"{PPO_UTILS} has no {name} to compare with")

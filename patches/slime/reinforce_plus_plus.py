@@ -29,8 +29,7 @@ def packed_returns(
 
     Raises:
         AssertionError: a sequence has no token with a non-zero mask; same message as slime's.
-        TypeError, ValueError, BackendMissing: see :func:`rl_accel.ops.discounted_returns`. ValueError also if rewards, kl and
-            masks differ in number or length.
+        TypeError, ValueError, BackendMissing: see :func:`rl_accel.ops.discounted_returns`; ValueError also for unequal lengths.
     """
     lengths, mask_lengths = [len(row) for row in kl], [len(row) for row in masks]
     if mask_lengths != lengths or len(rewards) != len(lengths):

@@ -90,10 +90,9 @@ def _optimal_token_baseline(given: Arguments, *, multi_turn: bool) -> tuple[torc
 
 
 def _batch(*names: str) -> dict[str, Any]:
-    """Returns random arguments for a probe, as a mapping from parameter name to argument for a small batch.
+    """Returns random arguments of a small batch for those parameters in ``names`` that are part of a batch.
 
-    Parameters in ``names`` that are not part of a batch are left out. Prompt groups differ in size. Response masks differ in length
-    and have zeros between ones.
+    Prompt groups differ in size. Response masks differ in length and have zeros between ones.
     """
     random = np.random.RandomState(0)
     index = np.array([f"prompt-{n}" for n in np.repeat(np.arange(6), (2, 3, 4, 5, 8, 9))], dtype=object)
@@ -123,15 +122,9 @@ def _estimator(
     function: str = "compute_{name}_outcome_advantage",
     supports: str = "verl>=0.6.1",
 ) -> Patch:
-    """Returns the patch that replaces verl's function of one advantage estimator, in verl's module and in verl's registry.
+    """Returns the patch that replaces verl's ``function`` of the advantage estimator ``name``, in verl's module and registry.
 
-    Args:
-        name: name of the estimator in verl's registry.
-        ours: our estimator, which maps the arguments of a call to advantages, or to advantages and returns.
-        params: required parameter names of verl's function.
-        fingerprint: hash of the tested body of verl's function.
-        function: name of verl's function, where ``{name}`` stands for the estimator's name.
-        supports: supported versions of verl as PEP 508 requirement.
+    ``ours`` maps the arguments of a call to advantages, or to advantages and returns. For the rest see :class:`Patch`.
     """
 
     def make(original: Any, _settings: Any) -> Any:

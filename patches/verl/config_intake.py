@@ -2,8 +2,7 @@
 
 In the driver process, ``validate_config`` is wrapped, so that a misspelt key stops the run before a cluster starts. ``run_ppo`` is
 wrapped as well, for the entry points in ``verl.experimental``. In the trainer process, the trainer's constructor is wrapped,
-because the trainer that is really built decides which features may be on. This includes recipes that subclass RayPPOTrainer
-without calling the constructor of RayPPOTrainer. rl-accel wraps no other functions of verl unless a flag enables a feature.
+because the trainer that is really built decides which features may be on. Recipes may not call RayPPOTrainer's constructor.
 
 A feature that uses verl's extension points names a module in :attr:`~rl_accel.features.Feature.verl`, which has two functions.
 
@@ -45,8 +44,6 @@ SECTION = "rl_accel"
 
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
 _told: set[tuple[str, str]] = set()
-_REMOVE_WHEN = "verl hands its configuration to plug-ins"
-_NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is imported before it is read"
 
 
 def trainer() -> Any:
@@ -66,8 +63,7 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
     """Sets verl's extension points for all features that are enabled by name, in the configuration of ``run``.
 
     Returns:
-        Mapping from feature name to the reason why the feature has no effect in this run. Contains only features that are enabled
-        by name and have no effect.
+        Mapping from the name of a feature without effect in this run to the reason.
 
     Raises:
         ConfigError: a feature enabled by name cannot work in this run.
@@ -94,9 +90,8 @@ def require(feature: Feature[Any]) -> None:
         PatchRefused: members are absent or different. The message names each member.
     """
     for switch in itertools.chain.from_iterable(map(switches_of, feature.switches["verl"])):
-        if isinstance(
-            switch, Registration
-        ):  # an import hook on this module may import adapters, which must not be half imported at that time
+        if isinstance(switch, Registration):
+            # An import hook on this module may import adapters, which must not be half imported at that time.
             with contextlib.suppress(ImportError):
                 importlib.import_module(switch.target.partition(":")[0])
     modules = seams.modules_of(f"rl_accel.integrations.verl.{feature.name}")
@@ -104,9 +99,7 @@ def require(feature: Feature[Any]) -> None:
 
 
 def in_driver(config: Any) -> None:
-    """Applies the flags in verl's ``config`` in the driver process, before the run starts other processes.
-
-    Changes ``config`` in place: sets the extension points of features, see :func:`wire`.
+    """Applies the flags in verl's ``config`` in the driver process, and sets features' extension points in ``config``.
 
     Raises:
         ConfigError: a key is unknown, a value is invalid, or a feature cannot work with ``config``.
@@ -129,11 +122,7 @@ def in_trainer(config: Any, trainer: Any = None) -> None:
 
 
 def _require_section_name(config: Any) -> None:
-    """Refuses a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread.
-
-    Raises:
-        ConfigError: the message names the section found.
-    """
+    """Raises ConfigError for a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread."""
     sections: Any = OmegaConf.to_container(config) if OmegaConf.is_dict(config) else {}
     misspelt = [key for key in sections if key != SECTION and difflib.get_close_matches(key, [SECTION], cutoff=0.75)]
     misplaced = [
@@ -159,12 +148,7 @@ def _take_in(run: VerlRun) -> None:
 
 
 def take_in_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Applies the flags in the argument ``config`` of a call of ``function``, which runs in the driver or constructs a trainer.
-
-    Args:
-        function: verl's original function or constructor, which the caller calls afterwards.
-        args, kwargs: positional and keyword arguments of the call.
-    """
+    """Applies the flags in the argument ``config`` of a call of ``function``, which runs in the driver or constructs a trainer."""
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     if function.__name__ != "__init__":
         in_driver(arguments["config"])
@@ -228,59 +212,28 @@ def _unwrap_subclasses() -> None:
             cls.__init__ = constructor.__rl_accel_original__
 
 
+def _flag_reader(name: str, target: str, supports: str, *params: str) -> Patch:
+    return Patch(
+        name=f"verl.config.{name}",
+        target=target,
+        supports=supports,
+        params=(*params, "*"),  # only the configuration is read
+        make=_after_flags,
+        no_seam="verl hands the whole configuration to no plug-in: the entry point is imported before it is read",
+        remove_when="verl hands its configuration to plug-ins",
+    )
+
+
+_RAY_TRAINER = "verl.trainer.ppo.ray_trainer:RayPPOTrainer"
+
 SWITCHES = (
-    Patch(
-        name="verl.config.driver",
-        target="verl.utils.config:validate_config",
-        supports="verl>=0.6",
-        params=("config", "use_reference_policy", "use_critic"),
-        make=_after_flags,
-        no_seam=_NO_SEAM,
-        remove_when=_REMOVE_WHEN,
-    ),
-    Patch(
-        name="verl.config.other_mains",
-        target="verl.trainer.main_ppo:run_ppo",
-        supports="verl>=0.6",
-        params=("config", "task_runner_class"),
-        make=_after_flags,
-        no_seam=_NO_SEAM,
-        remove_when=_REMOVE_WHEN,
-    ),
-    Patch(
-        name="verl.config.trainer",
-        target="verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__",
-        supports="verl>=0.9",
-        params=("self", "config"),
-        make=_after_flags,
-        no_seam=_NO_SEAM,
-        remove_when=_REMOVE_WHEN,
-    ),
-    Patch(
-        name="verl.config.legacy_trainer",
-        target="verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init__",
-        supports="verl>=0.6",
-        params=(
-            "self",
-            "config",
-            "tokenizer",
-            "role_worker_mapping",
-            "resource_pool_manager",
-            "ray_worker_group_cls",
-            "processor",
-            "train_dataset",
-            "val_dataset",
-            "collate_fn",
-            "train_sampler",
-            "device_name",
-        ),
-        make=_after_flags,
-        no_seam=_NO_SEAM,
-        remove_when=_REMOVE_WHEN,
-    ),
+    _flag_reader("driver", "verl.utils.config:validate_config", "verl>=0.6", "config"),
+    _flag_reader("other_mains", "verl.trainer.main_ppo:run_ppo", "verl>=0.6", "config"),
+    _flag_reader("trainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__", "verl>=0.9", "self", "config"),
+    _flag_reader("legacy_trainer", f"{_RAY_TRAINER}.__init__", "verl>=0.6", "self", "config"),
     Registration(
         name="verl.config.recipe_trainers",
-        target="verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init_subclass__",
+        target=f"{_RAY_TRAINER}.__init_subclass__",
         register=_wrap_subclasses,
         unregister=_unwrap_subclasses,
         owner=__name__,

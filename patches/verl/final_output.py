@@ -51,8 +51,8 @@ def _joining(engine: Any, processor: Any) -> Iterator[None]:
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        processor: the engine's output processor if it has one ``stream_interval`` for all requests (before vLLM 0.27), which is
-            changed too; None if each request has a ``stream_interval``.
+        processor: the engine's output processor, whose ``stream_interval`` is changed too (before vLLM 0.27); None if each request
+            has a ``stream_interval``.
     """
     if (joined := getattr(engine, "_rl_accel_joined", None)) is None:
         joined = engine._rl_accel_joined = _joined(engine.generate)

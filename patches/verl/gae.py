@@ -23,10 +23,7 @@ _PARAMS = ("token_level_rewards", "values", "response_mask", "gamma", "lam")
 
 
 def _require_proven(rewards: Any, values: Any, mask: Any, gamma: Any, lam: Any) -> None:
-    """Raises ValueError unless the scan is known to equal verl's loop for arguments of these types, dtypes and devices.
-
-    Does not check that the shapes match, because the scan itself does so.
-    """
+    """Raises ValueError unless the scan is known to equal verl's loop for these types, dtypes and devices. Ignores shapes."""
     if any(type(x) is not torch.Tensor for x in (rewards, values, mask)):
         raise ValueError("an argument is not a plain tensor")
     if rewards.numel() == 0 or rewards.dtype not in (torch.float32, torch.float64):
@@ -76,13 +73,8 @@ def _make(original: Any, settings: Any) -> Any:
 def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[int, str], float]) -> float | None:
     """Estimates the seconds that verl's loop over tokens would take for a batch, or returns None if the batch is too small.
 
-    The loop is timed on the first 32 of T token columns, and the seconds are multiplied by T / 32. This happens once per device and
-    power of two of the batch size. The loop then runs twice, a few milliseconds each, and the shorter run counts.
-
-    Args:
-        original: verl's function.
-        arguments: rewards, values and mask [B, T], gamma and lambda.
-        known: cache of measured seconds per token column, for each power of two of the batch size and each device.
+    The loop is timed on the first 32 of T token columns, and the seconds are multiplied by T / 32. ``known`` caches the seconds per
+    column for each device and power of two of the batch size B. ``arguments``: rewards, values and mask [B, T], gamma and lambda.
     """
     rewards, _, mask, gamma, lam = arguments
     rows, tokens = rewards.shape

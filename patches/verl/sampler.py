@@ -4,10 +4,9 @@ The patch leaves verl's wait unchanged if the times of polls affect more than th
 which prompts replace dropped groups, so the patch never changes them. In asynchronous modes, and perhaps in a custom buffer, poll
 times decide which responses are in a batch. The patch then acts only if the feature is enabled by name.
 
-verl's buffer and the asynchronous subclass of this buffer sleep in the same method, so one patch covers the trainer modes
-``sync``, ``colocate_async`` and ``separate_async``. The original method still runs and logs, with a changed ``poll_interval`` that
-is restored right after the call. ``separate_async`` counts a step as idle if the wait was longer than the configured
-``poll_interval``. Unpatched verl rounds shorter waits up to a full interval; with the patch, they no longer count as idle.
+One patch covers the trainer modes ``sync``, ``colocate_async`` and ``separate_async``. The original method still runs and logs,
+with a changed ``poll_interval`` that is restored right after the call. ``separate_async`` counts a step as idle if the wait was
+longer than the configured ``poll_interval``; shorter waits, which verl rounds up to an interval, no longer count with the patch.
 """
 
 import math
@@ -28,18 +27,13 @@ client partly work in parallel."""
 
 @dataclass
 class _Sampling:
-    """Wait policy of one replay buffer, and the state of the buffer's current ``sample()`` call.
-
-    ``started`` (start of the call) and ``woke`` (end of the last wait) are ``perf_counter`` times in seconds. ``saved`` is the
-    estimate of seconds saved in this call so far. ``debug_time`` is the ``last_debug_time`` that the last wait returned. If verl
-    passes another ``last_debug_time`` to the next wait, a new ``sample()`` call has begun.
-    """
+    """Wait policy of one replay buffer, and the state of the buffer's current ``sample()`` call."""
 
     policy: AdaptiveWait
-    debug_time: float | None = None
-    started: float = 0.0
-    woke: float = 0.0
-    saved: float = 0.0
+    debug_time: float | None = None  # last_debug_time that the last wait returned; another one begins a new call
+    started: float = 0.0  # perf_counter time of the call's start, in seconds
+    woke: float = 0.0  # perf_counter time of the last wait's end, in seconds
+    saved: float = 0.0  # estimate of the seconds saved in this call so far
 
     def begin(self, now: float, debug_time: float) -> None:
         # sample() sets the debug time to time.time() at the start of the call. No other record of the start time exists.

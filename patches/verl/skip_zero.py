@@ -37,16 +37,13 @@ _refuse = functools.partial(refuse, "rl_accel.skip_zero")
 
 
 def find_influence(loss_function: Callable[..., Any]) -> str:
-    """Tests whether rows (responses) with advantage 0 influence training with ``loss_function``.
+    """Returns the reason why rows (responses) with advantage 0 influence training with ``loss_function``, or "" if they do not.
 
     For three random batches of 8 rows, compares the gradients of the whole batch with the gradients of only those 5 rows whose
     advantages are not 0. Also checks that the other 3 rows have gradient 0.
 
     Args:
         loss_function: verl's loss function with its configuration, ``loss_function(model_output=..., data=..., dp_group=...)``.
-
-    Returns:
-        The reason why rows with advantage 0 cannot be left out, or "" if they can.
     """
     others = [row for row in range(len(_LENGTHS)) if row not in _ZERO]
     try:
@@ -122,9 +119,9 @@ def require_silent(loss_function: Callable[..., Any]) -> None:
 
 
 def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
-    """Raises ConfigError if rows (responses) of ``data`` with advantage 0 cannot be left out of an update.
+    """Raises ConfigError if leaving out rows (responses) with advantage 0 would change the training or ``actor/entropy_loss``.
 
-    Leaving them out must not change the training or ``actor/entropy_loss``. Reads only settings that are equal on all ranks.
+    Reads only settings that are equal on all ranks.
     """
     from verl.utils import tensordict_utils as tu
 
@@ -149,8 +146,7 @@ def _random_parts(model: torch.nn.Module) -> Iterator[str]:
 def _find_zero_rows(data: Any) -> list[bool]:
     """Returns for each row (response) of the mini-batch ``data`` whether the gradient of the row is certainly 0.
 
-    For this, all advantages of trained tokens must be 0, and all other factors of the loss must be finite, because 0 times infinity
-    is not 0.
+    All advantages of trained tokens must be 0, and all other factors of the loss finite.
     """
     factors = [data[name].unbind() for name in ("old_log_probs", "rollout_is_weights") if name in data]
     rows = zip(data["response_mask"].bool().unbind(), data["advantages"].unbind(), *factors, strict=True)
@@ -161,10 +157,7 @@ def _find_zero_rows(data: Any) -> list[bool]:
 
 
 def _choose_rows(zero: list[bool], lengths: list[int], wanted: int) -> list[int]:
-    """Returns the sorted indices of ``wanted`` rows: all rows with False in ``zero``, and then the shortest rows with True.
-
-    ``zero``: for each row (response), whether the gradient is 0. ``lengths``: tokens of each row.
-    """
+    """Returns the sorted indices of ``wanted`` rows: all rows with False in ``zero``, and then the shortest rows with True."""
     rows = [row for row, is_zero in enumerate(zero) if not is_zero]
     spare = sorted((row for row, is_zero in enumerate(zero) if is_zero), key=lambda row: lengths[row])
     return sorted(rows + spare[: wanted - len(rows)])

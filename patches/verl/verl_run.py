@@ -68,14 +68,8 @@ class VerlRun:
     def compose(cls, main: str, overrides: Sequence[str], folder: Path | None = None, name: str = "") -> "VerlRun":
         """Returns the run that ``python -m main overrides`` would start, with the configuration composed by hydra.
 
-        Args:
-            main: entry-point module of verl, a key of :data:`MAINS`.
-            overrides: hydra overrides, as on the command line.
-            folder: configuration folder to use instead of the folder in :data:`MAINS` (``--config-path``).
-            name: configuration name to use instead of the name in :data:`MAINS` (``--config-name``).
-
-        Raises:
-            Exception: raised by hydra for an override that does not fit. The message names this override.
+        ``folder`` (``--config-path``) and ``name`` (``--config-name``) replace those of ``main`` in :data:`MAINS`. Raises hydra's
+        exceptions for an override that does not fit.
         """
         import verl
         from hydra import compose, initialize_config_dir
@@ -136,20 +130,13 @@ class VerlRun:
 
     @property
     def generates_within_stage(self) -> bool:
-        """True if all requests of a step start within the stage that the trainer times as generation.
-
-        With other trainers, requests are already running when this stage begins.
-        """
+        """True if no request of a step starts before the stage that the trainer times as generation."""
         if not self.is_v1:
             return self.trainer == "legacy"
         return self.trainer in ON_POLICY and self.get(f"trainer.v1.{self.trainer[3:]}.parameter_sync_step", 1) == 1
 
     def require(self, feature: str) -> None:
-        """Checks that ``feature`` supports the trainer and the rollout engine of this run.
-
-        Raises:
-            ConfigError: the trainer or engine is not supported. The message names the feature, and the wanted and the found value.
-        """
+        """Raises ConfigError unless ``feature`` supports the trainer and the rollout engine of this run."""
         flag, wanted = f"rl_accel.{feature}", TRAINERS.get(feature, (self.trainer,))
         if self.trainer not in wanted and not (self.is_v1 and "V1" in wanted):
             names = [name for name in wanted if name != "V1 tail_batching"]  # our own wiring chooses this mode
@@ -162,23 +149,16 @@ class VerlRun:
             refuse(flag, f"{_ROLLOUT}.name", ENGINES[feature], self.get(f"{_ROLLOUT}.name"))
 
     def require_chosen(self, flag: str, key: str, value: Any) -> None:
-        """Checks that the configuration's ``key`` has the ``value`` that a feature needs. Checks nothing in the driver process.
+        """Raises ConfigError in the trainer process if the driver process has not set ``key`` to ``value``, as a feature needs.
 
-        Only the driver process can set ``key`` early enough. rl-accel does this when the driver calls verl's ``validate_config``.
-
-        Raises:
-            ConfigError: ``key`` has another value, because the driver process has not called ``validate_config``.
+        The driver process does so when it calls verl's ``validate_config``.
         """
         if not self.in_driver and self.get(key) != value:
             reason = "verl's validate_config sets it, which the driver must call before the trainer starts"
             refuse(flag, key, value, self.get(key), reason)
 
     def require_off(self, flag: str, key: str, reason: str = "") -> None:
-        """Checks that the boolean ``key`` of the configuration is off.
-
-        Raises:
-            ConfigError: ``key`` is on.
-        """
+        """Raises ConfigError if the boolean ``key`` of the configuration is on."""
         if self.get(key, False):
             refuse(flag, key, False, True, reason)
 
@@ -186,7 +166,7 @@ class VerlRun:
         """Returns the reason why ``feature``, although supported, would have no effect in this run. Returns "" if there is none."""
         estimator = self.get("algorithm.adv_estimator")
         by_estimator = f"algorithm.adv_estimator = {estimator}"
-        if feature == "gae" and estimator != "gae":
+        if (feature == "gae" and estimator != "gae") or (feature == "skip_zero" and estimator == "gae"):
             return by_estimator
         if feature == "advantages":
             switches = importlib.import_module("rl_accel.patches.verl.advantages").SWITCHES
@@ -194,16 +174,11 @@ class VerlRun:
             return "" if estimator in served else by_estimator
         if feature == "sampler" and self.filters_groups:
             return "algorithm.filter_groups.enable = True: which prompts are launched depends on when verl looks"
-        if feature == "skip_zero" and (estimator == "gae" or self.filters_groups):
-            return (
-                by_estimator
-                if estimator == "gae"
-                else "algorithm.filter_groups.enable = True: no group has equal rewards"
-            )
-        if feature == "balance" and self.gpus == self.gpus_besides_tp * self._number(
-            f"{_ROLLOUT}.tensor_model_parallel_size"
-        ):
-            return "the rollout has one replica"
+        if feature == "skip_zero" and self.filters_groups:
+            return "algorithm.filter_groups.enable = True: no group has equal rewards"
+        if feature == "balance":
+            replica_gpus = self.gpus_besides_tp * self._number(f"{_ROLLOUT}.tensor_model_parallel_size")
+            return "the rollout has one replica" if self.gpus == replica_gpus else ""
         return ""
 
     def _number(self, key: str) -> int:

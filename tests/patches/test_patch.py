@@ -55,8 +55,7 @@ def patch_of(framework):
 def test_apply_and_revert_at_every_binding(patch_of):
     core, patch = patch_of()
     original = core.double
-    patch.check()
-    assert (core.double is original, patch.state()) == (True, SwitchState.PENDING), "check() writes nothing"
+    assert patch.state() is SwitchState.PENDING
     patch.apply(10)
     assert (core.double(1), core.REGISTRY["double"](1), patch.state()) == (20, 20, SwitchState.APPLIED)
     first = core.double
@@ -118,8 +117,6 @@ def test_refuses_what_it_was_not_written_for(patch_of, fields, message):
     core, patch = patch_of(**fields)
     before = dict(vars(core)), dict(core.REGISTRY)
     with pytest.raises(PatchRefused, match=message):
-        patch.check()
-    with pytest.raises(PatchRefused, match=message):
         patch.apply()
     assert (dict(vars(core)), dict(core.REGISTRY)) == before
     assert patch.state() is SwitchState.PENDING
@@ -127,12 +124,12 @@ def test_refuses_what_it_was_not_written_for(patch_of, fields, message):
 
 def test_prereleases_and_later_versions_count_and_unknown_ones_are_refused_as_is_a_malformed_target(patch_of):
     for version in ("1.5.0.dev3", "1.5rc1", "2.0"):
-        patch_of(version=version)[1].check()
+        patch_of(version=version)[1].apply()
     for version in ("not-a-version", None):
         with pytest.raises(PatchRefused, match=r"version of .* is unknown"):
-            patch_of(version=version)[1].check()
+            patch_of(version=version)[1].apply()
     with pytest.raises(ValueError, match=r"pkg\.mod:attr"):
-        patch_of(target="no colon here")[1].check()
+        patch_of(target="no colon here")[1].apply()
 
 
 def test_bindings_must_hold_the_same_object(patch_of):
@@ -203,9 +200,8 @@ def test_overlaid_later_is_foreign_and_cannot_be_reverted(patch_of, overlay):
     assert patch.state() is SwitchState.FOREIGN
     with pytest.raises(PatchRefused, match=r"now holds (.*test_patch.*theirs|nothing); undo that first"):
         patch.revert()
-    for refused in (patch.apply, patch.check):
-        with pytest.raises(PatchRefused, match="now holds"):
-            refused()
+    with pytest.raises(PatchRefused, match="now holds"):
+        patch.apply()
     core.double = core.REGISTRY["double"] = ours
     assert patch.state() is SwitchState.APPLIED
 

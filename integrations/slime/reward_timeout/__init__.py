@@ -13,16 +13,6 @@ SAMPLE_HOOK = "rl_accel.integrations.slime.reward_timeout.rm_hook.mark_evaluatio
 
 _DISTILLATION = "slime.rollout.on_policy_distillation."
 
-ARGUMENTS = (
-    "custom_rm_path",
-    "rm_type",
-    "group_rm",
-    "reward_key",
-    "eval_reward_key",
-    "rollout_sample_hook_path",
-    "custom_rollout_log_function_path",
-)
-
 SWITCHES = (
     SeamCheck(
         name="slime.reward_timeout",

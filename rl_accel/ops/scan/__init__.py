@@ -4,7 +4,6 @@ Each module of this package is a backend. The module ``naive``, the token-by-tok
 The function ``scan(inputs)`` of each backend returns (advantages, returns), or (discounted returns,) if the inputs hold no values.
 """
 
-import difflib
 import functools
 import importlib
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rl_accel.errors import BackendMissing
+from rl_accel.errors import BackendMissing, did_you_mean
 from rl_accel.ops.inputs import Inputs, check_mask_values, check_scan
 
 BACKENDS = ("naive", "chunk", "numba", "triton")
@@ -161,8 +160,7 @@ def resolve_backend(backend: str, device: torch.device | str) -> str:
         preferred = {"cpu": "numba", "cuda": "triton"}.get(kind, "chunk")
         return "chunk" if _missing(preferred) else preferred
     if backend not in BACKENDS:
-        close = difflib.get_close_matches(str(backend), BACKENDS, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = did_you_mean(backend, BACKENDS)
         raise ValueError(f"backend wants auto or one of {', '.join(BACKENDS)}, found {backend!r}{hint}")
     reason = _missing(backend)
     if reason is not None:

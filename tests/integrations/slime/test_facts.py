@@ -45,6 +45,9 @@ WANTED = {
     **{_definition(patch): [name for name in patch.params if name != "*"] for patch in SWITCHES},
 }
 """Parameters by function, as our patches and adapters expect them."""
+ARGUMENTS = """custom_rm_path rm_type group_rm reward_key eval_reward_key rollout_sample_hook_path rollout_num_gpus
+    rollout_num_gpus_per_engine num_gpus_per_node custom_rollout_log_function_path custom_eval_rollout_log_function_path
+    custom_advantage_function_path custom_config_path custom_megatron_init_path advantage_estimator"""
 SAMPLE_FIELDS = {*seams._members(interfaces.Sample)}
 """Fields and methods of ``Sample`` that features use."""
 
@@ -54,9 +57,7 @@ def arguments():
     sources = Path(tail_batching.__file__).parent.glob("*.py")
     read = {name for file in sources for name in re.findall(r"args\.(\w+)", file.read_text())}
     read -= {"load", "save", "sglang_router_ip", "sglang_router_port"}
-    named = {name for module in (reward_timeout, tp_replan) for name in module.ARGUMENTS}
-    named |= {f"custom_{name}_path" for name in ("advantage_function", "config", "megatron_init")}
-    return read | named | {"advantage_estimator", *TAIL_BATCHING.slime.arguments}
+    return {*read, *ARGUMENTS.split(), *TAIL_BATCHING.slime.arguments}
 
 
 def facts_of(root):

@@ -81,4 +81,4 @@ def test_an_old_verl_is_refused(monkeypatch, patch):
     monkeypatch.setattr(importlib.import_module("verl"), "__version__", "0.5.0")
     refusal = NotInThisVersion if patch.independent else PatchRefused
     with pytest.raises(refusal, match=r"supports verl>=.*, running 0\.5\.0"):
-        patch.check()
+        patch.apply(FLAGS.get(patch.name))
