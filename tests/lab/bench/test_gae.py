@@ -14,11 +14,12 @@ from rl_accel.lab.bench.measure import interleaved, peak_extra_bytes
 
 @pytest.mark.slow
 def test_prints_table_goals_and_files(monkeypatch, tmp_path, invoke):
-    monkeypatch.setattr(bench, "QUICK", ((8, 256), (64, 4096)))
-    output = invoke(bench.bench_gae, "--quick", "--out", tmp_path)
+    monkeypatch.setattr(bench, "BATCHES", (8, 64))
+    monkeypatch.setattr(bench, "TOKENS", (4096,))
+    output = invoke(bench.bench_gae, "--out", tmp_path)
     assert "correct: rl-accel numba equals the loop bit for bit" in output
     found = json.loads((tmp_path / "gae.json").read_text())
-    assert [(row["batch"], row["tokens"]) for row in found["shapes"]] == list(bench.QUICK)
+    assert [(row["batch"], row["tokens"]) for row in found["shapes"]] == [(8, 4096), (64, 4096)]
     assert all(row["seconds"]["plain copy"]["median"] > 0 for row in found["shapes"])
     last = found["shapes"][-1]
     assert all(timing["peak_extra_bytes"] is not None for timing in last["seconds"].values())
