@@ -27,6 +27,7 @@ from rich.table import Table
 
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.lab.bench.measure import console_of_benchmark, met, output_folder, results_files
+from rl_accel.ops.inputs import usable_cores
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
 from rl_accel.reward.execution import ExecutionResult
@@ -288,11 +289,6 @@ def load(processes: int) -> Iterator[None]:
             spinner.wait()
 
 
-def cores() -> int:
-    """Returns the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm]) -> dict[str, Any]:
     """Returns a mapping from time limit policy to measured numbers, among them these:
 
@@ -378,7 +374,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
     """
     console = console_of_benchmark()
     output_folder(out)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     slots = 2 * cores
     settings = policies(scale)
     console.print(
