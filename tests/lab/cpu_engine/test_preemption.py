@@ -66,7 +66,7 @@ def test_preempted_requests_give_what_they_would_have_and_a_budget_that_suffices
     free, enough, tight = (engine_for(model, kv_tokens=budget) for budget in (None, 10_000, 130))
     watch(tight)
     expected, same, found = (
-        [future.result(60) for future in [engine.submit("r", *request) for request in requests]]
+        [future.result(60) for future in [engine.submit(f"r{i}", *request) for i, request in enumerate(requests)]]
         for engine in (free, enough, tight)
     )
     assert same == expected
