@@ -9,7 +9,6 @@ in the driver and, for a recipe with its own trainer, as in that trainer's const
 
 import argparse
 import contextlib
-import importlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -260,7 +259,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.slime_root and not importlib.util.find_spec("sglang"):
         parser.error("--slime-root wants the packages of requirements/slime.txt, found no sglang")
-    parts = []
     roots = {"verl": options.verl_root, "verl-recipe": options.recipe_root}
     with (
         contextlib.redirect_stdout(io.StringIO()),
@@ -270,10 +268,10 @@ def main() -> None:
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         parts = [(title, verl_corpus([root.resolve()])) for title, root in roots.items() if root]
-        # Lines of slime are tried by docs/corpus_slime.py, with ``corpus(root, counts) -> Corpus``.
-        if options.slime_root and importlib.util.find_spec("corpus_slime"):
-            slime = importlib.import_module("corpus_slime")
-            parts.append(("slime", slime.corpus(options.slime_root.resolve(), Corpus())))
+        if options.slime_root:
+            import corpus_slime
+
+            parts.append(("slime", corpus_slime.corpus(options.slime_root.resolve(), Corpus())))
     text = HEAD.format(version=importlib.metadata.version("verl")) + "\n".join(as_text(*part) for part in parts)
     if options.page:
         options.page.write_text(text)

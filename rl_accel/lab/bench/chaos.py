@@ -67,7 +67,6 @@ class Result:
         launches: number of launches of the trainer; above 1 if the run failed and was resumed.
         seconds: seconds of all launches together.
         failed_responses: number of failed responses of all launches.
-        log_lines: number of lines of the training log.
         problems: violated requirements, as messages; the schedule passes if the list is empty.
     """
 
@@ -76,29 +75,29 @@ class Result:
     launches: int = 0
     seconds: float = 0.0
     failed_responses: int = 0
-    log_lines: int = 0
     problems: list[str] = field(default_factory=list)
 
 
-def schedule(seed: int, victims: Sequence[str]) -> list[Kill]:
-    """Returns the planned kills of a seed, in order of steps. Over n consecutive seeds, each of the n kinds in ``victims`` is
+def schedule(seed: int) -> list[Kill]:
+    """Returns the planned kills of a seed, in order of steps. Over n consecutive seeds, each of the n kinds in :data:`VICTIMS` is
     killed first exactly once."""
-    rng = random.Random(seed)
+    rng, victims = random.Random(seed), tuple(VICTIMS)
     chosen = [victims[seed % len(victims)], *rng.choices(victims, k=KILLS - 1)]
     # verl is still starting before step 1, and the run may be over after the last of these steps
     steps = sorted(rng.sample(range(1, STEPS - 1), KILLS))
     return [Kill(victim, step, rng.uniform(0.0, 4.0)) for victim, step in zip(chosen, steps, strict=True)]
 
 
-def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: Stop) -> Result:
-    """Launches the training run of ``plan``, kills processes as planned in ``kills``, and launches the run again after a failure.
+def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
+    """Launches the training run of ``plan``, kills processes by the schedule of ``seed``, and launches the run again after a
+    failure.
 
     There are at most :data:`LAUNCHES` launches. There is no further launch after a launch that hung, or that failed although
     nothing was killed. At the end, checks the settlement log in ``folder``, which lists the prompts that each step trained or gave
     up.
     """
     folder.mkdir(parents=True)
-    result, due, began = Result(seed), list(kills), time.monotonic()
+    result, due, began = Result(seed), schedule(seed), time.monotonic()
     checkpoints, log, metrics = folder / "checkpoints", folder / "train.log", folder / "metrics.jsonl"
     ledger = checkpoints / FOLDER / "ledger.jsonl"
     command = [*plan.command, *OVERRIDES, f"trainer.default_local_dir={checkpoints}"]
@@ -119,7 +118,8 @@ def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: St
         with ray_temp_dir() as ray_dir:
             environment = {**plan.env, "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
             outcome = supervised(command, environment, folder, log, stop, follow, ray_dir)
-        result.failed_responses += int(sum(_numbers(metrics, "responses_failed")))
+        failed = "rl_accel/tail_batching/responses_failed"
+        result.failed_responses += int(sum(row["data"].get(failed, 0) for row in _lines(metrics)))
         metrics.unlink(missing_ok=True)  # the next launch starts a new metrics file
         if outcome.reason == "timeout":
             result.problems.append(f"no step in {STANDSTILL_S:.0f} s: {last_lines(log, 3)}")
@@ -128,7 +128,6 @@ def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: St
         if stop or not outcome.exit_code or result.problems:
             break
     result.seconds = time.monotonic() - began
-    result.log_lines = len(log.read_text(errors="replace").splitlines())
     result.problems += _wrong(_lines(ledger))
     return result
 
@@ -154,11 +153,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _numbers(metrics: Path, name: str) -> list[float]:
-    name = f"rl_accel/tail_batching/{name}"
-    return [row["data"][name] for row in _lines(metrics) if name in row["data"]]
-
-
 def _kill(victim: str, metrics: Path) -> bool:
     """Sends SIGKILL to one process of kind ``victim`` in the run that logs to the file ``metrics``. Returns whether there is such
     a process."""
@@ -175,31 +169,30 @@ def _kill(victim: str, metrics: Path) -> bool:
 
 @click.command("chaos")
 @click.argument("recipe_path", metavar="RECIPE", type=click.Path(exists=True, path_type=Path))
-@click.option("--arm", default="tail", show_default=True, help="Arm of the recipe; one with tail batching.")
 @click.option("--schedules", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--first-seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out/chaos"), show_default=True)
-def bench_chaos(recipe_path: Path, arm: str, schedules: int, first_seed: int, out: Path) -> None:
+def bench_chaos(recipe_path: Path, schedules: int, first_seed: int, out: Path) -> None:
     """Kill processes of a run at random moments and check that every prompt is still trained exactly once.
 
-    Each schedule is a run of six steps on two replicas, with a checkpoint every second step and two kills. A kill hits an engine,
-    a rollout server, an agent-loop worker, a reward worker, the store of learned reward time limits or the trainer. A run that
-    fails is launched again. Errors are prompts that are trained twice, given up or missing, and runs that hang. After an error,
-    the exit status is 1.
+    Each schedule is a run of the recipe's arm "tail": six steps on two replicas, with a checkpoint every second step and two
+    kills. A kill hits an engine, a rollout server, an agent-loop worker, a reward worker, the store of learned reward time limits
+    or the trainer. A run that fails is launched again. Errors are prompts that are trained twice, given up or missing, and runs
+    that hang. After an error, the exit status is 1.
     """
     console = console_of_benchmark()
     recipe_file = (recipe_path / "recipe.yaml" if recipe_path.is_dir() else recipe_path).absolute()
     recipe = load(recipe_file)
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    (plan,) = plan_runs(recipe, recipe_file.parent, out, arms=[arm], seeds=recipe.seeds[:1], steps=STEPS)
+    (plan,) = plan_runs(recipe, recipe_file.parent, out, arms=["tail"], seeds=recipe.seeds[:1], steps=STEPS)
     results = []
     with Stop().listening() as stop:
         prepared = prepare_command(recipe, recipe_file.parent, out)
         prepare(*prepared, recipe_file.parent, out / "prepare.log", stop)
         for seed in range(first_seed, first_seed + schedules):
             with console.status(f"schedule {seed}"):
-                results.append(play(plan, schedule(seed, tuple(VICTIMS)), seed, out / f"{time.time_ns()}-{seed}", stop))
+                results.append(play(plan, seed, out / f"{time.time_ns()}-{seed}", stop))
             if stop:
                 raise click.Abort
             _show(results[-1:], console)
@@ -211,11 +204,11 @@ def bench_chaos(recipe_path: Path, arm: str, schedules: int, first_seed: int, ou
 
 def _show(results: Sequence[Result], console: Console) -> None:
     table = Table(box=SIMPLE)
-    for heading in ("seed", "killed", "launches", "seconds", "responses failed", "log lines", "verdict"):
+    for heading in ("seed", "killed", "launches", "seconds", "responses failed", "verdict"):
         table.add_column(heading)
     for result in results:
         killed = ", ".join(f"{kill.victim} after step {kill.step}" for kill in result.kills)
         verdict = "; ".join(result.problems) or "every prompt once"
-        numbers = (result.launches, f"{result.seconds:.0f}", result.failed_responses, result.log_lines)
+        numbers = (result.launches, f"{result.seconds:.0f}", result.failed_responses)
         table.add_row(str(result.seed), killed, *map(str, numbers), verdict)
     console.print(table)

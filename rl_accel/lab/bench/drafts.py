@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import click
 import numpy as np
@@ -28,37 +27,23 @@ Response = tuple[list[int], list[int]]
 """Tokens of a prompt, and tokens of one response to this prompt."""
 
 
-def _pace(text: str) -> Callable[[int], float]:
-    """Parses pairs such as ``1:0.02,64:0.04``. Returns a function that maps the number of running requests to seconds per engine
-    step."""
-    try:
-        points = sorted(
-            (int(count), float(seconds)) for count, seconds in (pair.split(":") for pair in text.split(","))
-        )
-    except ValueError:
-        raise click.BadParameter(f"wants pairs of requests and seconds as in 1:0.02,64:0.04, found {text!r}") from None
-    counts, paces = zip(*points, strict=True)
-    return lambda running: float(np.interp(running, counts, paces))
-
-
-def _count(name: str, default: int, text: str, least: int = 1) -> Any:
-    return click.option(name, type=click.IntRange(min=least), default=default, show_default=True, help=text)
-
-
 @click.command("drafts")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--tokenizer", type=click.Path(exists=True, file_okay=False), help="Its folder; else characters are tokens."
 )
-@click.option("--step-seconds", help="Of a step by running requests, as in 1:0.02,64:0.04.")
-@_count("--running", 64, "Requests that run at once.")
-@_count("--max-tokens", 8, "Longest draft.")
-@_count("--batch-limit", 32, "Running requests above which nothing is drafted.")
-@_count("--memory-mb", 200, "MiB of history.")
-@_count("--epochs", 2, "Earlier epochs whose responses are used.", least=0)
+@click.option("--running", type=click.IntRange(min=1), default=64, show_default=True, help="Requests that run at once.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=8, show_default=True, help="Longest draft.")
+@click.option(
+    "--batch-limit",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Requests above which nothing is drafted.",
+)
 @click.option("--fill", is_flag=True, help="First fill the history with random responses to other prompts.")
 def bench_drafts(
-    files: tuple[Path, ...], tokenizer: str | None, step_seconds: Any, running: int, fill: bool, **settings: int
+    files: tuple[Path, ...], tokenizer: str | None, running: int, max_tokens: int, batch_limit: int, fill: bool
 ) -> None:
     """Replay FILES that verl wrote to trainer.rollout_data_dir through the drafter, which proposes tokens for speculative decoding.
 
@@ -75,8 +60,8 @@ def bench_drafts(
                 steps[int(row["step"])].append((encode(row["input"]), encode(row["output"])))
             except (ValueError, KeyError, TypeError) as error:
                 raise click.ClickException(f"{path}: wanted lines with input, output and step: {error!r}") from error
-    pace = _pace(step_seconds or "1:1")
-    counts, epochs, stock, ours, took = replay([steps[n] for n in sorted(steps)], running, settings, pace, fill=fill)
+    settings = {"max_tokens": max_tokens, "batch_limit": batch_limit}
+    counts, epochs, stock, ours, took = replay([steps[n] for n in sorted(steps)], running, settings, fill)
     lengths = {int(name.rpartition("_")[2]): n for name, n in counts.items() if name.startswith("row_steps_from_")}
     by_length = {
         f"{n:,} to {2 * n - 1:,}": (counts[f"tokens_from_{n}"] - lengths[n], lengths[n]) for n in sorted(lengths)
@@ -95,9 +80,8 @@ def bench_drafts(
     for rows in sorted({min(took), max(took)}) if took else ():
         each = 1e6 * statistics.median(took[rows]) / rows
         console.print(f"the drafter takes {each:.0f} microseconds a request and step with {rows} running (median)")
-    unit = "s" if step_seconds else "engine steps"
     console.print(
-        f"without drafts {stock:,.1f} {unit}, with {ours:,.1f}: {stock / ours if ours else 1:.2f} times as fast"
+        f"without drafts {stock:,} engine steps, with {ours:,}: {stock / ours if ours else 1:.2f} times as fast"
     )
 
 
@@ -118,19 +102,14 @@ class _Row:
 
 
 def replay(
-    steps: list[list[Response]],
-    running: int,
-    settings: dict[str, int],
-    pace: Callable[[int], float] = lambda running: 1.0,
-    fill: bool = False,
-) -> tuple[Counter[str], dict[int, list[int]], float, float, dict[int, list[float]]]:
+    steps: list[list[Response]], running: int, settings: dict[str, int], fill: bool = False
+) -> tuple[Counter[str], dict[int, list[int]], int, int, dict[int, list[float]]]:
     """Replays the responses of each training step twice: without drafts, and with drafts of a :class:`Drafter`.
 
     Args:
         steps: prompts and responses of each training step.
         running: maximum number of requests that run at once.
         settings: settings of the drafter.
-        pace: function that maps the number of running requests to the seconds of an engine step.
         fill: whether the drafter's history starts full of random responses.
 
     Returns:
@@ -138,24 +117,26 @@ def replay(
 
         - Counters of the drafter, by name.
         - Mapping from epoch of a prompt (from 1) to numbers of accepted draft tokens and of engine steps, summed over requests.
-        - Total seconds without drafts.
-        - Total seconds with drafts.
+        - Number of engine steps without drafts.
+        - Number of engine steps with drafts.
         - Mapping from number of running requests to the seconds of each call of the drafter.
     """
     longest = 2 + max((len(prompt) + len(tokens) for step in steps for prompt, tokens in step), default=0)
     parallel = SimpleNamespace(
         distributed_executor_backend="uni", rank=0, tensor_parallel_size=1, prefill_context_parallel_size=1
     )
-    spent = {"stock": 0.0, "ours": 0.0}
+    engine_steps = {"stock": 0, "ours": 0}
     config = SimpleNamespace(
         additional_config={SETTINGS: settings},
         speculative_config=SimpleNamespace(num_speculative_tokens=settings["max_tokens"]),
         parallel_config=parallel,
     )
-    drafter = Drafter(config, lambda: sum(spent.values()))
+    drafter = Drafter(config, lambda: sum(engine_steps.values()))
     if fill:
         rng = np.random.default_rng(0)
-        others = (rng.integers(0, 2**15, 8192, np.int32) for _ in range(settings["memory_mb"] * 2**20 // (8192 * 9)))
+        others = (
+            rng.integers(0, 2**15, 8192, np.int32) for _ in range(drafter.settings.memory_mb * 2**20 // (8192 * 9))
+        )
         drafter.absorb(np.array([0, 256], np.int32).tobytes() + tokens.tobytes() for tokens in others)
     took: dict[int, list[float]] = defaultdict(list)
     epochs: dict[int, list[int]] = defaultdict(lambda: [0, 0])
@@ -163,7 +144,7 @@ def replay(
     matrix = np.zeros((running, longest), np.int32)
     for step in steps:
         seen.update({tuple(prompt) for prompt, _ in step})
-        for arm in spent:
+        for arm in engine_steps:
             waiting = [_Row(prompt, tokens, seen[tuple(prompt)]) for prompt, tokens in reversed(step) if tokens]
             rows: list[_Row] = []
             while waiting or rows:
@@ -172,7 +153,7 @@ def replay(
                     matrix[len(rows), : len(row.prompt + row.tokens)] = row.prompt + row.tokens
                     rows.append(row)
                 sampled = [row.step() for row in rows]
-                spent[arm] += pace(len(rows))
+                engine_steps[arm] += 1
                 if arm == "ours":
                     began = time.perf_counter()
                     drafts = drafter.propose(sampled, np.array([len(row.prompt) + row.done for row in rows]), matrix)
@@ -185,7 +166,7 @@ def replay(
                     rows[place] = rows[-1]
                     rows.pop()
         drafter.new_weights()
-    return drafter.counts, dict(epochs), spent["stock"], spent["ours"], took
+    return drafter.counts, dict(epochs), engine_steps["stock"], engine_steps["ours"], took
 
 
 def _encoder(folder: str | None) -> Callable[[str], list[int]]:

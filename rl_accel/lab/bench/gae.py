@@ -34,7 +34,6 @@ from rl_accel.ops import gae, gae_of_lists
 
 LOOP, CHUNK_128, OURS = "verl's loop", "slime chunk 128", "rl-accel"
 BATCHES, TOKENS = (1, 8, 64, 256, 1024), (1024, 8192, 32768, 131072)
-QUICK = ((8, 1024), (64, 8192))
 GOAL_SHAPES = ((256, 32768), (256, 131072))
 GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
 COPY_GOAL = 1.5
@@ -45,7 +44,6 @@ LONGEST_S = 20.0
 goal."""
 GAMMA, LAM = 0.99, 0.95
 _TOLERANCE = 1e-4
-_MASKS = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 
 LOGNORMAL = "lognormal"
 SLIME = "slime, padded"
@@ -120,20 +118,8 @@ def contestants(device: str) -> list[Contestant]:
 @click.option(
     "--lengths", metavar="FILE", help="Only a batch of these lengths, against slime's padding; or: lognormal."
 )
-@click.option("--quick", is_flag=True, help="Two small shapes only.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option(
-    "--mask-dtype", type=click.Choice(list(_MASKS)), default="int64", show_default=True, help="verl's is int64."
-)
-def bench_gae(
-    out: Path | None,
-    batch: int | None,
-    tokens: int | None,
-    lengths: str | None,
-    quick: bool,
-    device: str,
-    mask_dtype: str,
-) -> None:
+def bench_gae(out: Path | None, batch: int | None, tokens: int | None, lengths: str | None, device: str) -> None:
     """Time GAE kernels against the recurrence of verl's loop. Whitening is left out, because it is the same for all kernels.
 
     A kernel with wrong results gets no number, and the exit status is 1. Missed goals are shown but do not change the exit status,
@@ -151,29 +137,27 @@ def bench_gae(
         except ValueError as error:
             raise click.UsageError(str(error)) from error
         raise SystemExit(0 if right else 1)
-    sound = _gate(contestants(device), device, _MASKS[mask_dtype], console)
+    sound = _gate(contestants(device), device, console)
     shapes: list[Shape] = [(b, t) for t in TOKENS for b in BATCHES]
     if batch is not None and tokens is not None:
         shapes = [(batch, tokens)]
-    elif quick:
-        shapes = list(QUICK)
     rows: list[dict[str, Any]] = []
     for shape in shapes:
-        row = _measure(shape, sound, device, _MASKS[mask_dtype], rows, console)
+        row = _measure(shape, sound, device, rows, console)
         rows += [] if row is None else [row]
     _show(rows, console)
     if batch is not None and rows:
         console.print(verdict(rows[0]))
     _show_goals(rows, console)
     if out is not None:
-        results = {"device": device, "mask": mask_dtype, "shapes": rows}
+        results = {"device": device, "shapes": rows}
         with results_files(out, "gae", results, console, (8, 5.5)) as (_, (axes,)):
             _plot(rows, axes)
     if len(sound) < len(contestants(device)):
         raise SystemExit(1)
 
 
-def make_inputs(shape: Shape, device: str, mask_dtype: torch.dtype, seed: int = 0) -> Inputs:
+def make_inputs(shape: Shape, device: str, seed: int = 0) -> Inputs:
     """Returns random rewards and values [B, T], a mask [B, T], gamma and lambda.
 
     The mask is that of multi-turn responses of random length: zeros after the end of each response, and single zeros within it.
@@ -185,10 +169,10 @@ def make_inputs(shape: Shape, device: str, mask_dtype: torch.dtype, seed: int = 
     lengths = torch.randint(tokens // 2, tokens + 1, (rows, 1), generator=random)
     mask = torch.arange(tokens) < lengths
     mask &= torch.arange(tokens) % 64 != 7
-    return rewards.to(device), values.to(device), mask.to(device, mask_dtype), GAMMA, LAM
+    return rewards.to(device), values.to(device), mask.long().to(device), GAMMA, LAM
 
 
-def _gate(candidates: list[Contestant], device: str, mask_dtype: torch.dtype, console: Console) -> list[Contestant]:
+def _gate(candidates: list[Contestant], device: str, console: Console) -> list[Contestant]:
     """Returns the GAE implementations with correct results: they agree with verl's loop in float64.
 
     Implementations with ``exact`` must also equal verl's loop in float32 bit for bit.
@@ -197,7 +181,7 @@ def _gate(candidates: list[Contestant], device: str, mask_dtype: torch.dtype, co
     for contestant in candidates:
         worst, exact = 0.0, True
         for seed, shape in enumerate([(1, 1), (3, 5), (33, 1500), (2, 4099)]):
-            inputs = make_inputs(shape, device, mask_dtype, seed)
+            inputs = make_inputs(shape, device, seed)
             inputs = inputs if contestant.masked else (*inputs[:2], None, GAMMA, LAM)
             truth = gae(inputs[0].double(), inputs[1].double(), *inputs[2:], backend="naive")
             try:
@@ -231,17 +215,16 @@ def _measure(
     shape: Shape,
     sound: list[Contestant],
     device: str,
-    mask_dtype: torch.dtype,
     before: list[dict[str, Any]],
     console: Console,
 ) -> dict[str, Any] | None:
     rows, tokens = shape
-    moved = rows * tokens * (2 * 4 + torch.empty(0, dtype=mask_dtype).element_size() + 2 * 4)
+    moved = rows * tokens * (2 * 4 + 8 + 2 * 4)
     memory = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     if 4 * moved > memory:
         console.print(f"{rows} x {tokens}: left out, its contestants need up to {4 * moved / 2**30:.0f} GiB")
         return None
-    inputs = make_inputs(shape, device, mask_dtype)
+    inputs = make_inputs(shape, device)
     bare: Inputs = (*inputs[:2], None, GAMMA, LAM)
     functions: dict[str, Callable[[], Any]] = {COPY: torch.ones(moved // 2, dtype=torch.uint8, device=device).clone}
     for contestant in sound:

@@ -16,27 +16,23 @@ import psutil
 import torch
 from rich.console import Console
 
-LEAST, ONCE_S, WARM_S = 3, 2.0, 1.0
+LEAST, MOST, ONCE_S, WARM_S = 3, 7, 2.0, 1.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Measured times of one function in seconds per call, number of timed calls, and peak extra memory of the first call in
-    bytes."""
+    """Measurements of one function: median seconds of a call, and peak extra memory of the first call in bytes."""
 
     median: float
-    fastest: float
-    slowest: float
-    runs: int
     peak_extra_bytes: int | None
 
 
-def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, most: int = 7) -> dict[str, Timing]:
+def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float) -> dict[str, Timing]:
     """Times ``functions`` in turn, round after round, so that a change of the machine's speed affects all functions.
 
     The first call of each function measures memory. If this call takes longer than both ``budget_s`` and ONCE_S seconds, the
     function is not called again, and the result is the time of this call. Every other function is timed once per round, for LEAST
-    to ``most`` rounds. After LEAST rounds, a function whose calls have taken more than ``budget_s`` seconds is left out.
+    to MOST rounds. After LEAST rounds, a function whose calls have taken more than ``budget_s`` seconds is left out.
 
     A function that takes up to WARM_S seconds is called once untimed before each timed call. Otherwise, a function that runs after
     a slow function would wait for memory that the system, or the host of a virtual machine, has reclaimed in the meantime.
@@ -51,17 +47,14 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, mos
         if first[0] > max(budget_s, ONCE_S):
             seconds[name] = first
     once = {name for name, taken in seconds.items() if taken}
-    for turn in range(most):
+    for turn in range(MOST):
         for name, function in functions.items():
             if name not in once and (turn < LEAST or spent[name] <= budget_s):
                 if spent[name] <= WARM_S * (turn + 1):
                     _once(function, [])
                 _once(function, seconds[name])
                 spent[name] += seconds[name][-1]
-    return {
-        name: Timing(statistics.median(taken), min(taken), max(taken), len(taken), peaks[name])
-        for name, taken in seconds.items()
-    }
+    return {name: Timing(statistics.median(taken), peaks[name]) for name, taken in seconds.items()}
 
 
 def peak_extra_bytes(function: Callable[[], Any]) -> int | None:

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,15 @@ LOADS = ((32, 16, 3), (128, 16, 2), (512, 16, 1))
 """Batch sizes of the benchmark. Each tuple holds the number of prompts in a batch (P0), the number of responses per prompt
 (R0), and the number of rounds. A round of the largest batch takes minutes, because verl's agent loop needs about 20 CPU
 milliseconds per response."""
-QUICK_LOADS = ((4, 2, 2), (8, 4, 2))
 LOAD_GOAL_S = 2.0
 LOAD_MODULE = "rl_accel.lab.bench.tail_load"
-RATIO = 1.25
-TOKENS = 128
 LONGEST_S = 900.0
 """Maximum seconds for all rounds of one batch size. Slower rounds are stopped, and the batch size counts as failed."""
 
 
 @click.command("tail")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for tail.json and tail.png.")
-@click.option("--quick", is_flag=True, help="Tiny sizes: does it work at all?")
-@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Agent-loop workers.")
-def bench_tail(out: Path | None, quick: bool, workers: int) -> None:
+def bench_tail(out: Path | None) -> None:
     """Measure the overhead of tail batching in rollout rounds on verl, without a model.
 
     The overhead consists of the CPU seconds of the trainer process, and of the seconds from the last response of a batch to the
@@ -52,89 +46,56 @@ def bench_tail(out: Path | None, quick: bool, workers: int) -> None:
     missing = [name for name in ("verl", "transfer_queue", "ray") if importlib.util.find_spec(name) is None]
     if missing:
         raise click.ClickException(f"this benchmark runs on verl, and {', '.join(missing)} is not installed here")
-    load, wrong = _load(quick, workers, console)
-    if out is not None and load:
-        with results_files(out, "tail", {"load": load}, console, (5.5, 4.5)) as (_, (axes,)):
-            _plot(load, axes)
-    if wrong:
-        raise SystemExit(1)
-
-
-def plan_of(prompts: int, responses: int, rounds: int, workers: int) -> dict[str, Any]:
-    """Returns the parameters of the rounds of one batch size, for the program :mod:`rl_accel.lab.bench.tail_load`.
-
-    The median response time grows with the batch size, so that responses finish no faster than two cores can process them.
-    """
-    return {
-        "prompts": prompts,
-        "responses": responses,
-        "rounds": rounds,
-        "median_s": max(0.2, prompts * responses / 270),
-        "tokens": TOKENS,
-        "workers": workers,
-        "servers": 2,
-        "prompt_ratio": RATIO,
-        "response_ratio": RATIO,
-        "queue_threshold": None,
-    }
-
-
-def _load(quick: bool, workers: int, console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Runs one batch size after the other up to the first failure. Returns the measurements of the batch sizes that succeeded,
-    and whether a batch size failed."""
     sizes: list[dict[str, Any]] = []
+    problem = ""
     with Stop().listening() as stop:
-        for size in QUICK_LOADS if quick else LOADS:
-            plan = plan_of(*size, workers)
-            label = f"{plan['prompts']} x {plan['responses']}"
-            with console.status(f"{label}: {plan['rounds']} rounds"):
-                result, problem = _run(plan, stop)
+        for prompts, responses, rounds in LOADS:
+            label = f"{prompts} x {responses}"
+            with console.status(f"{label}: {rounds} rounds"):
+                measured, problem = _run(prompts, responses, rounds, stop)
             if stop:
                 raise click.Abort
             if problem:
                 console.print(f"[red]WRONG: {label}: [/red]", end="")
                 console.print(problem, markup=False)
-                _show_load(sizes, console)
-                return sizes, True
+                break
             console.print(f"correct: {label}: exact batches, no key left behind, no prompt trained twice or lost")
-            sizes.append({**plan, **result})
-    _show_load(sizes, console)
-    return sizes, False
+            sizes.append({"prompts": prompts, "responses": responses, "rounds": measured})
+    if sizes:
+        _show_load(sizes, console)
+        if out is not None:
+            with results_files(out, "tail", {"load": sizes}, console, (5.5, 4.5)) as (_, (axes,)):
+                _plot(sizes, axes)
+    if problem:
+        raise SystemExit(1)
 
 
-def _run(plan: dict[str, Any], stop: Stop) -> tuple[dict[str, Any], str]:
-    """Runs the rounds of ``plan`` in separate processes. Returns the measurements and a description of the problem ("" if none)."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(ray_temp_dir())
-        given, answer, log = folder / "plan.json", folder / "results.json", folder / "log"
-        given.write_text(json.dumps(plan))
-        environment: dict[str, str | None] = {
-            "RAY_TMPDIR": str(folder),
-            "RAY_ADDRESS": None,
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RL_ACCEL": None,
-            "RL_ACCEL_CONFIG": None,
-            "RL_ACCEL_SOURCES": None,
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "VERL_LOGGING_LEVEL": "ERROR",
-            "PYTHONUNBUFFERED": "1",
-        }
+def _run(prompts: int, responses: int, rounds: int, stop: Stop) -> tuple[list[dict[str, Any]], str]:
+    """Runs rounds of one batch size in separate processes.
+
+    Returns the measurements of each round and a description of the problem ("" if none).
+    """
+    environment: dict[str, str | None] = {
+        "RAY_ADDRESS": None,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VERL_LOGGING_LEVEL": "ERROR",
+    }
+    with ray_temp_dir() as folder:
+        results, log = folder / "results.json", folder / "log"
+        command = [sys.executable, "-m", LOAD_MODULE, *map(str, (prompts, responses, rounds, results))]
+        environment["RAY_TMPDIR"] = str(folder)
         deadline = time.monotonic() + LONGEST_S
-        command = [sys.executable, "-m", LOAD_MODULE, str(given), str(answer)]
         outcome = supervised(command, environment, folder, log, stop, lambda: time.monotonic() > deadline, temp=folder)
         if outcome.reason == "timeout":
-            return {}, f"it took more than {LONGEST_S:.0f} s; the end of its log:\n{last_lines(log)}"
-        if outcome.exit_code or not answer.exists():
-            return {}, f"exit status {outcome.exit_code}; the end of its log:\n{last_lines(log)}"
-        result: dict[str, Any] = json.loads(answer.read_text())
-    errors = result.pop("errors")
-    return result, "; ".join(errors)
+            return [], f"it took more than {LONGEST_S:.0f} s; the end of its log:\n{last_lines(log)}"
+        if outcome.exit_code or not results.exists():
+            return [], f"exit status {outcome.exit_code}; the end of its log:\n{last_lines(log)}"
+        return json.loads(results.read_text()), ""
 
 
 def _show_load(sizes: list[dict[str, Any]], console: Console) -> None:
-    if not sizes:
-        return
     table = Table(title="Rounds on verl without a model", box=SIMPLE)
     headings = ("P0 x R0", "round", "launched", "round s", "trainer CPU s", "of the round", "after last s", "events")
     for heading in (*headings, "events / CPU s", "trainer MiB", "worker MiB", "workers CPU s"):

@@ -1,6 +1,6 @@
 """Program that runs rollout rounds of tail batching on verl for one batch size, without a model.
 
-Usage: ``python -m rl_accel.lab.bench.tail_load PLAN.json OUT.json``.
+Usage: ``python -m rl_accel.lab.bench.tail_load PROMPTS RESPONSES ROUNDS OUT.json``. ``rl-accel bench tail`` starts it.
 
 Tail batching starts more responses than a batch needs and ends a round when the batch is complete. The following components are
 real: TransferQueue, verl's load balancer and LLM client, the agent loop, rl-accel's agent-loop manager and agent-loop workers,
@@ -10,11 +10,11 @@ and no training.
 
 import asyncio
 import hashlib
+import itertools
 import json
 import math
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -44,7 +44,13 @@ from rl_accel.rollout.round_driver import PromptSupply, RolloutDriver
 from rl_accel.rollout.saved import SettlementLog
 from rl_accel.rollout.tail_batching import TailBatching
 
+PREFIX = "rl_accel/tail_batching/"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+WORKERS, SERVERS = 2, 2
+RATIO = 1.25
+"""Ratio of launched to trained prompts, and of launched to trained responses of a prompt."""
+TOKENS = 128
+"""Number of tokens of a response that takes the median time; proportional to the response time."""
 LONGEST = 8.0
 """Upper bound of a random response time, as a multiple of the median time. Corresponds to a limit on the response length."""
 
@@ -64,12 +70,11 @@ class SleepingServer:
 
     Args:
         median_s: median of the random response times, in seconds.
-        tokens: number of tokens of a response that takes the median time; proportional to the response time.
         seed: seed of the random response times.
     """
 
-    def __init__(self, median_s: float, tokens: int, seed: int) -> None:
-        self._median_s, self._tokens, self._rng = median_s, tokens, random.Random(seed)
+    def __init__(self, median_s: float, seed: int) -> None:
+        self._median_s, self._rng = median_s, random.Random(seed)
         self._running = 0
         self._aborted = asyncio.Event()
 
@@ -84,7 +89,7 @@ class SleepingServer:
             pass
         finally:
             self._running -= 1
-        ids = [3 + i % 32 for i in range(max(1, round(length * self._tokens)))]
+        ids = [3 + i % 32 for i in range(max(1, round(length * TOKENS)))]
         return TokenOutput(token_ids=ids, stop_reason=reason, num_preempted=0, extra_fields={"global_steps": 0})
 
     async def abort_all_requests(self) -> None:
@@ -111,14 +116,11 @@ class NotingWorker(TailAgentLoopWorker):
         self._notes.append((event.kind, event.response_id, time.monotonic()))
         super()._report(event)
 
-    async def notes(self) -> list[tuple[str, int, float]]:
-        """Returns the events recorded since the last call, each as a tuple ``(kind, response id, time in seconds)``."""
+    async def take_notes(self) -> tuple[list[tuple[str, int, float]], int, float]:
+        """Returns the events since the last call, each as a tuple ``(kind, response id, time in seconds)``, and the resident
+        memory in bytes and the CPU seconds of this worker process."""
         notes, self._notes = self._notes, []
-        return notes
-
-    async def usage(self) -> tuple[int, float]:
-        """Returns the resident memory in bytes and the CPU seconds of this worker process."""
-        return psutil.Process().memory_info().rss, time.process_time()
+        return notes, psutil.Process().memory_info().rss, time.process_time()
 
 
 class ReplicaStandIn:
@@ -142,119 +144,107 @@ class RoundsOnly(TailBatchingTrainer):
         self._driver, self._log, self._last_step = driver, log, steps
 
 
-def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Runs the rollout rounds described by ``plan`` in the Ray cluster to which this process is connected.
+class Load:
+    """Rollout rounds of one batch size, in the Ray cluster to which this process is connected.
+
+    The median response time grows with the batch size, so that responses finish no faster than two cores can process them.
 
     Args:
-        plan: parameters of the rounds, see :func:`rl_accel.lab.bench.tail.plan_of`.
+        prompts: number of prompts of a batch.
+        responses: number of responses of a prompt.
+        rounds: number of rounds that will be played.
         folder: folder for the tokenizer and the settlement log (the log of the prompts that each step trained).
-
-    Returns:
-        A dict with two lists: "rounds" holds the measurements of each round, "errors" holds error messages.
     """
-    config = _config(plan, _model(folder / "model"))
-    tq.init(config.transfer_queue)
-    servers = {
-        f"sleeping_{index}": ray.remote(SleepingServer)
-        .options(num_cpus=0, max_concurrency=100_000)
-        .remote(plan["median_s"], plan["tokens"], index)
-        for index in range(plan["servers"])
-    }
-    client = TailLLMServerClient(config=config, load_balancer_handle=get_router_handle(servers))
-    workers = agent_loop.AgentLoops.create(config=config, llm_client=client).agent_loop_workers
-    _usage(workers)  # this call returns only when all workers have started
-    rounds = plan["rounds"]
-    numbers = iter(range(10**9))
-    core = TailBatching(run_of(config))
-    supply = PromptSupply(core.run, lambda: _row(next(numbers)), 10**9)
-    replicas = [ReplicaStandIn(server) for server in servers.values()]
-    stopped = RolloutServers(SimpleNamespace(get_replicas=lambda: replicas), engine_of(config))
-    driver = RolloutDriver(core, supply, Workers(workers, stopped), clear)
-    log = SettlementLog(folder)
-    log.rewind(0)
-    # The trainer expects more steps than are run here. In the last steps of a training run, tail batching starts fewer
-    # prompts, so that the last round would be smaller than the others.
-    trainer = RoundsOnly(driver, log, rounds + 100)
-    measured: list[dict[str, Any]] = []
-    errors: list[str] = []
-    trained: set[str] = set()
-    for step in range(1, rounds + 1):
-        before, used, began = _usage(workers), time.process_time(), time.monotonic()
-        batch, metrics = trainer._play(step)
-        ended = time.monotonic()
-        used = time.process_time() - used
-        after = _usage(workers)
-        notes = [note for notes in ray.get([worker.notes.remote() for worker in workers]) for note in notes]
-        stored = set((tq.kv_list("train") or {}).get("train", {}))
-        errors += _errors(batch.keys, stored, metrics, trained, plan)
-        waiting = set(core.unsettled_prompts())
-        if waiting != supply.payloads.keys() or waiting & trained or len(waiting | trained) != supply.fetched:
-            errors.append(
-                f"of {supply.fetched} prompts none may be lost, found {len(trained)} trained and {len(waiting)} waiting"
-            )
-        ids = {int(key.split("_")[1]) for key in batch.keys}
-        last = max(at for kind, response_id, at in notes if kind == "scored" and response_id in ids)
-        prefix = "rl_accel/tail_batching/"
-        metrics = {name.removeprefix(prefix): value for name, value in metrics.items()}
-        measured.append(
-            {
-                "kind": next(kind for kind in ("short", "long", "final") if metrics[f"{kind}_round"]),
-                "launched_responses": len({response_id for _, response_id, _ in notes}),
-                "seconds": ended - began,
-                "settle_s": ended - began - metrics["rollout_seconds"],
-                "trainer_cpu_s": used,
-                "after_last_s": ended - last,
-                "events": len(notes),
-                "cancelled": metrics["responses_cancelled"],
-                "worker_cpu_s": sum(new[1] - old[1] for new, old in zip(after, before, strict=True)),
-                "trainer_bytes": psutil.Process().memory_info().rss,
-                "worker_bytes": max(usage[0] for usage in after),
-            }
-        )
-        print(json.dumps(measured[-1]), flush=True)
+
+    def __init__(self, prompts: int, responses: int, rounds: int, folder: Path) -> None:
+        self._prompts, self._responses = prompts, responses
+        config = _config(prompts, responses, _model(folder / "model"))
+        tq.init(config.transfer_queue)
+        server = ray.remote(SleepingServer).options(num_cpus=0, max_concurrency=100_000)
+        median_s = max(0.2, prompts * responses / 270)
+        self._servers = {f"sleeping_{index}": server.remote(median_s, index) for index in range(SERVERS)}
+        client = TailLLMServerClient(config=config, load_balancer_handle=get_router_handle(self._servers))
+        self._workers = agent_loop.AgentLoops.create(config=config, llm_client=client).agent_loop_workers
+        numbers = iter(range(10**9))
+        self._core = TailBatching(run_of(config))
+        self._supply = PromptSupply(self._core.run, lambda: _row(next(numbers)), 10**9)
+        replicas = [ReplicaStandIn(server) for server in self._servers.values()]
+        stopped = RolloutServers(SimpleNamespace(get_replicas=lambda: replicas), engine_of(config))
+        log = SettlementLog(folder)
+        log.rewind(0)
+        # The trainer expects more steps than are run here. In the last steps of a training run, tail batching starts fewer
+        # prompts, so that the last round would be smaller than the others.
+        driver = RolloutDriver(self._core, self._supply, Workers(self._workers, stopped), clear)
+        self._trainer = RoundsOnly(driver, log, rounds + 100)
+        self._trained: set[str] = set()
+
+    def play(self, step: int) -> dict[str, Any]:
+        """Plays the round of ``step`` and returns its measurements.
+
+        Raises:
+            RuntimeError: the batch is wrong, or a response is left somewhere.
+        """
+        cpu_before = [cpu_s for _, _, cpu_s in self._take_notes()]  # returns only when all workers have started
+        used, began = time.process_time(), time.monotonic()
+        batch, metrics = self._trainer._play(step)
+        ended, used = time.monotonic(), time.process_time() - used
+        notes, memory, cpu_after = zip(*self._take_notes(), strict=True)
+        events = list(itertools.chain.from_iterable(notes))
+        self._check(batch.keys, metrics)
         tq.kv_clear(keys=list(batch.keys), partition_id="train")  # as the real trainer does after each step
-    running = sum(ray.get([server.running.remote() for server in servers.values()]))
-    if running:
-        errors.append(f"{running} requests still run on the servers although their round is over")
-    return {"rounds": measured, "errors": errors}
+        trained = {int(key.split("_")[1]) for key in batch.keys}
+        last = max(at for kind, response_id, at in events if kind == "scored" and response_id in trained)
+        return {
+            "kind": next(kind for kind in ("short", "long", "final") if metrics[f"{PREFIX}{kind}_round"]),
+            "launched_responses": len({response_id for _, response_id, _ in events}),
+            "seconds": ended - began,
+            "trainer_cpu_s": used,
+            "after_last_s": ended - last,
+            "events": len(events),
+            "worker_cpu_s": sum(cpu_after) - sum(cpu_before),
+            "trainer_bytes": psutil.Process().memory_info().rss,
+            "worker_bytes": max(memory),
+        }
+
+    def _take_notes(self) -> list[Any]:
+        notes: list[Any] = ray.get([worker.take_notes.remote() for worker in self._workers])
+        return notes
+
+    def _check(self, keys: list[str], metrics: dict[str, float]) -> None:
+        """Raises RuntimeError unless a round trained a whole batch and left nothing else behind."""
+        prompts, responses = self._prompts, self._responses
+        by_prompt = Counter(key.split("_")[0] for key in keys)
+        if len(keys) != len(set(keys)) or len(by_prompt) != prompts or set(by_prompt.values()) != {responses}:
+            raise RuntimeError(
+                f"a batch must be {prompts} prompts x {responses} responses, found {len(by_prompt)} and {len(keys)} keys"
+            )
+        stored = set((tq.kv_list("train") or {}).get("train", {}))
+        if stored != set(keys) or metrics[f"{PREFIX}ghost_keys"]:
+            raise RuntimeError(f"nothing but the batch may be stored, found {len(stored - set(keys))} other keys")
+        if twice := self._trained & by_prompt.keys():
+            raise RuntimeError(f"every prompt must be trained once, found {len(twice)} twice")
+        self._trained.update(by_prompt)
+        waiting, trained, fetched = set(self._core.unsettled_prompts()), self._trained, self._supply.fetched
+        if waiting != self._supply.payloads.keys() or waiting & trained or len(waiting | trained) != fetched:
+            raise RuntimeError(
+                f"of {fetched} prompts none may be lost, found {len(trained)} trained and {len(waiting)} waiting"
+            )
+        if running := sum(ray.get([server.running.remote() for server in self._servers.values()])):
+            raise RuntimeError(f"{running} requests still run on the servers although their round is over")
 
 
-def _errors(
-    keys: list[str], stored: set[str], metrics: dict[str, float], trained: set[str], plan: dict[str, Any]
-) -> list[str]:
-    """Returns messages about errors of a batch, and adds the prompts of the batch to ``trained``.
-
-    Errors are a wrong batch size, responses that stayed in the TransferQueue although the batch does not contain them, and prompts
-    that an earlier batch has already trained.
-    """
-    prompts, responses = plan["prompts"], plan["responses"]
-    by_prompt = Counter(key.split("_")[0] for key in keys)
-    errors = []
-    if len(keys) != len(set(keys)) or len(by_prompt) != prompts or set(by_prompt.values()) != {responses}:
-        errors.append(
-            f"a batch must be {prompts} prompts x {responses} responses, found {len(by_prompt)} and {len(keys)} keys"
-        )
-    if stored != set(keys) or metrics["rl_accel/tail_batching/ghost_keys"]:
-        errors.append(f"nothing but the batch may be stored, found {len(stored - set(keys))} other keys")
-    twice = trained & by_prompt.keys()
-    if twice:
-        errors.append(f"every prompt must be trained once, found {len(twice)} twice")
-    trained.update(by_prompt)
-    return errors
-
-
-def _config(plan: dict[str, Any], model: Path) -> Any:
+def _config(prompts: int, responses: int, model: Path) -> Any:
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer")
     changes = {
-        "data.train_batch_size": plan["prompts"],
+        "data.train_batch_size": prompts,
         "data.max_prompt_length": 64,
         "data.max_response_length": 16384,
         "actor_rollout_ref.model.path": str(model),
         "actor_rollout_ref.rollout.name": "vllm",  # cancelling the remote call ends the request, as on vLLM
-        "actor_rollout_ref.rollout.n": plan["responses"],
-        "actor_rollout_ref.rollout.agent.num_workers": plan["workers"],
-        "actor_rollout_ref.actor.ppo_mini_batch_size": plan["prompts"],
+        "actor_rollout_ref.rollout.n": responses,
+        "actor_rollout_ref.rollout.agent.num_workers": WORKERS,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": prompts,
         "critic.enable": False,
         "algorithm.adv_estimator": "grpo",
         "transfer_queue.enable": True,
@@ -262,8 +252,8 @@ def _config(plan: dict[str, Any], model: Path) -> Any:
     }
     for key, value in changes.items():
         OmegaConf.update(config, key, value, force_add=True)
-    ratios = {name: plan[name] for name in ("prompt_ratio", "response_ratio", "queue_threshold")}
-    wire(VerlRun(config, in_driver=True), TailBatchingFlags(enable=True, **ratios))
+    flags = TailBatchingFlags(enable=True, prompt_ratio=RATIO, response_ratio=RATIO)
+    wire(VerlRun(config, in_driver=True), flags)
     OmegaConf.update(config, agent_loop.PARTS, ["rl_accel.lab.bench.tail_load.NotingWorker"])
     OmegaConf.resolve(config)
     return config
@@ -293,18 +283,13 @@ def _row(number: int) -> dict[str, Any]:
     }
 
 
-def _usage(workers: list[Any]) -> list[tuple[int, float]]:
-    usage: list[tuple[int, float]] = ray.get([worker.usage.remote() for worker in workers])
-    return usage
-
-
-def main(plan_file: str, out_file: str) -> None:
-    """Starts a Ray cluster, runs the rounds described in ``plan_file``, and writes measurements and errors to ``out_file``."""
-    plan = json.loads(Path(plan_file).read_text())
+def main(prompts: str, responses: str, rounds: str, out_file: str) -> None:
+    """Starts a Ray cluster, plays the rounds, and writes the measurements of each round to the file ``out_file``."""
+    out = Path(out_file)
     ray.init(num_cpus=32, num_gpus=0, include_dashboard=False, log_to_driver=False)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            Path(out_file).write_text(json.dumps(run(plan, Path(folder))))
+        load = Load(int(prompts), int(responses), int(rounds), out.parent)
+        out.write_text(json.dumps([load.play(step) for step in range(1, int(rounds) + 1)]))
     finally:
         tq.close()
         ray.shutdown()

@@ -9,13 +9,13 @@ very few rows, which rounds differently.
 Shapes: H attention heads of width D, L tokens.
 """
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from cachetools import FIFOCache
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -145,7 +145,7 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes the attention of ``query`` [B, H, L, D] to ``key`` and ``value``. Returns [B, L, H, D].
+    """Computes the attention of ``query`` [B, H, L, D] to ``key`` and ``value``. Returns [B, L, H, D], all in float32.
 
     For L > 1 (prefill), calls transformers' SDPA function. For L = 1 (decoding), ``key`` and ``value`` are the whole cache
     [at least B, KV heads, capacity, D], which may have more rows than the batch. Only the first positions of a row are read, as
@@ -162,9 +162,9 @@ def attend(
         lengths = attention_mask[:, 0, 0].sum(-1)
     scale = width**-0.5 if scaling is None else scaling
     out = torch.empty(rows, 1, heads, width)
-    memory = [tensor.float().contiguous().numpy() for tensor in (key, value)]
-    _one_token(query[:, :, 0].float().contiguous().numpy(), *memory, lengths.numpy(), scale, out[:, 0].numpy())
-    return out.to(query.dtype), None
+    arrays = [tensor.contiguous().numpy() for tensor in (query[:, :, 0], key, value)]
+    _one_token(*arrays, lengths.numpy(), scale, out[:, 0].numpy())
+    return out, None
 
 
 _SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], f4[:,:,:,::1], i8[::1], f4, f4[:,:,::1])"
@@ -222,11 +222,9 @@ class Batch:
         self._model = model
         self.requests: list[Request] = []
         self.prefills = 0
-        self.peak = 0
-        """Maximum number of tokens in the key-value cache at a decoding step."""
         self._cache = SlotCache(slots)
         self._sampler: BatchSampler | None = None
-        self._prompts: OrderedDict[tuple[int, ...], tuple[PromptCache, torch.Tensor]] = OrderedDict()
+        self._prompts: FIFOCache[tuple[int, ...], tuple[PromptCache, torch.Tensor]] = FIFOCache(_PROMPTS_KEPT)
 
     def begin(self, request: Request) -> tuple[PromptCache, int, float]:
         """Prefills the prompt of ``request`` and, after a preemption, the response so far.
@@ -251,8 +249,6 @@ class Batch:
         """Returns the key-value cache and the last logits of a prompt. Equal prompts (a prompt group) share one prefill."""
         if prompt not in self._prompts:
             self._prompts[prompt] = self.read(prompt)
-            if len(self._prompts) > _PROMPTS_KEPT:
-                self._prompts.popitem(last=False)
         return self._prompts[prompt]
 
     def read(self, tokens: tuple[int, ...] | list[int]) -> tuple[PromptCache, torch.Tensor]:
@@ -268,7 +264,6 @@ class Batch:
         requests = self.requests
         count = len(requests)
         lengths = [request.length for request in requests]
-        self.peak = max(self.peak, sum(lengths))
         rows = round_up(count, ROWS)
         ids = torch.zeros(rows, 1, dtype=torch.long)
         ids[:count, 0] = torch.tensor([request.tokens[-1] for request in requests])

@@ -70,7 +70,7 @@ class Engine:
         self._paused = False
         self._stopping = False
         self._closed = False
-        self._counts = dict.fromkeys(("tokens", "decode_steps", "completed", "aborted", "failed"), 0)
+        self._counts = dict.fromkeys(("tokens", "completed", "aborted", "failed"), 0)
         self._thread = threading.Thread(target=self._loop, name="rl-accel-cpu-engine", daemon=True)
         self._thread.start()
 
@@ -135,7 +135,7 @@ class Engine:
         return self._call(lambda: self._load(weights))
 
     def stats(self) -> "Future[EngineStats]":
-        """Returns a future that resolves to the counts and the cache usage of this engine."""
+        """Returns a future that resolves to the counts of this engine."""
         return self._call(self._stats)
 
     def close(self) -> None:
@@ -224,7 +224,6 @@ class Engine:
                 self._fail(request, error)
             self._batch.keep([])
             return
-        self._counts["decode_steps"] += 1
         drawn = zip(running, tokens, logprobs, strict=True)
         self._keep([row for row, new in enumerate(drawn) if not self._append(*new)])
 
@@ -294,7 +293,4 @@ class Engine:
             running=len(self._batch.requests),
             waiting=len(self._scheduler.waiting),
             paused=self._paused,
-            kv_tokens=self._scheduler.kv_tokens,
-            kv_used=sum(request.length - 1 for request in self._batch.requests),  # the last token is not cached yet
-            kv_peak=self._batch.peak,
         )

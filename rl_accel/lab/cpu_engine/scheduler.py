@@ -40,20 +40,16 @@ class Generation:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts of an engine since the start, current numbers of requests, and key-value cache usage.
+    """Counts of an engine since the start, and current numbers of requests.
 
     Attributes:
-        tokens, decode_steps, prefills: numbers of generated tokens, of decoding steps and of prefilled sequences.
+        tokens, prefills: numbers of generated tokens and of prefilled sequences.
         completed, aborted, failed: numbers of ended requests by outcome.
         running, waiting: current numbers of requests; a preempted request is waiting.
         preemptions: number of preemptions since the start.
-        kv_tokens: limit of the key-value cache in tokens; None for no limit.
-        kv_used: tokens of key-value cache that running requests use now.
-        kv_peak: maximum number of tokens of key-value cache at a decoding step.
     """
 
     tokens: int
-    decode_steps: int
     prefills: int
     completed: int
     aborted: int
@@ -62,9 +58,6 @@ class EngineStats:
     waiting: int
     paused: bool
     preemptions: int
-    kv_tokens: int | None
-    kv_used: int
-    kv_peak: int
 
 
 @dataclass

@@ -6,7 +6,6 @@ SGLang's native API (``/generate`` and others).
 
 import asyncio
 import socket
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_accel.errors import ConfigError
 from rl_accel.lab.cpu_engine.engine import Engine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
-from rl_accel.lab.cpu_engine.scheduler import EngineError, EngineStats, Generation
+from rl_accel.lab.cpu_engine.scheduler import EngineError, Generation
 
-_TEXT_OPTIONS = {"no_stop_trim": True, "spaces_between_special_tokens": False, "skip_special_tokens": None}
+_TEXT_OPTIONS = ("no_stop_trim", "spaces_between_special_tokens", "skip_special_tokens")
 """Detokenization options among a request's sampling parameters. The engine does not get them. Only ``skip_special_tokens`` has an
 effect here."""
 _NOT_DONE = ("stream", "stop", "stop_regex", "json_schema", "regex", "ebnf", "custom_params", "image_data", "lora_path")
@@ -40,36 +39,59 @@ class Service:
     """
 
     def __init__(self, engine: Engine, tokenizer: Any) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-
-    async def stats(self) -> EngineStats:
-        return await asyncio.wrap_future(self.engine.stats())
+        self._engine = engine
+        self._tokenizer = tokenizer
 
     async def generate(self, request: Request) -> Response:
-        """Handles ``POST /generate``. The body holds ``input_ids`` or ``text``.
+        """Handles ``POST /generate``. The body holds ``input_ids``.
 
         The keys ``sampling_params``, ``rid`` (the request id) and ``return_logprob`` are optional.
         """
         body = await request.json()
         try:
-            call = _Call(self, body)
+            params = _sampling_params(body)
+            rid = body.get("rid") or uuid.uuid4().hex
+            answer = asyncio.wrap_future(self._engine.submit(rid, body["input_ids"], params))
         except (ValueError, KeyError, TypeError) as error:
             return _error(f"{type(error).__name__}: {error}")
         except EngineError as error:
             return _error(str(error), 503)
         gone = asyncio.create_task(_disconnected(request))
-        first: list[asyncio.Future[Any]] = [call.done, gone]
+        first: list[asyncio.Future[Any]] = [answer, gone]
         try:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done.done():
-                call.done.cancel()
+            if not answer.done():
+                answer.cancel()
                 return Response(status_code=499)
-            return JSONResponse(call.answer(call.done.result()))
+            return JSONResponse(self._answer(body, rid, params, answer.result()))
         except EngineError as error:
             return _error(str(error), 500)
         finally:
             gone.cancel()
+
+    def _answer(self, body: dict[str, Any], rid: str, params: SamplingParams, generation: Generation) -> dict[str, Any]:
+        """Returns the body of the HTTP response for a finished request."""
+        reason: dict[str, Any]
+        tokens = generation.token_ids
+        if generation.stop_reason == "aborted":
+            reason = {"type": "abort", "message": "Aborted"}
+        elif self._engine.ends(tokens[-1], params):
+            reason = {"type": "stop", "matched": tokens[-1]}
+        else:
+            reason = {"type": "length", "length": len(tokens)}  # max_tokens reached, or the context is full
+        meta = {
+            "id": rid,
+            "finish_reason": reason,
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(tokens),
+            "num_retractions": generation.preemptions,
+        }
+        if body.get("return_logprob"):
+            pairs = zip(tokens, generation.logprobs or [], strict=True)
+            meta["output_token_logprobs"] = [[logprob, token, None] for token, logprob in pairs]
+        skip_special = bool((body.get("sampling_params") or {}).get("skip_special_tokens", True))
+        text = self._tokenizer.decode(tokens, skip_special_tokens=skip_special)
+        return {"text": text, "output_ids": tokens, "meta_info": meta}
 
     async def abort_request(self, request: Request) -> Response:
         """Handles ``POST /abort_request`` with the body ``{"rid": ...}`` or ``{"abort_all": true}``. An unknown request id is no
@@ -81,41 +103,27 @@ class Service:
         body = await request.json()
         later = asyncio.get_running_loop().call_later
         if body.get("abort_all"):
-            later(self.engine.seconds_per_step, self.engine.abort_all)
+            later(self._engine.seconds_per_step, self._engine.abort_all)
         elif body.get("rid"):
-            later(self.engine.seconds_per_step, self.engine.abort, body["rid"])
+            later(self._engine.seconds_per_step, self._engine.abort, body["rid"])
         return Response()
 
     async def loads(self, _: Request) -> Response:
-        """Handles ``GET /v1/loads``: returns numbers of requests and the use of the key-value cache."""
-        stats = await self.stats()
-        load: dict[str, float] = {
+        """Handles ``GET /v1/loads``: returns numbers of requests."""
+        stats = await asyncio.wrap_future(self._engine.stats())
+        load = {
             "num_running_reqs": stats.running,
             "num_waiting_reqs": stats.waiting,
             "num_total_reqs": stats.running + stats.waiting,
-            "num_used_tokens": stats.kv_used,
         }
-        if stats.kv_tokens is not None:
-            load |= {"max_total_num_tokens": stats.kv_tokens, "token_usage": stats.kv_used / stats.kv_tokens}
         return JSONResponse({"loads": [load]})
 
     async def metrics(self, _: Request) -> Response:
-        """Handles ``GET /metrics``. If the key-value cache has no limit, the limit and the share in use are omitted."""
-        stats = await self.stats()
-        values: dict[str, float] = {
-            "num_running_reqs gauge": stats.running,
-            "num_queue_reqs gauge": stats.waiting,
-            "num_used_tokens gauge": stats.kv_used,
-            "generation_tokens_total counter": stats.tokens,
-            "num_aborted_requests_total counter": stats.aborted,
-            "num_retracted_requests_total counter": stats.preemptions,
-        }
-        if stats.kv_tokens is not None:
-            values |= {
-                "max_total_num_tokens gauge": stats.kv_tokens,
-                "token_usage gauge": stats.kv_used / stats.kv_tokens,
-            }
-        lines = [f"# TYPE sglang:{name}\nsglang:{name.split()[0]} {value}" for name, value in values.items()]
+        """Handles ``GET /metrics``: returns counters in Prometheus' format."""
+        stats = await asyncio.wrap_future(self._engine.stats())
+        counters = {"generation_tokens": stats.tokens, "num_aborted_requests": stats.aborted}
+        counters["num_retracted_requests"] = stats.preemptions
+        lines = [f"# TYPE sglang:{name}_total counter\nsglang:{name}_total {n}" for name, n in counters.items()]
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def ok(self, _: Request) -> Response:
@@ -123,56 +131,20 @@ class Service:
         return JSONResponse({"success": True})
 
 
-class _Call:
-    """A ``/generate`` request in progress."""
+def _sampling_params(body: dict[str, Any]) -> SamplingParams:
+    """Returns the sampling parameters in the body of a ``/generate`` request.
 
-    def __init__(self, service: Service, body: dict[str, Any]) -> None:
-        params = {
-            key: value for key, value in dict(body.get("sampling_params") or {}).items() if key not in _TEXT_OPTIONS
-        }
-        for name in _NOT_DONE:
-            if params.pop(name, None) not in (None, [], False) or body.get(name) not in (None, [], False):
-                raise ValueError(f"{name} is not supported by the CPU engine")
-        if "sampling_seed" in params:
-            params["seed"] = params.pop("sampling_seed")
-        params["logprobs"] = True
-        prompt = body.get("input_ids")
-        if prompt is None:
-            prompt = service.tokenizer.encode(body["text"])
-        self._service = service
-        self._params = SamplingParams.from_dict(params, max_tokens=128)
-        self._skip_special = bool((body.get("sampling_params") or {}).get("skip_special_tokens", True))
-        self._logprobs_wanted = bool(body.get("return_logprob"))
-        self._rid = body.get("rid") or uuid.uuid4().hex
-        self._prompt_tokens = len(prompt)
-        self._began = time.monotonic()
-        self.done = asyncio.wrap_future(service.engine.submit(self._rid, prompt, self._params))
-
-    def answer(self, generation: Generation) -> dict[str, Any]:
-        """Returns the body of the HTTP response for the finished ``generation``."""
-        reason: dict[str, Any]
-        tokens = generation.token_ids
-        if generation.stop_reason == "aborted":
-            reason = {"type": "abort", "message": "Aborted"}
-        elif self._service.engine.ends(tokens[-1], self._params):
-            reason = {"type": "stop", "matched": tokens[-1]}
-        else:
-            reason = {"type": "length", "length": len(tokens)}  # max_tokens reached, or the context is full
-        meta = {
-            "id": self._rid,
-            "finish_reason": reason,
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": len(tokens),
-            "cached_tokens": 0,
-            "weight_version": "default",
-            "e2e_latency": time.monotonic() - self._began,
-            "num_retractions": generation.preemptions,
-        }
-        if self._logprobs_wanted:
-            pairs = zip(tokens, generation.logprobs or [], strict=True)
-            meta["output_token_logprobs"] = [[logprob, token, None] for token, logprob in pairs]
-        text = self._service.tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
-        return {"text": text, "output_ids": tokens, "meta_info": meta}
+    Raises:
+        ValueError: the body asks for something that the engine does not do.
+    """
+    params = {key: value for key, value in (body.get("sampling_params") or {}).items() if key not in _TEXT_OPTIONS}
+    for name in _NOT_DONE:
+        if params.pop(name, None) not in (None, [], False) or body.get(name) not in (None, [], False):
+            raise ValueError(f"{name} is not supported by the CPU engine")
+    if "sampling_seed" in params:
+        params["seed"] = params.pop("sampling_seed")
+    params["logprobs"] = True
+    return SamplingParams.from_dict(params, max_tokens=128)
 
 
 def _error(message: str, status: int = 400) -> JSONResponse:
@@ -182,19 +154,6 @@ def _error(message: str, status: int = 400) -> JSONResponse:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def application(service: Service) -> Starlette:
-    """Returns the ASGI application that routes HTTP requests to the handlers of ``service``."""
-    return Starlette(
-        routes=[
-            Route("/generate", service.generate, methods=["POST"]),
-            Route("/abort_request", service.abort_request, methods=["POST"]),
-            Route("/v1/loads", service.loads),
-            Route("/metrics", service.metrics),
-            Route("/health", service.ok),
-        ]
-    )
 
 
 @click.command("serve-cpu")
@@ -246,7 +205,16 @@ def serve_cpu(
     with socket.create_server((host, port)) as listener:
         url = f"http://{host}:{listener.getsockname()[1]}"
         click.echo(f"serving {model} at {url}")
-        app = application(Service(engine, tokenizer))
+        service = Service(engine, tokenizer)
+        app = Starlette(
+            routes=[
+                Route("/generate", service.generate, methods=["POST"]),
+                Route("/abort_request", service.abort_request, methods=["POST"]),
+                Route("/v1/loads", service.loads),
+                Route("/metrics", service.metrics),
+                Route("/health", service.ok),
+            ]
+        )
         # Connections are not kept alive. With a hundred connections, slime's HTTP client spends CPU seconds on the search for an
         # idle connection.
         config = uvicorn.Config(app, log_level="warning", headers=[("Connection", "close")])

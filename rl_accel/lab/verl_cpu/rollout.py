@@ -26,8 +26,6 @@ from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Reading
 
 logger = logging.getLogger("rl_accel")
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class CPURolloutServer:
     """Server of one replica of the rollout model, with the methods that verl calls on a vLLM or SGLang server actor.
@@ -41,20 +39,17 @@ class CPURolloutServer:
 
         self._config: RolloutConfig = omega_conf_to_dataclass(config, dataclass_type=RolloutConfig)
         model: HFModelConfig = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
-        if self._config.dtype not in _DTYPES:
-            raise ValueError(f"rollout.dtype wants one of {', '.join(_DTYPES)} on a CPU, found {self._config.dtype!r}")
-        self._max_model_len = self._config.max_model_len or (self._config.prompt_length + self._config.response_length)
         self._engine = Engine(
             AutoModelForCausalLM.from_pretrained(
                 model.local_path,
-                dtype=_DTYPES[self._config.dtype],
+                dtype=torch.float32,
                 trust_remote_code=model.trust_remote_code,
             ).eval(),
             eos_token_ids=_eos_token_ids(model),
             max_num_seqs=self._config.max_num_seqs,
-            max_model_len=self._max_model_len,
+            max_model_len=self._config.max_model_len or (self._config.prompt_length + self._config.response_length),
             seed=self._config.seed,
-            **_engine_options(self._config, self._max_model_len),
+            **_engine_options(self._config),
         )
         self._global_steps: int | None = None
         self._rejecting = False
@@ -158,46 +153,27 @@ class CPURolloutServer:
 _OPTIONS = ("seconds_per_step", "kv_tokens", "weight_tokens")
 
 
-def _engine_options(config: RolloutConfig, max_model_len: int) -> dict[str, Any]:
+def _engine_options(config: RolloutConfig) -> dict[str, Any]:
     """Reads the options of the engine from ``rollout.engine_kwargs.hf_cpu``. Returns them as arguments of :class:`Engine`.
 
     Raises:
-        ValueError: a key is not among :data:`_OPTIONS`, ``weight_tokens`` is invalid, or the server's cache (:func:`server_budget`)
-            has fewer than ``max_model_len`` tokens, so that a single request might not fit.
+        ValueError: a key is not among :data:`_OPTIONS`, or ``weight_tokens`` is invalid.
     """
     options = dict(config.engine_kwargs.get("hf_cpu") or {})
-    unknown = options.keys() - set(_OPTIONS)
-    if unknown:
+    if unknown := options.keys() - set(_OPTIONS):
         raise ValueError(
             f"rollout.engine_kwargs.hf_cpu takes {', '.join(_OPTIONS)}, found {', '.join(sorted(unknown))}"
         )
-    tokens, weights, ranks = (
-        options.get("kv_tokens"),
-        options.pop("weight_tokens", 0),
-        config.tensor_model_parallel_size,
-    )
+    weights, ranks = options.pop("weight_tokens", 0), config.tensor_model_parallel_size
     if not isinstance(weights, int) or isinstance(weights, bool) or weights < 0:
         raise ValueError(
             f"rollout.engine_kwargs.hf_cpu.weight_tokens wants a whole number of at least 0, found {weights!r}"
         )
-    if isinstance(tokens, int) and not isinstance(tokens, bool):
-        options["kv_tokens"] = budget = server_budget(tokens, weights, ranks)
-        if budget < max_model_len:
-            of_ranks = f", {budget} for {ranks} ranks," if ranks > 1 else ""
-            raise ValueError(
-                f"rollout.engine_kwargs.hf_cpu.kv_tokens={tokens}{of_ranks} is less than one request may need: {max_model_len} "
-                "tokens (rollout.max_model_len, or the longest prompt and response)"
-            )
+    if ranks > 1 and isinstance(options.get("kv_tokens"), int):
+        # Each rank has memory for kv_tokens tokens and one copy of the weights, which is as large as weight_tokens tokens. The
+        # ranks together need only one copy, as with tensor parallelism on GPUs. The memory of the other copies holds tokens.
+        options["kv_tokens"] = ranks * options["kv_tokens"] + (ranks - 1) * weights
     return options
-
-
-def server_budget(kv_tokens: int, weight_tokens: int, ranks: int) -> int:
-    """Returns the number of tokens that fit into the key-value cache of a server with ``ranks`` ranks.
-
-    Each rank has memory for ``kv_tokens`` tokens and one copy of the weights, which is as large as ``weight_tokens`` tokens. The
-    ranks together need only one copy, as with tensor parallelism on GPUs. The memory of the other copies holds cached tokens.
-    """
-    return ranks * kv_tokens + (ranks - 1) * weight_tokens
 
 
 def _eos_token_ids(model: HFModelConfig) -> list[int]:

@@ -12,20 +12,20 @@ def text(rng, length):
     return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=length))
 
 
-def test_a_second_epoch_of_like_responses_takes_fewer_steps_by_the_seconds_given(tmp_path, invoke):
+def test_a_second_epoch_of_like_responses_takes_fewer_steps(tmp_path, invoke):
     rng = random.Random(0)
     alike = {name: text(rng, 400) for name in ("question a", "question b")}
     rows = list(alike.items())
     for step, its in enumerate([rows, rows, [("another", "x" + text(rng, 50))]], 1):  # as verl writes them
         lines = [json.dumps({"input": p, "output": answer, "score": 0.0, "step": step}) + "\n" for p, answer in its]
         (tmp_path / f"{step}.jsonl").write_text("".join(lines))
-    output = invoke(bench_drafts, *sorted(tmp_path.glob("*.jsonl")), "--step-seconds", "1:1,3:2")
+    output = invoke(bench_drafts, *sorted(tmp_path.glob("*.jsonl")))
     lines = [line.split() for line in output.splitlines()]
     epochs = {line[0]: float(line[2]) for line in lines if len(line) == 3 and line[0] in ("1", "2")}
     assert epochs["1"] < 0.2
     assert epochs["2"] > 3
-    # two requests take 1.5 s a step: 400 steps each epoch, and 51 of one request
-    assert "without drafts 1,251.0 s" in output
+    # two requests at once, 400 steps each epoch, and 51 of one request
+    assert "without drafts 851 engine steps" in output
 
 
 def test_every_response_is_played_whole_whatever_the_places(tmp_path):
@@ -41,16 +41,9 @@ def test_every_response_is_played_whole_whatever_the_places(tmp_path):
         assert ours <= stock
 
 
-@pytest.mark.parametrize(
-    ("line", "options", "code", "said"),
-    [
-        ('{"input": "a", "step": 1}', [], 1, ("KeyError", "1.jsonl")),
-        ("no", [], 1, ("JSONDecodeError", "1.jsonl")),
-        ('{"input": "a", "output": "b", "score": 0.0, "step": 1}', ["--step-seconds", "1=2"], 2, ("found '1=2'",)),
-    ],
-)
-def test_a_file_of_another_kind_and_wrong_seconds_are_named(tmp_path, invoke, line, options, code, said):
+@pytest.mark.parametrize(("line", "said"), [('{"input": "a", "step": 1}', "KeyError"), ("no", "JSONDecodeError")])
+def test_a_file_of_another_kind_is_named(tmp_path, invoke, line, said):
     (tmp_path / "1.jsonl").write_text(line + "\n")
-    output = invoke(bench_drafts, tmp_path / "1.jsonl", *options, code=code)
-    for words in said:
-        assert words in output
+    output = invoke(bench_drafts, tmp_path / "1.jsonl", code=1)
+    assert said in output
+    assert "1.jsonl" in output

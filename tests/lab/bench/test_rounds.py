@@ -3,11 +3,15 @@ import pytest
 from rl_accel.lab.bench import rounds
 from rl_accel.rollout.simulation import ReplayedLengths, play_rounds
 
-SMALL = ["--rounds", "10", "--prompts", "4", "--responses", "3", "--replicas", "2"]
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    for name, value in {"ROUNDS": 10, "PROMPTS": 4, "RESPONSES": 3, "REPLICAS": 2}.items():
+        monkeypatch.setattr(rounds, name, value)
 
 
 def test_it_prints_both_kinds_of_runs(invoke):
-    output = invoke(rounds.bench_rounds, *SMALL)
+    output = invoke(rounds.bench_rounds)
     assert "every response" in output
     assert "tail batching" in output
 
@@ -24,7 +28,7 @@ def test_it_prints_both_kinds_of_runs(invoke):
 )
 def test_a_wrong_simulation_gets_no_number(monkeypatch, invoke, wrong, words):
     monkeypatch.setattr(rounds, "play_rounds", wrong)
-    output = invoke(rounds.bench_rounds, *SMALL, code=1)
+    output = invoke(rounds.bench_rounds, code=1)
     assert words in output
     assert "ms a round" not in output
 

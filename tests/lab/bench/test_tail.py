@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.full  # rounds of real trainers are in tests/e2e/test_tail_batching.py
 def test_the_load_on_verl_is_exact_and_leaves_no_process_and_no_folder(monkeypatch, tmp_path, invoke):
-    monkeypatch.setattr(bench, "QUICK_LOADS", ((4, 2, 3),))
+    monkeypatch.setattr(bench, "LOADS", ((4, 2, 3),))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", "/tmp")
     folders, real = [], bench.ray_temp_dir
@@ -26,7 +26,7 @@ def test_the_load_on_verl_is_exact_and_leaves_no_process_and_no_folder(monkeypat
             yield folder
 
     monkeypatch.setattr(bench, "ray_temp_dir", remembered)
-    output = invoke(bench.bench_tail, "--quick", "--workers", 1, "--out", tmp_path)
+    output = invoke(bench.bench_tail, "--out", tmp_path)
     assert "correct: 4 x 2: exact batches, no key left behind, no prompt trained twice or lost" in output
     (size,) = json.loads((tmp_path / "tail.json").read_text())["load"]
     assert len(size["rounds"]) == 3
@@ -40,9 +40,9 @@ def test_the_load_on_verl_is_exact_and_leaves_no_process_and_no_folder(monkeypat
 
 
 def test_a_load_that_fails_shows_why_and_no_number(monkeypatch, invoke):
-    monkeypatch.setattr(bench, "QUICK_LOADS", ((4, 2, 1),))
+    monkeypatch.setattr(bench, "LOADS", ((4, 2, 1),))
     monkeypatch.setattr(bench, "LOAD_MODULE", "rl_accel.no_such_module")
-    output = invoke(bench.bench_tail, "--quick", code=1)
+    output = invoke(bench.bench_tail, code=1)
     assert "WRONG: 4 x 2: exit status 1; the end of its log" in output
     assert "No module named rl_accel.no_such_module" in output
     assert "trainer CPU s" not in output

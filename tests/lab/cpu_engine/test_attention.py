@@ -24,13 +24,11 @@ def test_every_row_attends_to_its_own_past_only(kv_heads, width, scaling):
     torch.testing.assert_close(output.transpose(1, 2), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_prompts_take_the_ordinary_way_and_other_precisions_are_computed_in_float32():
+def test_prompts_take_the_ordinary_way_and_without_a_mask_all_is_read():
     module = torch.nn.Module()
     module.is_causal = True
-    for length, dtype in ((5, torch.float32), (1, torch.bfloat16)):
-        query = torch.randn(2, 2, length, 16).to(dtype)
-        key = torch.randn(2, 2, 5, 16).to(dtype)
+    for length in (5, 1):
+        query, key = torch.randn(2, 2, length, 16), torch.randn(2, 2, 5, 16)
         output, _ = attend(module, query, key, key, None)
         expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=length > 1)
-        assert output.dtype == dtype
-        torch.testing.assert_close(output.transpose(1, 2), expected, atol=1e-5 if length > 1 else 2e-2, rtol=0)
+        torch.testing.assert_close(output.transpose(1, 2), expected, atol=1e-5, rtol=0)

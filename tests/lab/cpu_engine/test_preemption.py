@@ -64,8 +64,9 @@ def test_preempted_requests_give_what_they_would_have_and_a_budget_that_suffices
     rng = random.Random(1)
     requests = [request_of(rng, seed=i, ignore_eos=True, **_KINDS[i % 4]) for i in range(32)]
     free, enough, tight = (engine_for(model, kv_tokens=budget) for budget in (None, 10_000, 130))
+    watch(tight)
     expected, same, found = (
-        [future.result(60) for future in [engine.submit("r", *request) for request in requests]]
+        [future.result(60) for future in [engine.submit(f"r{i}", *request) for i, request in enumerate(requests)]]
         for engine in (free, enough, tight)
     )
     assert same == expected
@@ -75,7 +76,6 @@ def test_preempted_requests_give_what_they_would_have_and_a_budget_that_suffices
     stats = tight.stats().result(10)
     assert stats.preemptions == sum(generation.preemptions for generation in found) >= 5
     assert stats.prefills == len(requests) + stats.preemptions
-    assert 110 < stats.kv_peak <= 130
     assert stats.tokens == sum(len(generation.token_ids) for generation in found)
     assert free.stats().result(10).preemptions == 0
 
@@ -115,8 +115,7 @@ def test_whatever_arrives_and_is_aborted_the_rest_is_as_without_a_budget(model, 
             assert_same(found, whole)
     stats = engines[1].stats().result(10)
     assert stats.preemptions > 0
-    assert stats.kv_peak <= budget
-    assert (stats.running, stats.waiting, stats.failed, stats.kv_used) == (0, 0, 0, 0)
+    assert (stats.running, stats.waiting, stats.failed) == (0, 0, 0)
 
 
 def test_a_request_joins_others_only_with_some_room_to_grow_and_none_overtakes():
@@ -202,14 +201,3 @@ def test_weights_are_refused_as_long_as_a_request_is_away_which_pause_ends(make_
     assert engine.pause().result(10) == 1
     engine.load_weights(weights).result(10)
     assert young.result(10).stop_reason == "aborted"
-
-
-@pytest.mark.slow
-def test_the_peak_is_the_most_that_a_step_took(model, engine_for):
-    engine = engine_for(model, kv_tokens=400)
-    for count, peak in ((1, 49), (4, 4 * 49), (1, 4 * 49)):  # the last token is never read
-        params = SamplingParams(max_tokens=40, ignore_eos=True)
-        for future in [engine.submit(str(i), [5] * 10, params) for i in range(count)]:
-            future.result(30)
-        assert engine.stats().result(10).kv_peak == peak
-    assert engine_for(model).stats().result(10).kv_tokens is None
