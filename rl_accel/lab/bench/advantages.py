@@ -1,11 +1,11 @@
-"""Command ``rl-accel bench advantages``: times verl's advantage estimators other than GAE, and rl-accel's fast replacements.
+"""Command ``rl-accel bench advantages``: times verl's REINFORCE++ and ``masked_whiten``, and rl-accel's fast replacements.
 
-Most of these estimators work on prompt groups. If a replacement returns other bits than verl's function, the estimator gets no
-times.
+If a replacement returns other bits than verl's function, the function gets no times.
 """
 
 import gc
 import importlib
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 import click
-import numpy as np
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
@@ -25,10 +24,10 @@ from rl_accel.features import ADVANTAGES
 from rl_accel.lab.bench.measure import available_bytes
 
 SLOW_SECONDS = 5.0
-"""Limit in seconds for one call of an estimator. A call that takes longer is not repeated."""
+"""Limit in seconds for one call of a function. A call that takes longer is not repeated."""
 
 BYTES_PER_TOKEN = 72
-"""Peak bytes per token of the largest estimator: seven float32 inputs and outputs, the int64 mask, and verl's temporaries."""
+"""Upper bound of the peak bytes per token: float32 inputs and outputs, the int64 mask, and verl's temporaries."""
 
 
 def patches() -> list[Any]:
@@ -37,56 +36,42 @@ def patches() -> list[Any]:
     return [patch for module in modules for patch in importlib.import_module(module).SWITCHES]
 
 
-def batch(rows: int, tokens: int, group: int, seed: int = 0) -> dict[str, Any]:
-    """Returns random inputs of verl's advantage estimators, by argument name.
+def batch(rows: int, tokens: int) -> dict[str, Any]:
+    """Returns random arguments for all replaced functions, by parameter name.
 
-    The tensors are [B, T] with B = ``rows`` and T = ``tokens``; the response masks have rows of random length. ``index`` [B]
-    holds the label of the prompt of each row, with ``group`` rows per prompt.
+    The tensors are [B, T] with B = ``rows`` and T = ``tokens``; the response masks have rows of random length. The rewards also
+    serve as ``values``, and the response mask as ``mask``.
     """
-    generator = torch.Generator().manual_seed(seed)
+    from omegaconf import OmegaConf
+
+    generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
     mask = (torch.arange(tokens) < lengths).long()
     rewards = torch.zeros(rows, tokens)
     rewards.scatter_(1, lengths - 1, torch.randint(0, 2, (rows, 1), generator=generator).float())
+    config = OmegaConf.create({"gamma": 0.99})
     return {
         "token_level_rewards": rewards,
         "response_mask": mask,
-        "index": np.array([f"prompt-{row // group}" for row in range(rows)], dtype=object),
-        "old_log_probs": -torch.rand(rows, tokens, generator=generator),
-        "sum_pi_squared": torch.rand(rows, tokens, generator=generator),
+        "values": rewards,
+        "mask": mask,
+        "config": config,
     }
 
 
-def arguments_of(patch: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments for the function that ``patch`` replaces, by parameter name.
-
-    The arguments come from ``data``; parameters that the function does not have are left out. The rewards also serve as
-    ``values``, and the response mask as ``mask``.
-    """
-    from omegaconf import OmegaConf
-
-    known = {
-        **data,
-        "values": data["token_level_rewards"],
-        "mask": data["response_mask"],
-        "config": OmegaConf.create({"gamma": 0.99}),
-    }
-    return {name: known[name] for name in patch.params if name in known}
-
-
-def measure(rows: int, tokens: int, group: int, repeats: int, wanted: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def measure(rows: int, tokens: int, repeats: int, wanted: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Times every function that the patches replace at one shape, first as verl ships it, then with all patches applied.
 
     Returns:
-        One record per function: ``estimator, rows, tokens, group, same_bits, stock_s, fast_s``. ``stock_s`` is the median number
+        One record per function: ``estimator, rows, tokens, same_bits, stock_s, fast_s``. ``stock_s`` is the median number
         of seconds of verl's function, ``fast_s`` that of the replacement. Both are None if the results differ in a bit.
     """
-    data = batch(rows, tokens, group)
+    data = batch(rows, tokens)
     everything = patches()
     chosen = [patch for patch in everything if not wanted or patch.name.removeprefix("verl.") in wanted]
     records = []
-    for patch in track(chosen, description=f"{rows} x {tokens}, groups of {group}", transient=True):
-        arguments = arguments_of(patch, data)
+    for patch in track(chosen, description=f"{rows} x {tokens}", transient=True):
+        arguments = {name: data[name] for name in patch.params if name in data}
         expected, stock_s = _timed(_bound(patch), arguments, repeats)
         applied = []
         try:
@@ -103,7 +88,6 @@ def measure(rows: int, tokens: int, group: int, repeats: int, wanted: tuple[str,
                 "estimator": patch.name.removeprefix("verl."),
                 "rows": rows,
                 "tokens": tokens,
-                "group": group,
                 "same_bits": same,
                 "stock_s": stock_s if same else None,
                 "fast_s": fast_s if same else None,
@@ -141,8 +125,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _table(records: list[dict[str, Any]]) -> Table:
-    table = Table(title="verl's advantage estimators, stock against rl-accel (median)", box=SIMPLE)
-    for heading in ("estimator", "B", "T", "group", "stock ms", "ours ms", "ratio"):
+    table = Table(title="verl's functions, stock against rl-accel (median)", box=SIMPLE)
+    for heading in ("estimator", "B", "T", "stock ms", "ours ms", "ratio"):
         name = heading == "estimator"
         table.add_column(heading, justify="left" if name else "right", no_wrap=name, min_width=28 if name else None)
     for record in records:
@@ -150,26 +134,24 @@ def _table(records: list[dict[str, Any]]) -> Table:
         if record["same_bits"]:
             stock, fast = record["stock_s"], record["fast_s"]
             numbers = (f"{stock * 1e3:.1f}", f"{fast * 1e3:.1f}", f"{stock / fast:.1f}x")
-        table.add_row(record["estimator"], *(str(record[name]) for name in ("rows", "tokens", "group")), *numbers)
+        table.add_row(record["estimator"], *(str(record[name]) for name in ("rows", "tokens")), *numbers)
     return table
 
 
 @click.command("advantages")
 @click.option("--rows", "-B", type=click.IntRange(2), multiple=True, default=(256, 1024, 8192), show_default=True)
 @click.option("--tokens", "-T", type=click.IntRange(1), multiple=True, default=(1024, 8192), show_default=True)
-@click.option("--group", type=click.IntRange(2), multiple=True, default=(8, 16), show_default=True, help="group size")
-@click.option("--estimator", multiple=True, help="only these, for example grpo; all by default")
+@click.option("--estimator", multiple=True, help="only these, for example masked_whiten; all by default")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="write the records here")
 def bench_advantages(
     rows: tuple[int, ...],
     tokens: tuple[int, ...],
-    group: tuple[int, ...],
     estimator: tuple[str, ...],
     repeats: int,
     json_path: Path | None,
 ) -> None:
-    """Time verl's advantage estimators other than GAE (GRPO, RLOO, OPO, ...) against rl-accel's fast replacements."""
+    """Time verl's REINFORCE++ and masked_whiten against rl-accel's fast replacements."""
     known = [patch.name.removeprefix("verl.") for patch in patches()]
     unknown = sorted(set(estimator) - set(known))
     if unknown:
@@ -182,12 +164,12 @@ def bench_advantages(
         ) from error
     console = Console()
     records = []
-    for b, t, size in [(b, t, size) for t in tokens for b in rows for size in group]:
+    for t, b in itertools.product(tokens, rows):
         needed, free = b * t * BYTES_PER_TOKEN, available_bytes()
         if needed > free:
             console.print(f"left out {b} x {t}: wants {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
             continue
-        records += measure(b, t, size, repeats, estimator)
+        records += measure(b, t, repeats, estimator)
     console.print(_table(records))
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
