@@ -31,7 +31,6 @@ from rl_accel.drafts.index import (
     Pool,
     extend,
     is_live,
-    key_of,
     lookup,
     make_pool,
     read,
@@ -39,6 +38,7 @@ from rl_accel.drafts.index import (
 )
 from rl_accel.features import DraftsFlags
 from rl_accel.ops.cpu import compiled
+from rl_accel.rollout.balance import key_of
 
 SETTINGS = "rl_accel_drafts"
 """Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration, which reaches every worker process."""

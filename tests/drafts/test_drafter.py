@@ -10,7 +10,8 @@ import pytest
 
 from rl_accel.drafts import index
 from rl_accel.drafts.drafter import FIRST_RATES, FLOOR, PRIOR, Drafter
-from rl_accel.drafts.index import BLOCK, CANDIDATES, CONTEXT, GRAM, OTHER, PROMPT, SOURCES, key_of, make_pool, slot_of
+from rl_accel.drafts.index import BLOCK, CANDIDATES, CONTEXT, GRAM, OTHER, PROMPT, SOURCES, make_pool, slot_of
+from rl_accel.rollout.balance import key_of
 
 LENGTH = 110
 END = 1

@@ -5,23 +5,22 @@ If a replacement returns other bits than verl's function, the function gets no t
 
 import gc
 import importlib
-import itertools
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 import torch
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from rl_accel.features import ADVANTAGES
-from rl_accel.lab.bench.measure import available_bytes
+from rl_accel.lab.bench.measure import available_bytes, console_of_benchmark
+
+REPEATS = 3
+"""Number of timed calls of each function, of which the median counts."""
 
 SLOW_SECONDS = 5.0
 """Limit in seconds for one call of a function. A call that takes longer is not repeated."""
@@ -59,26 +58,25 @@ def batch(rows: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def measure(rows: int, tokens: int, repeats: int, wanted: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def measure(rows: int, tokens: int) -> list[dict[str, Any]]:
     """Times every function that the patches replace at one shape, first as verl ships it, then with all patches applied.
 
     Returns:
-        One record per function: ``estimator, rows, tokens, same_bits, stock_s, fast_s``. ``stock_s`` is the median number
-        of seconds of verl's function, ``fast_s`` that of the replacement. Both are None if the results differ in a bit.
+        One record per function: ``estimator, same_bits, stock_s, fast_s``. ``stock_s`` is the median number of seconds of verl's
+        function, ``fast_s`` that of the replacement. Both are None if the results differ in a bit.
     """
     data = batch(rows, tokens)
     everything = patches()
-    chosen = [patch for patch in everything if not wanted or patch.name.removeprefix("verl.") in wanted]
     records = []
-    for patch in track(chosen, description=f"{rows} x {tokens}", transient=True):
+    for patch in track(everything, description=f"{rows} x {tokens}", transient=True):
         arguments = {name: data[name] for name in patch.params if name in data}
-        expected, stock_s = _timed(_bound(patch), arguments, repeats)
+        expected, stock_s = _timed(_bound(patch), arguments)
         applied = []
         try:
             for other in everything:
                 other.apply(None)
                 applied.append(other)
-            result, fast_s = _timed(_bound(patch), arguments, repeats)
+            result, fast_s = _timed(_bound(patch), arguments)
         finally:
             for other in reversed(applied):
                 other.revert()
@@ -86,8 +84,6 @@ def measure(rows: int, tokens: int, repeats: int, wanted: tuple[str, ...] = ()) 
         records.append(
             {
                 "estimator": patch.name.removeprefix("verl."),
-                "rows": rows,
-                "tokens": tokens,
                 "same_bits": same,
                 "stock_s": stock_s if same else None,
                 "fast_s": fast_s if same else None,
@@ -104,10 +100,10 @@ def _bound(patch: Any) -> Callable[..., Any]:
     return function
 
 
-def _timed(function: Callable[..., Any], arguments: dict[str, Any], repeats: int) -> tuple[Any, float]:
+def _timed(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, float]:
     result = function(**arguments)  # an untimed call, which fills caches and compiles kernels
     seconds: list[float] = []
-    while len(seconds) < repeats:
+    while len(seconds) < REPEATS:
         start = time.perf_counter()
         function(**arguments)
         seconds.append(time.perf_counter() - start)
@@ -124,9 +120,27 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def _table(records: list[dict[str, Any]]) -> Table:
-    table = Table(title="verl's functions, stock against rl-accel (median)", box=SIMPLE)
-    for heading in ("estimator", "B", "T", "stock ms", "ours ms", "ratio"):
+@click.command("advantages")
+@click.option("--rows", "-B", type=click.IntRange(2), default=1024, show_default=True, help="Responses of a batch.")
+@click.option(
+    "--tokens", "-T", type=click.IntRange(1), default=8192, show_default=True, help="Of the longest response."
+)
+def bench_advantages(rows: int, tokens: int) -> None:
+    """Time verl's REINFORCE++ and masked_whiten against rl-accel's fast replacements."""
+    try:
+        importlib.import_module("verl.trainer.ppo.core_algos")
+    except ImportError as error:
+        raise click.ClickException(
+            f"this benchmark measures verl's own functions, and verl is not usable: {error}"
+        ) from error
+    needed, free = rows * tokens * BYTES_PER_TOKEN, available_bytes()
+    if needed > free:
+        raise click.ClickException(
+            f"{rows} x {tokens} wants {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
+        )
+    records = measure(rows, tokens)
+    table = Table(title=f"verl's functions at {rows} x {tokens} (median)", box=SIMPLE)
+    for heading in ("estimator", "stock ms", "ours ms", "ratio"):
         name = heading == "estimator"
         table.add_column(heading, justify="left" if name else "right", no_wrap=name, min_width=28 if name else None)
     for record in records:
@@ -134,47 +148,7 @@ def _table(records: list[dict[str, Any]]) -> Table:
         if record["same_bits"]:
             stock, fast = record["stock_s"], record["fast_s"]
             numbers = (f"{stock * 1e3:.1f}", f"{fast * 1e3:.1f}", f"{stock / fast:.1f}x")
-        table.add_row(record["estimator"], *(str(record[name]) for name in ("rows", "tokens")), *numbers)
-    return table
-
-
-@click.command("advantages")
-@click.option("--rows", "-B", type=click.IntRange(2), multiple=True, default=(256, 1024, 8192), show_default=True)
-@click.option("--tokens", "-T", type=click.IntRange(1), multiple=True, default=(1024, 8192), show_default=True)
-@click.option("--estimator", multiple=True, help="only these, for example masked_whiten; all by default")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="write the records here")
-def bench_advantages(
-    rows: tuple[int, ...],
-    tokens: tuple[int, ...],
-    estimator: tuple[str, ...],
-    repeats: int,
-    json_path: Path | None,
-) -> None:
-    """Time verl's REINFORCE++ and masked_whiten against rl-accel's fast replacements."""
-    known = [patch.name.removeprefix("verl.") for patch in patches()]
-    unknown = sorted(set(estimator) - set(known))
-    if unknown:
-        raise click.BadParameter(f"{', '.join(unknown)}: wanted one of {', '.join(known)}", param_hint="--estimator")
-    try:
-        importlib.import_module("verl.trainer.ppo.core_algos")
-    except ImportError as error:
-        raise click.ClickException(
-            f"this benchmark measures verl's own functions, and verl is not usable: {error}"
-        ) from error
-    console = Console()
-    records = []
-    for t, b in itertools.product(tokens, rows):
-        needed, free = b * t * BYTES_PER_TOKEN, available_bytes()
-        if needed > free:
-            console.print(f"left out {b} x {t}: wants {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
-            continue
-        records += measure(b, t, repeats, estimator)
-    console.print(_table(records))
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(
-            json.dumps({"torch_threads": torch.get_num_threads(), "records": records}, indent=1) + "\n"
-        )
+        table.add_row(record["estimator"], *numbers)
+    console_of_benchmark().print(table)
     if not all(record["same_bits"] for record in records):
         raise click.ClickException("a replacement gives other bits than verl's own function; its numbers were left out")
