@@ -42,7 +42,7 @@ HEAD = """# Support matrix
 Written by `docs/support_matrix.py`, which installs each version, runs `rl-accel doctor` there, and then verl's own tests of the
 functions that the pack replaces, with `rl_accel.enable()`. {python}, torch {torch}, CPU only.
 
-"7 of 10" means that some patches of the feature have no function to replace in this version, or one that computes something
+"1 of 2" means that some patches of the feature have no function to replace in this version, or one that computes something
 else; the others work. "-" means that the framework has nothing to speed up there, or that the feature is not made for it.
 
 """

@@ -23,7 +23,7 @@ _LAZY = {
 _LAZY_BENCH = {
     "gae": ("lab.bench.gae", "GAE kernels against verl's loop and other published ways."),
     "reward": ("lab.bench.reward", "A fixed time limit of rewards against the adaptive one."),
-    "advantages": ("lab.bench.group_advantages", "verl's other advantage loops against our replacements."),
+    "advantages": ("lab.bench.advantages", "verl's REINFORCE++ and whitening against our replacements."),
     "chaos": ("lab.bench.chaos", "Tail batching on verl while its processes are killed at random moments."),
     "drafts": (
         "lab.bench.drafts",

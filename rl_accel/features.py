@@ -115,7 +115,7 @@ GAE = Feature(
 
 @dataclass
 class AdvantagesFlags:
-    """Flags of the feature ``advantages``, which vectorises the loops over tokens and samples in estimators other than GAE."""
+    """Flags of the feature ``advantages``, which speeds up REINFORCE++ and the whitening at the end of several estimators."""
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
 

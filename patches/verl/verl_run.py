@@ -5,7 +5,6 @@ key. A trainer is therefore identified by the trainer's class. Before the traine
 identify the trainer.
 """
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,8 @@ TRAINERS = {
 Features that are not listed work with all trainers."""
 ENGINES = {"final_output": "vllm", "drafts": "vllm"}
 """Mapping from feature to the only rollout engine that the feature supports. Features that are not listed work with all engines."""
+WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""verl's advantage estimators that end with ``masked_whiten``. The feature ``advantages`` has no effect with other estimators."""
 
 MAINS = {
     "verl.trainer.main_ppo": ("trainer/config", "ppo_trainer"),
@@ -168,10 +169,8 @@ class VerlRun:
         by_estimator = f"algorithm.adv_estimator = {estimator}"
         if (feature == "gae" and estimator != "gae") or (feature == "skip_zero" and estimator == "gae"):
             return by_estimator
-        if feature == "advantages":
-            switches = importlib.import_module("rl_accel.patches.verl.advantages").SWITCHES
-            served = {"gae", "gdpo", *(switch.name.removeprefix("verl.") for switch in switches)}
-            return "" if estimator in served else by_estimator
+        if feature == "advantages" and estimator not in WHITENING_ESTIMATORS:
+            return by_estimator
         if feature == "sampler" and self.filters_groups:
             return "algorithm.filter_groups.enable = True: which prompts are launched depends on when verl looks"
         if feature == "skip_zero" and self.filters_groups:

@@ -31,7 +31,6 @@ from rl_accel.drafts.index import (
     Pool,
     extend,
     is_live,
-    key_of,
     lookup,
     make_pool,
     read,
@@ -39,6 +38,7 @@ from rl_accel.drafts.index import (
 )
 from rl_accel.features import DraftsFlags
 from rl_accel.ops.cpu import compiled
+from rl_accel.rollout.balance import key_of
 
 SETTINGS = "rl_accel_drafts"
 """Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration, which reaches every worker process."""
@@ -283,7 +283,7 @@ class Drafter:
         """
         begins, running = ends - new, len(new)
         others = [row for row in range(running) if not _is_same(self._batch, row, matrix[row], begins[row], new[row])]
-        self._leave([*others, *range(running, self._running)])
+        left = self._leave([*others, *range(running, self._running)])
         for row in others:
             if new[row]:
                 begin = int(begins[row])
@@ -293,14 +293,21 @@ class Drafter:
                 else:
                     for array, values in zip(self._batch, gone, strict=True):
                         array[row] = values
+        for numbers in left:  # vLLM drops the draft of a request that it preempts
+            numbers[WORTH] = 0
         self._running = running
 
-    def _leave(self, rows: Iterable[int]) -> None:
+    def _leave(self, rows: Iterable[int]) -> list[Ints]:
+        """Moves requests from the batch to ``_gone``. Returns the numbers of their predictions (see ``Matches``)."""
+        left = []
         for row in rows:
             length = int(self._batch.sequences[row, LENGTH])
             if length >= 0:
-                self._gone[length, self._batch.tails[row].tobytes()] = tuple(array[row].copy() for array in self._batch)
+                request = tuple(array[row].copy() for array in self._batch)
+                self._gone[length, self._batch.tails[row].tobytes()] = request
                 self._batch.sequences[row, LENGTH], self._batch.numbers[row] = -1, 0
+                left.append(request[-1])
+        return left
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
         """Returns a new request with the prompt ``tokens[:length]``, as a row of ``_Batch.sequences``, int64[9].

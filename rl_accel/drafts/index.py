@@ -6,7 +6,6 @@ GRAM tokens, from the newest to the oldest, as in deflate (RFC 1951). Each posit
 the same prompt, the other chain has the positions at all prompts. Hash tables hold the newest position of each chain.
 """
 
-import hashlib
 import itertools
 from typing import Any, NamedTuple
 
@@ -44,7 +43,7 @@ LAST, LENGTH, OLDEST, KEY, VERSION, NUMBER = range(6)
 LAST: position of the last token; for a response without tokens, of the last prompt token; -1 for none.
 LENGTH: number of tokens, including the tokens of the prompt.
 OLDEST: oldest version of the weights whose responses may be drafted from for this sequence.
-KEY: key of the prompt, see key_of.
+KEY: hash of the prompt, see ``key_of`` in ``rollout/balance.py``.
 VERSION: version of the weights that generate the response, or PROMPT for a prompt. Versions only grow.
 NUMBER: unique number of the sequence."""
 BEFORE, AFTER, COUNT = range(3)
@@ -65,11 +64,6 @@ _numbers = itertools.count(1)
 def sequence(key: int, version: int, oldest: int = 0, last: int = -1, length: int = 0) -> Ints:
     """Returns the columns of a new sequence (a prompt or a response), int64[6]; see LAST for their meaning."""
     return np.array([last, length, oldest, key, version, next(_numbers)])
-
-
-def key_of(prompt: NDArray[np.int32]) -> int:
-    """Returns a 64-bit hash of the tokens of a prompt, int32[T]. The hash is equal in all processes."""
-    return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 class Matches(NamedTuple):

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
 BINARY_MASKS = (torch.bool, torch.int32, torch.int64, torch.float32)
-LABEL_KINDS = "biuUSO"
-"""NumPy dtype kinds that group labels may have. Frameworks use labels as dictionary keys. Floats are excluded because NaN keys
-never match."""
 OUTSIDE = (
     "mask wants values between 0 and 1, found at least one outside (or not a number); "
     "1 marks a token that counts, 0 one that is skipped, and a fraction blends the two"
@@ -122,24 +118,6 @@ def check_tensor(
     if value.requires_grad and not gradient:
         raise ValueError(f"{name} wants a tensor without gradient, found one that requires it")
     return value
-
-
-def check_rows(name: str, value: Any, dtypes: Iterable[torch.dtype], *, gradient: bool = True) -> torch.Tensor:
-    """Returns ``value`` if the argument ``name`` is a [B, T] tensor on the CPU. Otherwise raises the errors of
-    :func:`check_tensor`."""
-    rows = check_tensor(name, value, dtypes, gradient=gradient)
-    if rows.dim() != 2 or rows.device.type != "cpu":
-        raise ValueError(f"{name} wants [B, T] on cpu, found {list(rows.shape)} on {rows.device}")
-    return rows
-
-
-def check_labels(index: Any, rows: int) -> None:
-    """Raises TypeError or ValueError unless ``index`` holds ``rows`` group labels (integers, strings or objects), shape [rows]."""
-    if not isinstance(index, np.ndarray) or index.dtype.kind not in LABEL_KINDS:
-        kind = f"dtype {index.dtype}" if isinstance(index, np.ndarray) else type(index).__name__
-        raise TypeError(f"index wants an array of integers, strings or objects, found {kind}")
-    if index.shape != (rows,):
-        raise ValueError(f"index wants one label for each of {rows} rows, found shape {index.shape}")
 
 
 def usable_cores() -> int:

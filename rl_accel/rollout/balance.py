@@ -6,6 +6,7 @@ response in several parts are from Seer (2025). The estimate of the future peak 
 scheduler (ASPLOS'25).
 """
 
+import hashlib
 import math
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
@@ -15,12 +16,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rl_accel.features import BalanceFlags
 
 HOME_MARGIN = 4
-"""Maximum number of requests by which the replica of a conversation may exceed the emptiest replica and still get the next turn of
-the conversation."""
+"""Maximum number of requests by which the replica of a conversation, or of a prompt, may exceed the emptiest replica and still get
+the next turn of the conversation, or the next response to the prompt."""
 AHEAD_SECONDS = 0.5
 """Maximum amount of work queued inside an engine, in seconds. This queue hides the time of a round trip to the router."""
 PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
@@ -31,11 +33,16 @@ PARTS, FEWEST = 512, 16
 """PARTS: maximum number of measurements kept to fit the speed of the engines. A measurement covers a response from a start to the
 next stop or end.
 FEWEST: minimum number of measurements for a fit."""
-PUT_OFF = 1 / 16
-"""Maximum share of the unfinished responses that are stopped (preempted) until all other responses have started."""
+PREEMPTED_SHARE = 1 / 16
+"""Maximum share of the unfinished responses that are preempted, which means stopped until all other responses have started."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
 """READ_SHARE: prior for the time to prefill a token, divided by the time to generate a token.
 READ_WEIGHT: weight of this prior in the least-squares fit of the engines' speed, in tokens."""
+
+
+def key_of(prompt: NDArray[np.int32]) -> int:
+    """Returns a 64-bit hash of the tokens of a prompt, int32[T]. The hash is equal in all processes."""
+    return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 class Instruction(NamedTuple):
@@ -156,8 +163,8 @@ class Balance:
 
     Long responses cannot be recognised early, and a long response that starts last delays the step. While some responses have not
     started, long running responses are therefore preempted, which means stopped until all other responses have started. The
-    preempted responses then run side by side. Their number is limited by the slots and by the share :data:`PUT_OFF`. The length
-    from which responses are preempted is the quantile of recent lengths that fits this number.
+    preempted responses then run side by side. Their number is limited by the slots and by :data:`PREEMPTED_SHARE`. The length from
+    which responses are preempted is the quantile of recent lengths that fits this number.
 
     A response goes to the replica with the fewest requests. A response that has begun goes to its own replica, unless that replica
     has more than :data:`HOME_MARGIN` requests above the fewest. When no response waits, the response with the most expected tokens
@@ -194,7 +201,7 @@ class Balance:
         self._responses: dict[str, _Response] = {}
         self._groups: dict[str, _Group] = {}
         self._begun: dict[str, _Response] = {}  # waiting, ahead of ``_queue``
-        self._put_off: dict[str, _Response] = {}  # waiting, behind ``_queue``
+        self._preempted: dict[str, _Response] = {}  # waiting, behind ``_queue``
         self._queue: dict[str, _Group] = {}
         self.waiting = 0
 
@@ -203,10 +210,10 @@ class Balance:
 
     def learn(self, lengths: Mapping[str, Sequence[int]]) -> None:
         """Adds response lengths that an earlier run observed: a mapping from prompt to lengths in tokens."""
-        for prompt, its in lengths.items():
-            self.lengths[prompt] = deque(its, PER_PROMPT)
-            self._recent += its
-            self._new += len(its)
+        for prompt, observed in lengths.items():
+            self.lengths[prompt] = deque(observed, PER_PROMPT)
+            self._recent += observed
+            self._new += len(observed)
 
     def running(self) -> dict[str, int]:
         """Returns the number of responses that are assigned to each replica and have not ended, by replica name."""
@@ -287,7 +294,7 @@ class Balance:
             response.moves += 1
             response.expected = self._expect(response.group, response.tokens, now)
             self._numbers.moves += 1
-        self._wait(response, now, self._begun if tokens is None or response.target else self._put_off)
+        self._wait(response, now, self._begun if tokens is None or response.target else self._preempted)
         return self._fill(now)
 
     def tick(self, now: float) -> list[Instruction]:
@@ -320,7 +327,7 @@ class Balance:
 
     def _leave_queue(self, response: _Response) -> None:
         self.waiting -= 1
-        if (self._begun.pop(response.ticket, None) or self._put_off.pop(response.ticket, None)) is None:
+        if (self._begun.pop(response.ticket, None) or self._preempted.pop(response.ticket, None)) is None:
             group = response.group
             group.waiting.remove(response)
             if not group.waiting:
@@ -333,8 +340,8 @@ class Balance:
         """Returns the expected final length in tokens of a response of ``group`` that has ``tokens`` tokens so far."""
         samples = [float(length) for length in group.lengths if length > tokens]
         if self._speed.of(1):
-            far = (self._tokens(other, now) for other in group.running.values())
-            samples += [self._beyond(other) for other in far if other > tokens]
+            others = (self._tokens(response, now) for response in group.running.values())
+            samples += [self._beyond(other) for other in others if other > tokens]
         return (sum(samples) + self._beyond(tokens)) / (len(samples) + 1)
 
     def _beyond(self, tokens: float) -> float:
@@ -362,8 +369,8 @@ class Balance:
             elif self._queue:
                 response = min(self._queue.values(), key=lambda group: group.order).waiting[0]
             else:
-                response = max(self._put_off.values(), key=lambda one: one.expected)
-            replica = self._place_for(response, now)
+                response = max(self._preempted.values(), key=lambda preempted: preempted.expected)
+            replica = self._replica_for(response, now)
             if replica is None:
                 break
             self._leave_queue(response)
@@ -371,7 +378,7 @@ class Balance:
             decisions.append(Instruction(response.ticket, replica.name))
         return decisions
 
-    def _place_for(self, response: _Response, now: float) -> _Replica | None:
+    def _replica_for(self, response: _Response, now: float) -> _Replica | None:
         part, slots = self._speed.part, self.slots
         limit = slots + (min(math.ceil(slots * AHEAD_SECONDS / part), slots) if part else 1)
         free = [replica for replica in self._replicas.values() if len(replica) < limit]
@@ -387,11 +394,11 @@ class Balance:
         if replica.cache_tokens == math.inf or not replica.running:
             return True
         response.expected = self._expect(response.group, response.tokens, now)
-        far = [(one, self._tokens(one, now)) for one in (response, *replica.running.values())]
-        far.sort(key=lambda pair: pair[1] - pair[0].expected)  # when a response ends, all listed before it still run
-        held = np.cumsum([one.prompt_tokens + tokens for one, tokens in far])
-        left = [max(one.expected - tokens, 1.0) for one, tokens in far]
-        return bool((held + np.arange(1, len(far) + 1) * left).max() <= replica.cache_tokens)
+        tokens_done = [(each, self._tokens(each, now)) for each in (response, *replica.running.values())]
+        tokens_done.sort(key=lambda pair: pair[1] - pair[0].expected)  # when one ends, all listed before it still run
+        cached = np.cumsum([each.prompt_tokens + tokens for each, tokens in tokens_done])
+        tokens_left = [max(each.expected - tokens, 1.0) for each, tokens in tokens_done]
+        return bool((cached + np.arange(1, len(cached) + 1) * tokens_left).max() <= replica.cache_tokens)
 
     def _bind(self, response: _Response, replica: _Replica, now: float) -> None:
         group = response.group
@@ -431,15 +438,19 @@ class Balance:
         (RECENT lengths are always enough)."""
         if not (self._queue and self.ordered and self.flags.max_moves and self._speed.of(1)):
             return []
-        under_way = len(self._responses) - len(self._begun) - len(self._put_off)
+        under_way = len(self._responses) - len(self._begun) - len(self._preempted)
         stopping = sum(response.stopping for response in self._responses.values())
-        room = self.slots * len(self._replicas) - len(self._put_off) - stopping
+        room = self.slots * len(self._replicas) - len(self._preempted) - stopping
         if room < 1 or len(self._recent) < min(under_way, RECENT):
             return []
         self._beyond(0)
-        far = self._ascending[int(len(self._ascending) * (1 - min(room / under_way, PUT_OFF)))]
-        by_replica = [(replica, self._stoppable(replica, now)) for replica in self._replicas.values()]
-        long = [(one, replica) for replica, its in by_replica for one, tokens in its.items() if tokens > far]
+        threshold = self._ascending[int(len(self._ascending) * (1 - min(room / under_way, PREEMPTED_SHARE)))]
+        long = [
+            (response, replica)
+            for replica in self._replicas.values()
+            for response, tokens in self._stoppable(replica, now).items()
+            if tokens > threshold
+        ]
         return [_stop(response, replica) for response, replica in long[:room]]
 
     def _move(self, now: float) -> list[Instruction]:
@@ -453,11 +464,11 @@ class Balance:
         if len(target) >= self.slots or len(fullest) < len(target) + 2:
             return []
         running = self._stoppable(fullest, now)
-        left = {one: self._expect(one.group, tokens, now) - tokens for one, tokens in running.items()}
-        response = max(left, key=left.__getitem__, default=None)
+        tokens_left = {each: self._expect(each.group, tokens, now) - tokens for each, tokens in running.items()}
+        response = max(tokens_left, key=tokens_left.__getitem__, default=None)
         if response is None:
             return []
-        gain = left[response] * (speed.of(len(fullest)) - speed.of(len(target) + 1))
+        gain = tokens_left[response] * (speed.of(len(fullest)) - speed.of(len(target) + 1))
         price = speed.start + speed.read * (response.prompt_tokens + running[response])
         if gain < flags.margin * price:
             return []
@@ -467,8 +478,11 @@ class Balance:
     def _stoppable(self, replica: _Replica, now: float) -> dict[_Response, float]:
         """Returns the responses on ``replica`` that may be stopped, each with its estimated number of tokens."""
         most = self.flags.max_moves
-        running = [one for one in replica.running.values() if one.movable and not one.stopping and one.moves < most]
-        return {one: self._tokens(one, now) for one in running}
+        return {
+            response: self._tokens(response, now)
+            for response in replica.running.values()
+            if response.movable and not response.stopping and response.moves < most
+        }
 
 
 def _stop(response: _Response, replica: _Replica) -> Instruction:
@@ -520,7 +534,7 @@ def end_bound_at_arrival(responses: Sequence[tuple[float, float]], replicas: int
     """
     ends: list[list[float]] = [[] for _ in range(replicas)]
     for arrived, seconds in responses:
-        fewest = min(ends, key=lambda its: len(its) - bisect_right(its, arrived))
+        fewest = min(ends, key=lambda of_replica: len(of_replica) - bisect_right(of_replica, arrived))
         begins = arrived if len(fewest) < slots else max(arrived, fewest[-slots])
         insort(fewest, begins + seconds)
-    return max(its[-1] for its in ends if its)
+    return max(of_replica[-1] for of_replica in ends if of_replica)

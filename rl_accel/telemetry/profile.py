@@ -327,7 +327,8 @@ def _savings(run: Profile) -> list[Saving]:
         savings.append(_saving(run, "rewards", stages["reward"], (None, needed), "reward_timeout"))
     if stages.get("adv", 0.0) > 0:
         has_critic = stages.keys() & {"values", "update_critic"}
-        at_most = "at most all of it" + ("; `rl-accel bench gae` measures your shape" if has_critic else "")
+        measured = "; `rl-accel bench gae` measures your shape"
+        at_most = "at most all of it" + (measured if has_critic else " with REINFORCE++, nothing with GRPO")
         features = ("gae", "advantages") if has_critic else ("advantages", "gae")
         savings.append(_saving(run, "advantages", stages["adv"], (None, at_most), *features))
     shares, how = run.zero_groups

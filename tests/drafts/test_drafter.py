@@ -10,7 +10,8 @@ import pytest
 
 from rl_accel.drafts import index
 from rl_accel.drafts.drafter import FIRST_RATES, FLOOR, PRIOR, Drafter
-from rl_accel.drafts.index import BLOCK, CANDIDATES, CONTEXT, GRAM, OTHER, PROMPT, SOURCES, key_of, make_pool, slot_of
+from rl_accel.drafts.index import BLOCK, CANDIDATES, CONTEXT, GRAM, OTHER, PROMPT, SOURCES, make_pool, slot_of
+from rl_accel.rollout.balance import key_of
 
 LENGTH = 110
 END = 1
@@ -210,6 +211,8 @@ class ObviousDrafter:
 
     def propose(self, ids, sampled, ends, matrix):
         rows = [row for row, new in enumerate(sampled) if new]
+        for number in self.requests.keys() - {ids[row] for row in rows} if sampled else ():
+            self.requests[number].worth = 0  # vLLM drops the draft of a request that it preempts
         for row in rows:
             if ids[row] not in self.requests:
                 self.requests[ids[row]] = self.begin(matrix[row], int(ends[row]) - len(sampled[row]))
@@ -375,6 +378,25 @@ def test_drafting_stops_with_a_line_where_it_does_not_pay_for_the_whole_step(sto
         assert (share > 0.75, engine.drafter.counts["stopped"], said) == (True, 0, 0)
     else:
         assert (0.01 < share < 0.1, engine.drafter.counts["stopped"] >= 2, said) == (True, True, 1)
+
+
+def test_a_draft_that_was_dropped_by_a_preemption_is_not_counted(story):
+    engine = Engine()
+    engine.respond([5, 6, 7], story)
+    first = engine.start([5, 6, 7], story)
+    engine.start([8, 9], story[::-1])
+    while not engine.drafts.get(first):
+        engine.step()
+    before = engine.drafter.counts
+    engine.rows.remove(first)
+    engine.drafts.pop(first)
+    engine.step()
+    engine.rows.append(first)  # the first step after the preemption samples one token
+    engine.step()
+    after = engine.drafter.counts
+    assert (after["drafted"], after["accepted"]) == (before["drafted"], before["accepted"])
+    engine.step()
+    assert engine.drafter.counts["drafted"] > after["drafted"], "the next draft is verified"
 
 
 def test_rows_that_went_on_unseen_are_known_again(story):

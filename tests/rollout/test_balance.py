@@ -391,4 +391,4 @@ def test_random_events_lose_nothing_and_leak_no_place(seed):
         done[ticket] += 1
         host.over(ticket, 1)
     assert done == Counter(wanted.keys())
-    assert [core._groups, core._queue, core._begun, core._put_off] == [{}] * 4
+    assert [core._groups, core._queue, core._begun, core._preempted] == [{}] * 4

@@ -1,7 +1,6 @@
 """Replacements for router and rollout servers in an agent-loop worker's client, so that a response can migrate between servers."""
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 from uuid import uuid4
@@ -13,6 +12,7 @@ from ray.exceptions import RayError
 from rl_accel.integrations.verl.engines import engine_of, is_death
 from rl_accel.integrations.verl.reward_worker_proxy import cancel
 from rl_accel.patches.verl.interfaces import Server, TokenOutput
+from rl_accel.rollout.balance import key_of
 
 MOVABLE = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"),
@@ -66,7 +66,7 @@ class Servers:
         prompt = np.asarray(prompt_ids, np.int32)
         ticket, is_text = uuid4().hex, all(data is None for data in media.values())
         response = {
-            "prompt": hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest(),
+            "prompt": str(key_of(prompt)),
             "prompt_tokens": len(prompt),
             "home": self.homes.get(request_id, ""),
             "movable": self.engine.stop is not None and is_text and sampling_params.keys() <= self._movable,

@@ -156,8 +156,6 @@ class Exchange:
         if saving and self._steps == 1:
             before = saved.with_name(f"global_step_{step - 1}")
             file = Path(config.resume_from_path if config.resume_mode == "resume_path" else before, HISTORY)
-            if (earlier := file.with_suffix(".pkl")).is_file():
-                logger.warning("rl-accel: drafts: %s has the format of an earlier version and is not read", earlier)
             if file.is_file():
                 self._history.extend(torch.load(file, weights_only=True))
                 self._finished[file] = list(self._history)  # of no server, so all servers get them

@@ -3,12 +3,10 @@
 
 One GPU program walks a sequence block by block, from the last token to the first. The state of the recurrence stays in registers
 while the next block is loaded. Each token is a map from the state (next value, running result) to the state one token earlier; an
-associative scan composes the maps of a block. If there are too few sequences to fill the device, each sequence is cut into pieces.
-A first launch then composes the map of each piece, and a second launch starts every piece from its true state. Only this case reads
-the inputs twice.
+associative scan composes the maps of a block.
 
 Half precision is computed in float32, float64 in float64. Composed maps are wrong for NaN and inf: inf times a 0 of a map is NaN
-where the token-by-token loop has inf. A last launch therefore recomputes sequences with NaN or inf token by token. This launch
+where the token-by-token loop has inf. A second launch therefore recomputes sequences with NaN or inf token by token. This launch
 reads only one number of each other sequence.
 
 Set TRITON_INTERPRET=1 before the import to run the scan on CPU tensors.
@@ -25,21 +23,14 @@ from rl_accel.ops.inputs import Inputs
 INTERPRETED = bool(triton.knobs.runtime.interpret) if hasattr(triton, "knobs") else False
 BLOCK = 2048
 WARPS = 8
-PROGRAMS_PER_PROCESSOR = 4
-LEAST_BLOCKS = 4
-"""Minimum number of blocks (of BLOCK tokens each) per piece of a sequence that is cut into pieces."""
 
 jit: Any = triton.jit
 
 
-def scan(inputs: Inputs, *, block: int = BLOCK, programs: int | None = None) -> tuple[torch.Tensor, ...]:
+def scan(inputs: Inputs, *, block: int = BLOCK) -> tuple[torch.Tensor, ...]:
     """Returns (advantages, returns), or (discounted returns,) if ``inputs`` has no values, in the dtype of the rewards.
 
-    Args:
-        inputs: checked arguments of the scan.
-        block: number of tokens that a GPU program processes at a time, a power of two.
-        programs: target number of GPU programs; None fills the device. Sequences are cut into pieces if there are at most half as
-            many sequences as programs.
+    ``block``: number of tokens that a GPU program processes at a time, a power of two.
     """
     rewards = _dense(inputs.rewards)
     outputs = [
@@ -55,30 +46,23 @@ def scan(inputs: Inputs, *, block: int = BLOCK, programs: int | None = None) -> 
     offsets = torch.tensor(inputs.offsets, device=rewards.device) if packed else rewards
     longest = max(length for _, length in segments)
     wide = rewards.dtype is torch.float64
-    pieces, piece = _pieces(len(segments), longest, block, programs or _programs(rewards.device))
-    maps = torch.empty(
-        len(segments) * pieces * 5, device=rewards.device, dtype=torch.float64 if wide else torch.float32
-    )
     rates = (*_split(inputs.gamma), *_split(inputs.gamma * inputs.lam))
-    for phase in ("maps", "results", "repair") if pieces > 1 else ("results", "repair"):
-        _scan_kernel[(len(segments), 1 if phase == "repair" else pieces)](
+    for repair in (False, True):
+        _scan_kernel[(len(segments),)](
             *pointers,
             *pitches,
             outputs[0],
             outputs[-1],
             offsets,
             longest,
-            maps,
             *rates,
-            piece,
-            pieces,
             PACKED=packed,
             MASKED=inputs.mask is not None,
             GAE=inputs.values is not None,
             ACC=tl.float64 if wide else tl.float32,
-            PHASE=phase,
+            REPAIR=repair,
             BLOCK=block,
-            num_warps=1 if phase == "repair" else WARPS,
+            num_warps=1 if repair else WARPS,
         )
     return tuple(outputs)
 
@@ -86,20 +70,6 @@ def scan(inputs: Inputs, *, block: int = BLOCK, programs: int | None = None) -> 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _pieces(segments: int, longest: int, block: int, programs: int) -> tuple[int, int]:
-    """Returns the number of pieces per sequence, and the number of tokens per piece. The latter is a multiple of ``block``."""
-    blocks = -(-longest // block)
-    wanted = 1 if segments * 2 > programs else programs // segments
-    blocks_each = max(-(-blocks // wanted), LEAST_BLOCKS)
-    return -(-blocks // blocks_each), blocks_each * block
 
 
 def _split(rate: float) -> tuple[float, float]:
@@ -166,23 +136,18 @@ def _scan_kernel(
     second_out,
     offsets,
     longest,
-    maps,
     gamma_high,
     gamma_low,
     decay_high,
     decay_low,
-    piece,
-    pieces,
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
     GAE: tl.constexpr,
     ACC: tl.constexpr,
-    PHASE: tl.constexpr,
+    REPAIR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Runs one of three phases. "maps" composes the maps of the tokens (see ``_compose``) of each piece of a sequence into one map.
-    "results" computes the results of each piece, starting from the state of the recurrence at the token after the piece. "repair"
-    recomputes sequences with NaN or inf token by token."""
+    """Computes the results of one sequence or, with ``REPAIR``, recomputes a sequence with NaN or inf token by token."""
     row = tl.program_id(0).to(tl.int64)
     first, length = _range(offsets, longest, row, PACKED)
     gamma = tl.full((), gamma_high, ACC) + tl.full((), gamma_low, ACC)
@@ -193,7 +158,7 @@ def _scan_kernel(
     if not PACKED:
         first = row * longest
     state, result = tl.full((), 0, ACC), tl.full((), 0, ACC)
-    if PHASE == "repair":
+    if REPAIR:
         # NaN and inf propagate through every later step, up to the first token of the sequence
         probe = tl.load(first_out + first, mask=length > 0, other=0).to(ACC)
         tokens = tl.where(probe - probe == 0, 0, length)
@@ -210,55 +175,25 @@ def _scan_kernel(
                 state = result + state * (1 - m)
             tl.store(first_out + first + token, result)
     else:
-        number = tl.program_id(1)
-        own_maps = maps + row * pieces * 5
-
-        start = tl.minimum(number.to(tl.int64) * piece, length)
-        end = tl.minimum(start + piece, length)
-        a, b = tl.full((), 1, ACC), tl.full((), 0, ACC)
-        c, d, e = tl.full((), 1, ACC), tl.full((), 0, ACC), tl.full((), 0, ACC)
-        if PHASE == "results":
-            for after in range(pieces - 1, number, -1):
-                at = own_maps + after * 5
-                result = tl.load(at + 2) * result + tl.load(at + 3) * state + tl.load(at + 4)
-                state = tl.load(at) * state + tl.load(at + 1)
-
-        blocks = tl.cdiv(end - start, BLOCK)
+        blocks = tl.cdiv(length, BLOCK)
         lane = tl.arange(0, BLOCK)
         earliest = lane == 0
-        # blocks are counted from the start of the piece, where memory is aligned, so that loads and stores can be wide
-        token = start + (blocks - 1) * BLOCK + lane
-        reward, value, m = _load(rewards, values, mask, token, (token >= start) & (token < end), MASKED, GAE, ACC)
+        # blocks are counted from the start of the sequence, where memory is aligned, so that loads and stores can be wide
+        token = (blocks - 1) * BLOCK + lane
+        reward, value, m = _load(rewards, values, mask, token, (token >= 0) & (token < length), MASKED, GAE, ACC)
         for _ in range(blocks):
             ahead = token - BLOCK
-            next_reward, next_value, next_m = _load(rewards, values, mask, ahead, ahead >= start, MASKED, GAE, ACC)
-            inside = token < end
+            next_reward, next_value, next_m = _load(rewards, values, mask, ahead, ahead >= 0, MASKED, GAE, ACC)
+            inside = token < length
             ta, tb, tc, td, te = _token_map(reward, value, m, gamma, decay, GAE)
             ta, tc = tl.where(inside, ta, 1), tl.where(inside, tc, 1)
             tb, td, te = tl.where(inside, tb, 0), tl.where(inside, td, 0), tl.where(inside, te, 0)
             ta, tb, tc, td, te = tl.associative_scan((ta, tb, tc, td, te), 0, _compose, reverse=True)
-            if PHASE == "maps":
-                block_map = (
-                    _at(ta, earliest),
-                    _at(tb, earliest),
-                    _at(tc, earliest),
-                    _at(td, earliest),
-                    _at(te, earliest),
-                )
-                a, b, c, d, e = _compose(a, b, c, d, e, *block_map)
-            else:
-                results = tc * result + td * state + te
-                states = ta * state + tb
-                tl.store(first_out + first + token, results, mask=inside)
-                if GAE:
-                    tl.store(second_out + first + token, results + value, mask=inside)
-                state, result = _at(states, earliest), _at(results, earliest)
+            results = tc * result + td * state + te
+            states = ta * state + tb
+            tl.store(first_out + first + token, results, mask=inside)
+            if GAE:
+                tl.store(second_out + first + token, results + value, mask=inside)
+            state, result = _at(states, earliest), _at(results, earliest)
             token = ahead
             reward, value, m = next_reward, next_value, next_m
-        if PHASE == "maps":
-            at = own_maps + number * 5
-            tl.store(at, a)
-            tl.store(at + 1, b)
-            tl.store(at + 2, c)
-            tl.store(at + 3, d)
-            tl.store(at + 4, e)

@@ -8,7 +8,8 @@ from rl_accel.telemetry import metrics
 
 @pytest.mark.slow
 def test_responses_of_a_prompt_share_a_replica_unless_that_unbalances_them():
-    from rl_accel.integrations.verl.drafts.router import MARGIN, SiblingRouter
+    from rl_accel.integrations.verl.drafts.router import SiblingRouter
+    from rl_accel.rollout.balance import HOME_MARGIN
 
     servers = {f"s{i}": f"handle {i}" for i in range(4)}
     router = SiblingRouter(servers, {})
@@ -24,7 +25,7 @@ def test_responses_of_a_prompt_share_a_replica_unless_that_unbalances_them():
         router.release_server(first[prompt[0]])
 
     same = Counter(acquire(f"c{i}", prompts[0]) for i in range(40))
-    assert max(same.values()) - min(same.values()) <= MARGIN + 1
+    assert max(same.values()) - min(same.values()) <= HOME_MARGIN + 1
     assert same.most_common(1)[0][0] == first[0]
     assert acquire("c0", prompts[1]) == acquire("c0", prompts[2]), "a conversation stays where it began"
     router.remove_servers([first[0]])

@@ -301,13 +301,13 @@ ALL, V1_ONLY = (
     {"sampler", "tail_batching", "tp_replan", "balance", "drafts"},
 )
 ON_POLICY_ONLY = {"tail_batching", "tp_replan", "balance"}
-NO_GROUPS = {"skip_zero"}
+NO_GROUPS, NO_SCAN = {"skip_zero"}, {"gae", "advantages"}
 LINES = {  # by line: the features that are refused, and those without effect
     "ppo": (PPO, [], set(), NO_GROUPS),
-    "grpo": (PPO, GRPO, set(), {"gae"}),
-    "grpo, vectorised": (PPO, ["algorithm.adv_estimator=grpo_vectorized"], set(), {"gae", "advantages"}),
-    "remax": (PPO, ["algorithm.adv_estimator=remax"], {"tail_batching"}, {"gae", "advantages"}),
-    "dapo": (PPO, [*GRPO, *DAPO], set(), {"gae", "sampler", *NO_GROUPS}),
+    "grpo": (PPO, GRPO, set(), NO_SCAN),
+    "reinforce++": (PPO, ["algorithm.adv_estimator=reinforce_plus_plus"], set(), {"gae"}),
+    "remax": (PPO, ["algorithm.adv_estimator=remax"], {"tail_batching"}, NO_SCAN),
+    "dapo": (PPO, [*GRPO, *DAPO], set(), {"sampler", *NO_SCAN, *NO_GROUPS}),
     "sglang": (PPO, SGLANG, {"final_output", "drafts"}, NO_GROUPS),
     "one replica": (
         PPO,
@@ -323,10 +323,10 @@ LINES = {  # by line: the features that are refused, and those without effect
         ONE_STEP,
         [*SEPARATE, *GRPO, *SGLANG],
         {*V1_ONLY, "reward_timeout", "final_output"},
-        {"gae"},
+        NO_SCAN,
     ),
     "fully_async": (FULLY, SEPARATE, {*V1_ONLY, "reward_timeout", "telemetry"}, NO_GROUPS),
-    "fully_async, grpo": (FULLY, [*SEPARATE, *GRPO], {*V1_ONLY, "reward_timeout", "telemetry"}, {"gae"}),
+    "fully_async, grpo": (FULLY, [*SEPARATE, *GRPO], {*V1_ONLY, "reward_timeout", "telemetry"}, NO_SCAN),
 }
 REST = [f"{ROLLOUT}.name=vllm", "data.train_batch_size=256", f"{MINI}=256", "critic.ppo_mini_batch_size=256"]
 

@@ -1,7 +1,6 @@
-"""Command ``rl-accel bench advantages``: times verl's advantage estimators other than GAE, and rl-accel's fast replacements.
+"""Command ``rl-accel bench advantages``: times verl's REINFORCE++ and ``masked_whiten``, and rl-accel's fast replacements.
 
-Most of these estimators work on prompt groups. If a replacement returns other bits than verl's function, the estimator gets no
-times.
+If a replacement returns other bits than verl's function, the function gets no times.
 """
 
 import gc
@@ -12,7 +11,6 @@ from statistics import median
 from typing import Any
 
 import click
-import numpy as np
 import torch
 from rich.box import SIMPLE
 from rich.progress import track
@@ -25,10 +23,10 @@ REPEATS = 3
 """Number of timed calls of each function, of which the median counts."""
 
 SLOW_SECONDS = 5.0
-"""Limit in seconds for one call of an estimator. A call that takes longer is not repeated."""
+"""Limit in seconds for one call of a function. A call that takes longer is not repeated."""
 
 BYTES_PER_TOKEN = 72
-"""Peak bytes per token of the largest estimator: seven float32 inputs and outputs, the int64 mask, and verl's temporaries."""
+"""Upper bound of the peak bytes per token: float32 inputs and outputs, the int64 mask, and verl's temporaries."""
 
 
 def patches() -> list[Any]:
@@ -37,55 +35,41 @@ def patches() -> list[Any]:
     return [patch for module in modules for patch in importlib.import_module(module).SWITCHES]
 
 
-def batch(rows: int, tokens: int, group: int) -> dict[str, Any]:
-    """Returns random inputs of verl's advantage estimators, by argument name.
+def batch(rows: int, tokens: int) -> dict[str, Any]:
+    """Returns random arguments for all replaced functions, by parameter name.
 
-    The tensors are [B, T] with B = ``rows`` and T = ``tokens``; the response masks have rows of random length. ``index`` [B]
-    holds the label of the prompt of each row, with ``group`` rows per prompt.
+    The tensors are [B, T] with B = ``rows`` and T = ``tokens``; the response masks have rows of random length. The rewards also
+    serve as ``values``, and the response mask as ``mask``.
     """
+    from omegaconf import OmegaConf
+
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
     mask = (torch.arange(tokens) < lengths).long()
     rewards = torch.zeros(rows, tokens)
     rewards.scatter_(1, lengths - 1, torch.randint(0, 2, (rows, 1), generator=generator).float())
+    config = OmegaConf.create({"gamma": 0.99})
     return {
         "token_level_rewards": rewards,
         "response_mask": mask,
-        "index": np.array([f"prompt-{row // group}" for row in range(rows)], dtype=object),
-        "old_log_probs": -torch.rand(rows, tokens, generator=generator),
-        "sum_pi_squared": torch.rand(rows, tokens, generator=generator),
+        "values": rewards,
+        "mask": mask,
+        "config": config,
     }
 
 
-def arguments_of(patch: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments for the function that ``patch`` replaces, by parameter name.
-
-    The arguments come from ``data``; parameters that the function does not have are left out. The rewards also serve as
-    ``values``, and the response mask as ``mask``.
-    """
-    from omegaconf import OmegaConf
-
-    known = {
-        **data,
-        "values": data["token_level_rewards"],
-        "mask": data["response_mask"],
-        "config": OmegaConf.create({"gamma": 0.99}),
-    }
-    return {name: known[name] for name in patch.params if name in known}
-
-
-def measure(rows: int, tokens: int, group: int) -> list[dict[str, Any]]:
+def measure(rows: int, tokens: int) -> list[dict[str, Any]]:
     """Times every function that the patches replace at one shape, first as verl ships it, then with all patches applied.
 
     Returns:
         One record per function: ``estimator, same_bits, stock_s, fast_s``. ``stock_s`` is the median number of seconds of verl's
         function, ``fast_s`` that of the replacement. Both are None if the results differ in a bit.
     """
-    data = batch(rows, tokens, group)
+    data = batch(rows, tokens)
     everything = patches()
     records = []
-    for patch in track(everything, description=f"{rows} x {tokens}, groups of {group}", transient=True):
-        arguments = arguments_of(patch, data)
+    for patch in track(everything, description=f"{rows} x {tokens}", transient=True):
+        arguments = {name: data[name] for name in patch.params if name in data}
         expected, stock_s = _timed(_bound(patch), arguments)
         applied = []
         try:
@@ -141,9 +125,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @click.option(
     "--tokens", "-T", type=click.IntRange(1), default=8192, show_default=True, help="Of the longest response."
 )
-@click.option("--group", type=click.IntRange(2), default=16, show_default=True, help="Responses of a prompt.")
-def bench_advantages(rows: int, tokens: int, group: int) -> None:
-    """Time verl's advantage estimators other than GAE (GRPO, RLOO, OPO, ...) against rl-accel's fast replacements."""
+def bench_advantages(rows: int, tokens: int) -> None:
+    """Time verl's REINFORCE++ and masked_whiten against rl-accel's fast replacements."""
     try:
         importlib.import_module("verl.trainer.ppo.core_algos")
     except ImportError as error:
@@ -155,8 +138,8 @@ def bench_advantages(rows: int, tokens: int, group: int) -> None:
         raise click.ClickException(
             f"{rows} x {tokens} wants {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
         )
-    records = measure(rows, tokens, group)
-    table = Table(title=f"verl's advantage estimators at {rows} x {tokens}, groups of {group} (median)", box=SIMPLE)
+    records = measure(rows, tokens)
+    table = Table(title=f"verl's functions at {rows} x {tokens} (median)", box=SIMPLE)
     for heading in ("estimator", "stock ms", "ours ms", "ratio"):
         name = heading == "estimator"
         table.add_column(heading, justify="left" if name else "right", no_wrap=name, min_width=28 if name else None)
