@@ -7,7 +7,9 @@ worker, the mixin :data:`WORKER_PART` marks validation responses and tolerates d
 reach the trainer's log through the anchor store, which shares the durations of correct executions between processes.
 """
 
+import ast
 import functools
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -81,11 +83,49 @@ def _check(run: VerlRun) -> None:
             reason = "on the trainer's own devices scores are taken in one go, and validation is not told from training"
             _refuse("reward.reward_model.enable_resource_pool", True, False, reason)
     agent_loop.check(run, _FLAG, "agent loops must tell validation from training")
+    name = run.get(f"{_REWARD}.name")
     if run.get(f"{_REWARD}.source") == "register":
         from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
 
-        if (name := run.get(f"{_REWARD}.name")) not in REWARD_MANAGER:
+        if name not in REWARD_MANAGER:
             _refuse(f"{_REWARD}.name", f"one of {', '.join(REWARD_MANAGER)}", name)
+    elif name != MANAGER and _never_awaits(path := run.get(f"{_REWARD}.module.path") or "", name):
+        _refuse(f"{_REWARD}.name", "a manager that awaits its compute_score, as verl's do", f"{name} of {path}")
+
+
+def _never_awaits(path: str, name: str) -> bool:
+    """Returns True if a user's reward manager never awaits ``compute_score``, although our function of this name is async.
+
+    In such a manager, the method ``run_single`` calls ``compute_score`` and awaits nothing but calls in threads. This function
+    reads the source code, because an import of the user's module here might have side effects. Returns False if the source code
+    of the class is not found.
+
+    Args:
+        path: file of the class, or ``pkg://`` and the name of a module.
+        name: name of the class.
+    """
+    try:
+        module = path.removeprefix("pkg://").replace("/", ".")
+        spec = importlib.util.find_spec(module) if path.startswith("pkg://") else None
+        tree = ast.parse(Path((spec and spec.origin) or path.removeprefix("file://")).read_text())
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return False
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
+    methods = [
+        node
+        for one in classes
+        for node in one.body
+        if isinstance(node, ast.AsyncFunctionDef) and node.name == "run_single"
+    ]
+    nodes = [node for method in methods for node in ast.walk(method)]
+    awaited = [node.value for node in nodes if isinstance(node, ast.Await)]
+    return any(_calls(node, "compute_score") for node in nodes) and all(
+        _calls(value, "run_in_executor", "to_thread") for value in awaited
+    )
+
+
+def _calls(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
 
 
 def _observer(_flags: RewardTimeoutFlags) -> Observer:

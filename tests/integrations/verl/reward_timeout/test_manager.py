@@ -9,6 +9,8 @@ from rl_accel.errors import ConfigError
 
 pytest.importorskip("verl", reason="verl is not installed")
 
+from rl_accel.patches.verl import config_intake
+
 pytestmark = pytest.mark.slow
 
 SYNC = """
@@ -141,35 +143,50 @@ class Mine(RewardManagerBase):
 
     async def run_single(self, data):
         assert not any("rl_accel" in name for name in data.non_tensor_batch)
-        score = {scored}
-        return {{"reward_score": score, "reward_extra_info": {{}}}}
+        score = self.compute_score("test", "7", "7", {"index": 1})
+        if AWAITS:
+            score = await score
+        return {"reward_score": score if not AWAITS else score["score"] * 2, "reward_extra_info": {}}
 """
 
 
-@pytest.mark.parametrize(
-    ("scored", "is_held"),
-    [
-        ("(await CALL)['score'] * 2", True),
-        ("CALL", False),
-        ("CALL['score']", False),
-        ("float(CALL)", False),
-        ("await self.loop.run_in_executor(None, lambda: CALL)", False),
-    ],
-)
-def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(
-    configure, responses, score, tmp_path, scored, is_held
-):
+def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configure, responses, score, tmp_path):
     path = tmp_path / "mine.py"
     keys = {"source": "importlib", "name": "Mine", "module.path": str(path)}
     keys = {f"reward.reward_manager.{key}": value for key, value in keys.items()}
-    call = "self.compute_score('test', '7', '7', {'index': 1})"
-    path.write_text(CUSTOM.format(scored=scored.replace("CALL", call)))
-    (found,) = score(configure(SYNC, keys=keys), responses("8"))
-    if is_held:
-        assert found["reward_score"] == 2.0
+    path.write_text("AWAITS = True\n" + CUSTOM)
+    assert score(configure(SYNC, keys=keys), responses("8"))[0]["reward_score"] == 2.0
+    path.write_text("AWAITS = False\n" + CUSTOM)
+    (refused,) = score(configure(SYNC, keys=keys), responses("8"))
+    assert isinstance(refused, ConfigError)
+    assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
+
+
+@pytest.mark.parametrize(
+    ("scored", "refused"),
+    [
+        ("self.compute_score('test', '7', '7')['score']", True),
+        ("await self.loop.run_in_executor(None, lambda: self.compute_score('test', '7', '7'))", True),
+        ("await asyncio.wait_for(self.compute_score('test', '7', '7'), 5)", False),
+        ("await maybe(self.compute_score('test', '7', '7'))", False),
+        ("await self.loop.run_in_executor(None, my_own_score)", False),
+    ],
+)
+def test_a_manager_whose_source_never_awaits_is_refused_at_the_start(configured, tmp_path, scored, refused):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"class Mine:\n    async def run_single(self, data):\n        return {{'reward_score': {scored}}}\n"
+    )
+    keys = {"source": "importlib", "name": "Mine", "module.path": str(path)}
+    keys = {f"reward.reward_manager.{key}": value for key, value in keys.items()}
+    config = configured({"rl_accel.reward_timeout.enable": True, **keys})
+    if refused:
+        with pytest.raises(
+            ConfigError, match=r"reward_manager\.name = a manager that awaits its compute_score.*found Mine of"
+        ):
+            config_intake.in_driver(config)
     else:
-        assert isinstance(found, ConfigError)
-        assert re.search(r"awaits its compute_score.*found Mine of", str(found))
+        config_intake.in_driver(config)
 
 
 def test_verls_own_rewards_are_the_same(configure, configured, responses, score):
