@@ -12,8 +12,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from rl_accel.switch import forget_when_off
 logger = logging.getLogger("rl_accel")
 
 EXCHANGE_SECONDS = 1.0
+SAVE_SECONDS = 30.0
 _PATIENCE_SECONDS = 10.0
 _REPLY_SECONDS = 5.0
 _COUNTS = (
@@ -51,6 +54,43 @@ _COUNTS = (
 )
 
 
+class AnchorStoreActor:
+    """Ray actor that holds an :class:`AnchorStore`."""
+
+    def __init__(self, path: str | None, flags: dict[str, Any]) -> None:
+        timeout = AdaptiveTimeout(RewardTimeoutFlags(**flags))
+        self._saved = time.monotonic()
+        try:
+            self._store = AnchorStore(Path(path) if path else None, timeout)
+        except (OSError, ValueError) as error:
+            # Ray would endlessly restart an actor whose constructor raises. Anchors are learned again within a few steps.
+            logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
+            self._store = AnchorStore(None, timeout)
+
+    def exchange(self, delta: AnchorDelta) -> Update:
+        """Calls :meth:`AnchorStore.exchange`. Saves the store if the last save is more than ``SAVE_SECONDS`` ago."""
+        update = self._store.exchange(delta)
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            self._save()
+        return update
+
+    def take_counts(self) -> tuple[str, dict[str, float]]:
+        """Returns the store's incarnation (an id that is new for each restarted store) and the counts since the last call.
+
+        The counts include the current number of ``anchors``. Saves the store. See :meth:`AnchorStore.take_counts`.
+        """
+        self._save()
+        return self._store.incarnation, {**self._store.take_counts(), "anchors": float(len(self._store))}
+
+    def _save(self) -> None:
+        """Saves the store to the file. A write error, such as a full disk, is only logged."""
+        self._saved = time.monotonic()
+        try:
+            self._store.save()
+        except OSError as error:
+            logger.warning("rl-accel: reward anchors could not be saved: %s", error)
+
+
 _handles: dict[Any, Any] = {}
 """Handles of all store actors that this process has used, by actor id. Ray ends an actor when the creator's handle is deleted."""
 forget_when_off.append(_handles.clear)
@@ -69,9 +109,9 @@ def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
         flags: flags of ``reward_timeout``.
     """
     handle = (
-        ray.remote(AnchorStore)
+        ray.remote(AnchorStoreActor)
         .options(name=store_name(), get_if_exists=True, num_cpus=0, max_restarts=-1)
-        .remote(Path(path) if path else None, AdaptiveTimeout(flags))
+        .remote(path, asdict(flags))
     )
     return _handles.setdefault(handle._actor_id, handle)
 
@@ -80,21 +120,29 @@ _clients: weakref.WeakSet["StoreClient"] = weakref.WeakSet()
 
 
 def _flush_here(_actor: Any) -> None:
-    """Sends the counts of this process to the store. Blocks for at most a few seconds: do not call this on an event loop."""
+    """Makes all :class:`StoreClient` objects of this process send their counts to the store.
+
+    Blocks until the counts are sent, at most a few seconds. Must therefore not be called on an event loop.
+    """
     flushes = [asyncio.run_coroutine_threadsafe(client.flush(), client.loop) for client in _clients if client.loop]
     concurrent.futures.wait(flushes, _REPLY_SECONDS)
 
 
 def flush(actors: Sequence[Any]) -> None:
-    """Makes the processes of the Ray ``actors`` send their counts to the store of the job. Waits for at most a few seconds."""
+    """Makes the processes of the Ray ``actors`` send their counts of reward executions to the store of the job.
+
+    Waits until the store has the counts, but at most a few seconds.
+    """
     calls = [actor.__ray_call__.remote(_flush_here) for actor in actors]
     ray.wait(calls, num_returns=len(calls), timeout=_REPLY_SECONDS)
 
 
 class StoreClient:
-    """Synchronises anchors and counts of this process with the store of the Ray job. Does nothing outside a Ray job.
+    """Synchronises anchors (run times of the longest correct executions) and counts of this process with the store of the Ray job.
 
     A background task does so every second. The task runs on the event loop on which :meth:`use` is called.
+
+    Outside a Ray job, there is no store and nothing is exchanged.
 
     Args:
         replica: this process's own copy of the anchors and counts.
@@ -108,7 +156,6 @@ class StoreClient:
         self._wanted = False
         self._silent = False
         self._handle: Any = None
-        self._lock = asyncio.Lock()
         self._call: tuple[AnchorDelta, asyncio.Future[Update]] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         _clients.add(self)
@@ -152,23 +199,25 @@ class StoreClient:
 
         If the store does not answer in time, the next exchange awaits the same call. A second call would count everything twice.
         """
-        async with self._lock:
-            if self._call is None:
-                delta = self._replica.take_delta()
-                self._call = delta, asyncio.ensure_future(self._ask(delta))
-            delta, call = self._call
-            try:
-                update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
-            except TimeoutError:
-                return self._complain("it takes long")
-            except (RayError, ValueError) as error:  # ValueError: the actor ended during the look-up
-                self._handle = None
-                self._replica.put_back(delta)
-                self._complain(str(error).splitlines()[0])
-            else:
-                self._silent = False
-                self._replica.apply(update)
-            self._call = None
+        if self._call is None:
+            delta = self._replica.take_delta()
+            self._call = delta, asyncio.ensure_future(self._ask(delta))
+        delta, call = mine = self._call
+        try:
+            update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
+        except TimeoutError:
+            self._complain("it takes long")
+        except (RayError, ValueError) as error:  # ValueError: the actor ended during the look-up
+            if self._call is not mine:  # another coroutine has handled this call
+                return
+            self._call, self._handle = None, None
+            self._replica.put_back(delta)
+            self._complain(str(error).splitlines()[0])
+        else:
+            if self._call is not mine:
+                return
+            self._call, self._silent = None, False
+            self._replica.apply(update)
 
     async def _ask(self, delta: AnchorDelta) -> Update:
         if self._handle is None:
@@ -197,7 +246,13 @@ class Collector:
     def __call__(self, _step: int, _logged: Mapping[str, Any]) -> dict[str, float]:
         """Returns the counts since the last call by name, such as ``reward_timeout/executions``; {} before the first counts.
 
-        The page docs/reward-timeout.md explains the counts.
+        In addition to the counts of :class:`~rl_accel.reward.limited_executor.LimitedExecutor`, there are:
+        ``errors``: number of responses whose grader returned no score.
+        ``anchors``: number of known anchors (durations of the longest correct executions).
+        ``workers_replaced`` (verl): number of grader processes that died.
+        ``reward_workers_lost`` (verl): number of reward workers that died and were replaced.
+        ``store_restarts``: 1 if the store was restarted since the last call, else 0.
+        ``store_unreachable``: number of calls that the store did not answer.
         """
         if not ray.is_initialized():
             return {}

@@ -7,7 +7,6 @@ anchors from every replica.
 
 import json
 import logging
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -19,8 +18,6 @@ from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple, longe
 
 logger = logging.getLogger("rl_accel")
 
-SAVE_SECONDS = 30.0
-
 
 @dataclass
 class AnchorDelta:
@@ -29,8 +26,8 @@ class AnchorDelta:
     Attributes:
         incarnation: random id of the store process at the last exchange; "" before the first exchange.
         version: version number of the store at the last exchange.
-        learned: anchors of correct executions since the last exchange, by key (a prompt and test case). After a restart of the
-            store, also all other anchors of the replica, with 0 correct executions.
+        learned: anchors of correct executions since the last exchange, by key (a prompt and test case).
+        everything: all anchors of the replica, by key, if the store has restarted; else empty.
         counts: amounts added to each count since the last exchange, by name of the count.
         era: number of the last suspension of limits, see :meth:`AdaptiveTimeout.suspend`. The store ignores anchors from before its
             own last suspension.
@@ -39,6 +36,7 @@ class AnchorDelta:
     incarnation: str = ""
     version: int = 0
     learned: dict[str, AnchorTuple] = field(default_factory=dict)
+    everything: dict[str, AnchorTuple] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
     era: int = 0
 
@@ -67,7 +65,7 @@ class LocalAnchors:
         self.timeout = AdaptiveTimeout() if timeout is None else timeout
         self._learned: dict[str, AnchorTuple] = {}
         self._counts: dict[str, float] = {}
-        self._incarnation, self._version = "", 0
+        self._incarnation, self._version, self._tell_everything = "", 0, False
 
     def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> None:
         """Records an ended execution, here and for the next exchange with the store. Arguments: :meth:`AdaptiveTimeout.record`."""
@@ -87,8 +85,9 @@ class LocalAnchors:
 
     def take_delta(self) -> AnchorDelta:
         """Returns the changes since the last call, to send them to the store. If sending fails, pass them to :meth:`put_back`."""
-        delta = AnchorDelta(self._incarnation, self._version, self._learned, self._counts, self.timeout.era)
-        self._learned, self._counts = {}, {}
+        everything = self.timeout.anchors() if self._tell_everything else {}
+        delta = AnchorDelta(self._incarnation, self._version, self._learned, everything, self._counts, self.timeout.era)
+        self._learned, self._counts, self._tell_everything = {}, {}, False
         return delta
 
     def put_back(self, delta: AnchorDelta) -> None:
@@ -96,6 +95,7 @@ class LocalAnchors:
         for key, anchor in delta.learned.items() if delta.era == self.timeout.era else ():
             self._learn(key, anchor)
         _add(self._counts, delta.counts)
+        self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
         """Merges the anchors in ``update``, a reply of the store. Before that, suspends limits if another process has done so."""
@@ -103,9 +103,7 @@ class LocalAnchors:
             self.timeout.suspend(update.era)
         if update.era == self.timeout.era:
             self.timeout.merge(update.anchors)
-        if self._incarnation not in ("", update.incarnation):  # a restarted store knows the anchors of its last save
-            for key, (wall, cpu, _) in self.timeout.anchors().items():
-                self._learn(key, (wall, cpu, 0))
+        self._tell_everything = self._incarnation not in ("", update.incarnation)
         self._incarnation, self._version = update.incarnation, update.version
 
     def _learn(self, key: str, anchor: AnchorTuple) -> None:
@@ -119,70 +117,59 @@ class AnchorStore:
     An anchor is the longest correct execution of a prompt and test case.
 
     Args:
-        path: JSON file to which anchors are saved, and from which they are loaded if the file exists. None: memory only. A damaged
-            file, or a file of another version, is left as it is: a warning is logged, and anchors are learned anew.
+        path: JSON file to which anchors are saved, and from which they are loaded if the file exists. None: memory only.
         timeout: empty :class:`AdaptiveTimeout` that holds the anchors; None: a new one.
+
+    Raises:
+        ValueError: the file at ``path`` is damaged or has another version.
     """
 
     def __init__(self, path: Path | None = None, timeout: AdaptiveTimeout | None = None) -> None:
         self._timeout = AdaptiveTimeout() if timeout is None else timeout
-        self._incarnation = uuid.uuid4().hex
+        self.incarnation = uuid.uuid4().hex
         self._version = 0
         self._changed: OrderedDict[str, int] = OrderedDict()
         self._counts: dict[str, float] = {}
         self._path = path
+        self._saved = 0
         if path is not None and path.exists():
-            try:
-                self._timeout.load_state_dict(json.loads(path.read_text()))
-                self._touch(self._timeout.anchors())
-            except (OSError, ValueError) as error:  # Ray would endlessly restart an actor whose constructor raises
-                self._path = None
-                logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
-        self._saved_version, self._saved_at = self._version, time.monotonic()
+            self._timeout.load_state_dict(json.loads(path.read_text()))
+            self._touch(self._timeout.anchors())
+            self._saved = self._version
+
+    def __len__(self) -> int:
+        return len(self._timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
-        """Merges the changes of a process. Returns the anchors that have changed since the last exchange with this process.
-
-        Saves the store if the last save is more than ``SAVE_SECONDS`` ago.
-        """
+        """Merges the changes of a process. Returns the anchors that have changed since the last exchange with this process."""
         if delta.era > self._timeout.era:
             self._timeout.suspend(delta.era)
         if delta.era == self._timeout.era:
             for key, (wall, cpu, correct) in delta.learned.items():
                 self._timeout.merge({key: (wall, cpu, self._timeout.get(key)[2] + correct)})
-            if delta.learned:
-                self._touch(delta.learned)
+            self._timeout.merge(delta.everything)
+            if delta.learned or delta.everything:
+                self._touch({**delta.learned, **delta.everything})
         _add(self._counts, delta.counts)
-        since = delta.version if delta.incarnation == self._incarnation else 0
+        since = delta.version if delta.incarnation == self.incarnation else 0
         anchors = {}
         for key in reversed(self._changed):
             if self._changed[key] <= since:
                 break
             anchors[key] = self._timeout.get(key)
-        if time.monotonic() - self._saved_at > SAVE_SECONDS:
-            self.save()
-        return Update(self._incarnation, self._version, anchors, self._timeout.era)
+        return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
-    def take_counts(self) -> tuple[str, dict[str, float]]:
-        """Returns an id that is new for each restarted store, and each count (such as "timeouts") since the last call, by name.
-
-        A count is the sum over all processes. The count ``anchors`` is the number of known anchors. Saves the store.
-        """
-        self.save()
+    def take_counts(self) -> dict[str, float]:
+        """Returns the sum of each count (such as "timeouts") over all processes since the last call, by name of the count."""
         counts, self._counts = self._counts, {}
-        return self._incarnation, {**counts, "anchors": float(len(self._timeout))}
+        return counts
 
     def save(self) -> None:
-        """Writes all anchors atomically to the file of this store, if any has changed. An error, such as a full disk, is logged."""
-        self._saved_at = time.monotonic()
-        if self._path is None or self._saved_version == self._version:
+        """Writes all anchors (longest correct executions) atomically to the file of this store, if anything has changed."""
+        if self._path is None or self._saved == self._version:
             return
-        try:
-            write_atomically(self._path, json.dumps(self._timeout.state_dict()))
-        except OSError as error:
-            logger.warning("rl-accel: reward anchors could not be saved: %s", error)
-        else:
-            self._saved_version = self._version
+        write_atomically(self._path, json.dumps(self._timeout.state_dict()))
+        self._saved = self._version
 
     def _touch(self, keys: "dict[str, AnchorTuple]") -> None:
         self._version += 1

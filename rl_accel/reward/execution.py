@@ -20,7 +20,9 @@ T = TypeVar("T")
 HELD_SECONDS = 1.0
 """Seconds between two awaits of a coroutine grader above which a warning is logged, because the grader blocks the event loop."""
 _running: set["asyncio.Task[Any]"] = set()
-"""Tasks of coroutine graders that have not ended. asyncio itself has only weak references to tasks."""
+"""Tasks of coroutine graders that have not ended, including tasks that ignore their cancellation.
+
+This set keeps the tasks alive, because asyncio itself has only weak references to tasks."""
 _reported: set[str] = set()
 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
@@ -31,25 +33,36 @@ done: a grader returned a value.
 error: the code raised an exception, or a program ended without a result.
 timeout, memory: the execution exceeded its time limit or its memory limit.
 killed: the execution exceeded another limit, the process of a grader died, or two workers died on the same request."""
+SetLimits = Callable[[float, float], None]
+"""Function that receives new time limits: wall seconds and CPU seconds, both counted from the start of the execution."""
 
 
 class LimitUpdates:
-    """Passes new time limits of a running execution from the policy that computes them to a subscriber that enforces them."""
+    """Passes new time limits of a running execution from the policy that computes them to a subscriber that enforces them.
+
+    Limits published before the subscription are kept. Only the latest limits count.
+    """
 
     def __init__(self) -> None:
         self._latest: tuple[float, float] | None = None
-        self._set_limits: Callable[[float, float], None] | None = None
+        self._set_limits: SetLimits | None = None
 
     def publish(self, wall: float, cpu: float) -> None:
-        """Sets new limits: ``wall`` and ``cpu`` seconds, counted from the start of the execution."""
+        """Passes new limits to the subscriber: ``wall`` and ``cpu`` seconds, counted from the start of the execution.
+
+        Without a subscriber, only stores the limits. Does nothing if both limits are unchanged.
+        """
         if self._latest != (wall, cpu):
             self._latest = wall, cpu
             if self._set_limits is not None:
                 self._set_limits(wall, cpu)
 
     @contextlib.contextmanager
-    def subscribed(self, set_limits: Callable[[float, float], None]) -> Iterator[None]:
-        """Context manager that calls ``set_limits`` with the latest limits, and with all limits published within the block."""
+    def subscribed(self, set_limits: SetLimits) -> Iterator[None]:
+        """Context manager that calls ``set_limits(wall, cpu)`` for all limits published within the block.
+
+        If limits were published before the block, first calls ``set_limits`` with the latest of these limits.
+        """
         self._set_limits = set_limits
         try:
             if self._latest is not None:
@@ -124,8 +137,9 @@ class ExecutionResult:
 async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:
     """Awaits a coroutine grader until the wall limit. Returns the result of this execution.
 
-    At the limit, or if this call is cancelled, the coroutine is cancelled, but not awaited any further. Processes that it has
-    started are then killed with all their descendants, except processes that other tasks or threads have started for it.
+    The wall limit is ``limits.wall`` seconds, until ``limits.updates`` publishes another wall limit. At the limit, or if this call
+    is cancelled, the coroutine is cancelled, but not awaited any further. Processes that the coroutine has started are then killed
+    with all their descendants. Processes that other tasks or threads have started for the coroutine are not killed.
 
     Args:
         coroutine: the call of the grader, not yet awaited.

@@ -44,7 +44,8 @@ class GraderThreads(ThreadPoolExecutor):
 def threads_of_execution(loop: asyncio.AbstractEventLoop) -> Iterator[Callable[[], None]]:
     """Context manager that assigns all asyncio tasks created within the block, and their calls in threads, to one execution.
 
-    Yields a function to call when the execution is stopped: :meth:`GraderThreads.replace` for the calls of the execution.
+    Yields a function to call when the execution is stopped. This function adds one thread to the thread pool for each thread that
+    the execution still occupies, and cancels calls that have not begun.
 
     The first block on a ``loop`` makes a :class:`GraderThreads` the default executor of this loop. If the program has set another
     default executor, that executor stays, and the yielded function does nothing.

@@ -52,6 +52,8 @@ class FairScheduler:
 
     An execution is late if it runs for long and still has no adaptive limit. A prompt with a late execution counts as holding two
     slots fewer, because the result of another execution of this prompt may show that the late execution must be stopped.
+
+    The amortised cost per slot is O(log n).
     """
 
     def __init__(self, slots: int) -> None:
@@ -61,6 +63,9 @@ class FairScheduler:
         self._held: Counter[str] = Counter()
         self._late: Counter[str] = Counter()
         self._queues: dict[str, list[_Waiting]] = {}
+        # Heap of (standing, expected end, sequence number, prompt). The standing is the number of slots that the prompt counts as
+        # holding. Entries that are out of date are dropped when they are popped.
+        self._offers: list[tuple[int, float, int, str]] = []
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
@@ -76,6 +81,7 @@ class FairScheduler:
         def is_late() -> None:
             late.append(True)
             self._late[prompt] += 1
+            self._give_out(prompt)
 
         try:
             yield is_late
@@ -90,7 +96,7 @@ class FairScheduler:
         granted = asyncio.get_running_loop().create_future()
         waiting = (monotonic() + expected, next(self._numbers), granted)
         heapq.heappush(self._queues.setdefault(prompt, []), waiting)
-        self._give_out()
+        self._give_out(prompt)
         try:
             await granted
         except asyncio.CancelledError:
@@ -103,24 +109,36 @@ class FairScheduler:
         self._held[prompt] -= 1
         if not self._held[prompt]:
             del self._held[prompt]
-        self._give_out()
+        self._give_out(prompt)
 
-    def _give_out(self) -> None:
-        """Gives free slots to waiting executions."""
-        while self._free and self._queues:
-            prompt = min(self._queues, key=self._rank)
-            *_, granted = heapq.heappop(self._queues[prompt])
-            if not self._queues[prompt]:
-                del self._queues[prompt]
-            if not granted.done():  # else the call was cancelled
+    def _offer(self, prompt: str) -> None:
+        """Makes the first execution in the queue of ``prompt`` a candidate for a free slot."""
+        queue = self._queues.get(prompt, [])
+        while queue and queue[0][2].done():
+            heapq.heappop(queue)
+        if queue:
+            heapq.heappush(self._offers, (self._standing(prompt), *queue[0][:2], prompt))
+        else:
+            self._queues.pop(prompt, None)
+
+    def _standing(self, prompt: str) -> int:
+        return self._held[prompt] - (2 if prompt in self._late else 0)
+
+    def _give_out(self, changed: str) -> None:
+        """Gives free slots to waiting executions. ``changed`` is the prompt whose queue or number of slots has changed."""
+        self._offer(changed)
+        while self._free and self._offers:
+            standing, _, number, prompt = heapq.heappop(self._offers)
+            queue = self._queues.get(prompt, [])
+            if not queue or standing != self._standing(prompt) or number != queue[0][1]:
+                continue
+            granted = queue[0][2]
+            if not granted.done():
+                heapq.heappop(queue)
                 granted.set_result(None)
                 self._free -= 1
                 self._held[prompt] += 1
-
-    def _rank(self, prompt: str) -> tuple[int, float, int]:
-        """Returns the sort key of ``prompt``: the slots that it counts as holding, then end and number of its first execution."""
-        expected_end, number, _ = self._queues[prompt][0]
-        return self._held[prompt] - (2 if prompt in self._late else 0), expected_end, number
+            self._offer(prompt)
 
 
 class LimitedExecutor:
@@ -137,8 +155,18 @@ class LimitedExecutor:
 
     An execution that has run for ``minimum`` seconds and still has no adaptive limit is late. Its prompt then gains priority.
 
-    Counts in ``replica`` are the metrics on page docs/reward-timeout.md. An execution with ``teach=False`` (evaluation) counts as
-    ``eval_executions`` only, or as ``cancelled``.
+    Counts in ``replica``, each for executions with ``teach=True`` (training):
+
+    - ``executions``, ``correct``: all executions, and those with a correct result.
+    - ``timeouts``, ``timeouts_full``: executions stopped by a time limit, and those stopped by the full budget.
+    - ``killed``: executions stopped by a limit other than a time limit, or lost because the grader's process or two workers died.
+    - ``probes``: probes.
+    - ``cancelled``: executions whose call was cancelled. These executions count with ``teach=False`` too.
+    - ``seconds``, ``waited_seconds``: wall seconds of executions, and seconds that they waited for a slot.
+    - ``saved_seconds``: full budget minus wall seconds, summed over executions stopped by an adaptive limit.
+    - ``suspended``: suspensions of the limits.
+
+    A finished execution with ``teach=False`` (evaluation) counts as ``eval_executions`` only.
 
     Args:
         replica: anchors and counts of this process.

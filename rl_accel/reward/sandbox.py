@@ -54,8 +54,15 @@ class Case:
 class Sandbox:
     """Pool of warm worker processes for untrusted programs. A worker runs one program at a time, in a newly forked process.
 
-    Use this class from one event loop. SECURITY.md says what each isolation guarantees. One warning lists the resources of this
-    process's user that the isolation in force does not protect from programs: network, processes, files.
+    Use this class from one event loop.
+
+    With isolation "process", a program has its own session, resource limits, a minimal environment and a private folder. If this
+    process is root, the program also runs as another user. If the kernel allows it, the program also has its own PID and network
+    namespaces. Isolation "bubblewrap" adds a private /tmp and a read-only file system that contains only the interpreter and the
+    system's programs.
+
+    A single warning lists the resources of this process's user that the isolation does not protect from programs: network,
+    processes, files. Without root, "process" does not protect the files of this user.
 
     Args:
         workers: maximum number of programs that run at once; further programs wait in order. None: number of cores that this
@@ -94,13 +101,15 @@ class Graders:
     grader's caches, pools and connections persist. If a call exceeds a limit, the process and all processes started by it are
     killed, and a new process replaces the killed process. Concurrent calls run in several processes, which share no state (see
     :class:`~rl_accel.reward.worker_pool.WorkerPool`). These processes have the environment, ``sys.path``, working folder and output
-    of this process, and call the grader outside their main thread, as verl and slime do. Only the limits ``wall`` and ``cpu`` are
-    enforced.
+    of this process. Only the limits ``wall`` and ``cpu`` are enforced. Arguments and return values are pickled, with cloudpickle if
+    pickle fails.
 
-    Isolation is for a grader that executes the code that it grades. Each call runs in its own forked process, under all limits. The
-    grader sees installed packages and ``readable``, but neither the environment nor another part of ``sys.path``. Text that a call
-    prints becomes ``output`` of the result. A call may return numbers, text, lists and dicts only. Threads that the grader's module
-    starts at import do not exist in the calls. Example, with verl's judge of programs::
+    Isolation is for a grader that executes the code that it grades. Each call runs in its own forked process, and all limits are
+    enforced. Workers start like those of a :class:`~rl_accel.reward.sandbox.Sandbox`. The grader is imported with a minimal
+    environment. The grader sees installed packages and ``readable``, but no other part of this process's ``sys.path``. Text that
+    a call prints becomes ``output`` of the result; text printed at import is dropped. A call may return numbers, text, lists and
+    dicts only. Threads that the grader's module starts at import do not exist in the calls. Example, with verl's judge of
+    programs::
 
         Graders("/path/of/prime_code/testing_util.py:run_test", isolation="auto")
 
@@ -113,8 +122,10 @@ class Graders:
         arguments: None if ``target`` is the grader. Else ``target`` is a function that returns the grader; each worker calls
             ``target`` once with these keyword arguments, which are pickled.
         isolation: None for a trusted grader. Else "auto", "process" or "bubblewrap", as for a
-            :class:`~rl_accel.reward.sandbox.Sandbox`.
+            :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read. Without root,
+            "process" does not hide files of this user either.
         readable: files and folders that the grader reads at import or in a call.
+        in_thread: True calls a trusted grader in a thread other than the main thread, because stock verl uses a thread pool.
         computing: number of worker processes of a trusted grader above which more processes, up to ``workers``, are started only
             while all calls mostly wait for something other than a processor. None: as many as ``workers``.
         environment, setup: environment variables and setup function for a trusted grader, see
@@ -132,6 +143,7 @@ class Graders:
         arguments: Mapping[str, Any] | None = None,
         isolation: str | None = None,
         readable: Sequence[str | Path] = (),
+        in_thread: bool = False,
         computing: int | None = None,
         environment: Mapping[str, str] | None = None,
         setup: str = "",
@@ -144,10 +156,14 @@ class Graders:
             readable = [*readable, where]
         isolation = choose_isolation(isolation) if isolation is not None else ""
         path = installed_path() if isolation else sys.path
-        start = Start(isolation, "", f"{where}:{name}", path, dict(environment or {}), setup)
+        start = Start(isolation, "", f"{where}:{name}", path, in_thread, False, dict(environment or {}), setup)
         payload = b"" if arguments is None else dumps(dict(arguments))
         self._pool = WorkerPool(workers, start, payload, [str(Path(item).resolve()) for item in readable], computing)
         self._trusted = not isolation
+
+    def warm_up(self) -> None:
+        """Starts the first worker process. Waits until this worker has imported the grader or has failed. Needs no event loop."""
+        self._pool.warm_up()
 
     @property
     def deaths(self) -> int:

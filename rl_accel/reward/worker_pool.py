@@ -9,11 +9,13 @@ import functools
 import json
 import logging
 import os
+import select
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,7 +33,9 @@ _LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
 _GRACE_SECONDS = 10.0
 """Seconds to wait for a worker's message after the wall limit. Then the worker is killed with all its descendants."""
 _END_SECONDS = 8.0
-"""Seconds that :meth:`Worker.kill` waits until a worker and its program have ended."""
+"""Seconds that :meth:`Worker.kill` waits until a worker and its program have ended.
+
+Then the supervising process :attr:`Worker.process` is killed, if the worker has such a process."""
 _START_SECONDS = 300.0
 """Seconds in which a new worker must be ready, including all imports of its grader."""
 _RETRY_PAUSE_SECONDS = 1.0
@@ -123,6 +127,7 @@ class Worker:
             is ready again.
         waits: True if the current execution has spent most of its time waiting for something other than a processor.
         answer: future of the current execution: its result, and the pickled value or exception of the grader.
+        due: time of the event loop at which the worker counts as dead if no message about the current execution has come.
     """
 
     process: "subprocess.Popen[bytes] | None"
@@ -133,10 +138,16 @@ class Worker:
     renews: bool = True
     waits: bool = False
     answer: "asyncio.Future[tuple[ExecutionResult, bytes]]" = field(init=False)
+    due: float = field(default=0.0, init=False)
 
-    @classmethod
-    async def launch(cls, start: Start, payload: bytes, readable: Sequence[str]) -> "Worker":
-        """Starts a worker process. The caller must then call :meth:`wait_ready`. Arguments as for :class:`WorkerPool`.
+    @staticmethod
+    def launch(
+        start: Start, payload: bytes, readable: Sequence[str]
+    ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+        """Starts the process of a worker. Arguments as for :class:`WorkerPool`.
+
+        Returns:
+            The new process and this process's end of the socket to the worker, which are the arguments for :meth:`of`.
 
         Raises:
             SandboxError: the new process cannot be started.
@@ -165,12 +176,18 @@ class Worker:
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"a worker cannot be started: {error}") from error
-        worker = cls(process, ours, *await asyncio.open_connection(sock=ours))
-        worker._send(asdict(start), payload)
-        return worker
+        ours.sendall(encode(asdict(start), payload))
+        return process, ours
+
+    @classmethod
+    async def of(cls, process: "subprocess.Popen[bytes] | None", channel: socket.socket) -> "Worker":
+        """Returns a client of the worker at the other end of the socket ``channel``. The caller then calls :meth:`wait_ready`."""
+        return cls(process, channel, *await asyncio.open_connection(sock=channel))
 
     async def fork(self) -> "Worker":
-        """Forks a new worker from this template. The caller must then call :meth:`wait_ready` of the new worker.
+        """Forks a new worker from this template (a process that has imported the grader). Returns the new worker.
+
+        The caller must then call :meth:`wait_ready` of the new worker.
 
         Raises:
             SandboxError: the template has died.
@@ -183,7 +200,7 @@ class Worker:
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"a worker cannot be forked: {error}") from error
-        return Worker(None, ours, *await asyncio.open_connection(sock=ours))
+        return await Worker.of(None, ours)
 
     async def wait_ready(self) -> list[str]:
         """Waits until the worker is ready for a request.
@@ -220,10 +237,18 @@ class Worker:
         """
         self.waits = False
         self._send(asdict(request), payload)
-        self.answer = asyncio.ensure_future(self._answer_within(limits))
+        began = asyncio.get_running_loop().time()
+        self.due = began + limits.wall + _GRACE_SECONDS
+        self.answer = asyncio.ensure_future(self._wait())
+
+        def change(wall: float, cpu: float) -> None:
+            self._send({"wall": wall, "cpu": cpu})
+            self._expect_message(by=began + wall)
+
         # Reads an exception of the future. A cancelled caller would not read it, and asyncio logs exceptions that nobody reads.
         self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
-        return await asyncio.shield(self.answer)
+        with limits.updates.subscribed(change):
+            return await asyncio.shield(self.answer)
 
     async def stop(self) -> None:
         """Tells the worker to stop the current execution, and waits until the execution has stopped.
@@ -234,7 +259,10 @@ class Worker:
         await asyncio.wait_for(asyncio.shield(self.answer), _GRACE_SECONDS)
 
     async def kill(self) -> None:
-        """Ends the worker and its execution. Kills the supervising process (:attr:`process`) if it does not end in time."""
+        """Tells the worker to stop its execution and to end.
+
+        If the worker's supervising process (:attr:`process`) does not end in time, kills this supervising process.
+        """
         with contextlib.suppress(OSError):
             # close() would not suffice, because a fork of this process may hold the socket too. A worker that was forked from a
             # template closes its end of the socket when all its processes have ended.
@@ -256,29 +284,30 @@ class Worker:
     def _send(self, message: Message, payload: bytes = b"") -> None:
         self.writer.write(encode(message, payload))
 
-    async def _answer_within(self, limits: Limits) -> tuple[ExecutionResult, bytes]:
-        """Waits for the answer of the worker. Tells the worker new limits.
+    def _expect_message(self, by: float) -> None:
+        """Sets :attr:`due` to the time ``by``, or now if that is later, plus a grace period."""
+        self.due = max(by, asyncio.get_running_loop().time()) + _GRACE_SECONDS
 
-        Raises:
-            TimeoutError: no message has come until a grace period after the wall limit, or after the last message.
-        """
-        now = asyncio.get_running_loop().time
-        began = now()
-        async with asyncio.timeout(limits.wall + _GRACE_SECONDS) as deadline:
+    async def _wait(self) -> tuple[ExecutionResult, bytes]:
+        while True:
+            message, payload = await self._next_message()
+            if "alive" not in message:
+                self.renews = message.pop("renews", False)
+                return ExecutionResult(**message), payload
+            self.waits = message.get("waits", self.waits)
+            self._expect_message(by=self.due - _GRACE_SECONDS)
 
-            def change(wall: float, cpu: float) -> None:
-                self._send({"wall": wall, "cpu": cpu})
-                if not deadline.expired():
-                    deadline.reschedule(max(began + wall, now()) + _GRACE_SECONDS)
-
-            with limits.updates.subscribed(change):
-                while True:
-                    message, payload = await self._read()
-                    if "alive" not in message:
-                        self.renews = message.pop("renews", False)
-                        return ExecutionResult(**message), payload
-                    self.waits = message.get("waits", self.waits)
-                    deadline.reschedule(max(deadline.when() or 0.0, now() + _GRACE_SECONDS))
+    async def _next_message(self) -> tuple[Message, bytes]:
+        """Returns the next message of the worker. Raises TimeoutError at :attr:`due`, which may change during the wait."""
+        reading, now = asyncio.ensure_future(self._read()), asyncio.get_running_loop().time
+        try:
+            while not reading.done():
+                if now() >= self.due:
+                    raise TimeoutError
+                await asyncio.wait([reading], timeout=min(self.due - now(), _GRACE_SECONDS))
+        finally:
+            reading.cancel()
+        return reading.result()
 
     async def _read(self) -> tuple[Message, bytes]:
         head_size, size = SIZES.unpack(await self.reader.readexactly(SIZES.size))
@@ -288,8 +317,9 @@ class Worker:
 class WorkerPool:
     """Pool of at most ``size`` worker processes for one grader, or for programs. Use this class from one event loop.
 
-    Workers are started on demand. A trusted grader keeps state, such as caches, in its worker. Another worker for a trusted grader
-    is therefore started only when a call has waited for 0.1 seconds. The next call gets the worker that was used most recently.
+    Workers are started on demand. A trusted grader keeps state, such as caches, in its worker. The pool therefore starts another
+    worker for a trusted grader only when a call has waited for 0.1 seconds, so that a grader that answers at once uses a single
+    worker. The next call gets the idle worker that was used most recently.
 
     Args:
         size: maximum number of workers; None: number of cores that this process may use.
@@ -321,21 +351,36 @@ class WorkerPool:
         self._start = replace(start, folder=_temporary_folder(start.isolation))
         self._payload = payload
         self._readable = readable
+        self._launched: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._template: Worker | None = None
         self._workers: set[Worker] = set()
         self._unready: set[Worker] = set()
-        self._free: asyncio.LifoQueue[Worker | SandboxError] = asyncio.LifoQueue()
-        self._waiting = 0  # calls that wait for a worker
+        self._idle: list[Worker] = []
+        self._waiting: deque[asyncio.Future[Worker]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting = 0
         self._growth: asyncio.TimerHandle | None = None
         self._closed = False
         self._warned = False
 
+    def warm_up(self) -> None:
+        """Starts the first worker process. Waits until this worker is ready or has failed. Needs no event loop."""
+        self._launched = Worker.launch(self._start, self._payload, self._readable)
+        poll = select.poll()
+        poll.register(self._launched[1], select.POLLIN)
+        poll.poll(_START_SECONDS * 1000)
+
     async def run(self, limits: Limits, request: WorkerRequest, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
         """Runs a request on the next free worker. If this worker dies, runs the request once more on another worker.
 
-        Cancelling this call stops the execution. Returns the result, and the pickled value or exception of the grader, or b"".
+        Cancelling this call stops the execution.
+
+        Args:
+            limits: resource limits of the execution.
+            request, payload: request to the worker, and the payload of this message.
+
+        Returns:
+            The result of the execution, and the pickled value or exception of the grader (b"" if there is none).
 
         Raises:
             SandboxError: no worker can be started, or the pool is closed.
@@ -358,7 +403,7 @@ class WorkerPool:
                         await asyncio.shield(stopping)
                 raise
             else:
-                self._give_back(worker)
+                self._free(worker)
                 return answer
         return ExecutionResult("killed", reason="two workers died over it"), b""
 
@@ -368,57 +413,70 @@ class WorkerPool:
         while self._workers or self._unready or self._tasks:
             ends = map(self._end, self._workers | self._unready)
             await asyncio.gather(*ends, *self._tasks, return_exceptions=True)
+        if self._launched:
+            self._template, self._launched = await Worker.of(*self._launched), None
         if self._template:
             await self._template.kill()
         self._template = None
-        while not self._free.empty():
-            self._free.get_nowait()
-        for _ in range(self._waiting):
+        self._idle.clear()
+        while self._waiting:
             self._refuse(SandboxError("the sandbox is closed"))
 
     async def _stop(self, worker: Worker) -> None:
-        """Stops the execution of a worker. Keeps the worker if the execution stops in time, because a start may take long."""
+        """Stops the execution of a worker after its caller was cancelled.
+
+        The pool keeps the worker if the execution stops in time, because the start of a new worker may take long.
+        """
         try:
             await worker.stop()
         except _LOST:
             await self._end(worker)
         else:
-            self._give_back(worker)
+            self._free(worker)
 
     async def _take(self) -> Worker:
         """Returns an idle worker. If there is none, waits until a worker is free."""
-        while not self._closed:
-            self._waiting += 1
-            try:
-                if self._free.empty():
-                    self._grow_soon()
-                worker = await self._free.get()
-            finally:
-                self._waiting -= 1
-            if self._waiting:
-                self._grow_soon()  # this call may have taken the worker of one that waits
-            if isinstance(worker, SandboxError):
-                raise worker
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+        while self._idle:
+            worker = self._idle.pop()
             if not worker.gone:
                 return worker
             self.deaths += 1  # the worker died while idle: no request is to blame
             await self._end(worker)
-        raise SandboxError("the sandbox is closed")
+        place: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        self._grow_soon()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and not place.exception():
+                self._free(place.result())
+            raise
 
-    def _give_back(self, worker: Worker) -> None:
-        """Makes a worker that has finished a request available again, once this worker is ready for a request."""
+    def _free(self, worker: Worker) -> None:
+        """Gives a worker that has finished a request to the next waiting caller, once this worker is ready for a request."""
         if worker.renews:
             self._do(self._welcome(worker))
-        else:
-            self._free.put_nowait(worker)
+            return
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                return place.set_result(worker)
+        self._idle.append(worker)
 
     def _refuse(self, error: SandboxError) -> None:
-        """Raises ``error`` in one of the calls that wait for a worker."""
-        if self._free.qsize() < self._waiting:
-            self._free.put_nowait(error)
+        """Raises ``error`` in the call that has waited longest for a worker."""
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                return place.set_exception(error)
 
     def _grow_soon(self) -> None:
-        """Starts another worker, or for a trusted grader that has workers, does so after a delay if calls still wait then."""
+        """Starts another worker, at once or after a delay.
+
+        The delay applies to further workers of a trusted grader: they are started only if callers still wait after the delay.
+        """
         if self._starting + len(self._workers) == 0 or self._start.isolation:
             self._grow()
         elif self._growth is None:
@@ -426,12 +484,14 @@ class WorkerPool:
 
     def _grow(self) -> None:
         self._growth = None
-        waiting = self._waiting - self._free.qsize() - self._starting
+        waiting = sum(not place.done() for place in self._waiting) - self._starting
         count = len(self._workers) + self._starting
         room = most = self.size - count
         if not self._start.isolation:
             if not (self._template and self._workers):
-                room = min(room, 1 - self._starting)  # the first may become the template; most graders need no second
+                room = min(
+                    room, 1 - self._starting
+                )  # the first worker may become the template; most graders need no second
             if self._workers and not all(worker.waits for worker in self._workers):
                 room = min(room, self._computing - count)
         for _ in range(min(waiting, room)):
@@ -442,6 +502,7 @@ class WorkerPool:
 
     async def _add(self) -> None:
         """Starts a worker, as a fork of the template (a process that has imported the grader) if there is a template."""
+        worker = None
         try:
             if self._template and self._template.gone:
                 await self._end(self._template)
@@ -449,7 +510,8 @@ class WorkerPool:
             if self._template:
                 worker = await self._template.fork()
             else:
-                worker = await Worker.launch(self._start, self._payload, self._readable)
+                launched, self._launched = self._launched, None
+                worker = await Worker.of(*launched or Worker.launch(self._start, self._payload, self._readable))
             self._start = replace(self._start, reseed=True)
             self._unready.add(worker)
             await self._welcome(worker)
@@ -461,7 +523,10 @@ class WorkerPool:
                 self._grow_soon()
 
     async def _welcome(self, worker: Worker) -> None:
-        """Waits until a worker is ready for requests, or until a template is ready to be forked."""
+        """Waits until a worker is ready, then gives the worker to the first waiting caller.
+
+        A template (a process that has imported the grader) is kept for later forks instead.
+        """
         try:
             shared = await worker.wait_ready()
         except BaseException as error:
@@ -477,7 +542,7 @@ class WorkerPool:
             self._template = worker
         else:
             self._workers.add(worker)
-            self._give_back(worker)
+            self._free(worker)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.ensure_future(work)

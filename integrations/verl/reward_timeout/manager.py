@@ -97,7 +97,6 @@ class RewardTimeoutManager(RewardManagerBase):
         self._scores = Scores(flags, self.replica, (), ("score",), ("acc", "score"), numbers_only=True)
         self._graders: dict[str, Graders] = {}
         self._deaths = 0
-        self._has_awaited = False
         self._configured = section.manager
         original = config.copy()
         manager = original.reward.reward_manager
@@ -112,6 +111,8 @@ class RewardTimeoutManager(RewardManagerBase):
         if isinstance(self.held, limited.RateLimitedRewardManager):
             held: interfaces.RateLimitedRewardManager = self.held
             held.timeout = None  # without a limit in asyncio.wait_for
+        if not (self._is_verls_own or inspect.iscoroutinefunction(self.compute_score)):
+            self._function.warm_up()  # verl's own function may score only code, which other processes run
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Scores the last response of ``data``, as in the base class. Cancelling this call kills the running execution.
@@ -132,23 +133,16 @@ class RewardTimeoutManager(RewardManagerBase):
         self._store_client.use()
         try:
             result: dict[str, Any] = await self.held.run_single(data)
-        except TypeError as error:
-            if self._has_awaited or "'coroutine'" not in str(error):
-                raise
-            raise self._never_awaits() from error
         finally:
             self._store_client.use()
         if inspect.iscoroutine(result["reward_score"]):
             result["reward_score"].close()
-            raise self._never_awaits()
+            name, path = self._configured.name, self._configured.path
+            raise ConfigError(
+                f"rl_accel.reward_timeout wants a reward manager that awaits its compute_score if it is a coroutine function, "
+                f"as verl's do; found {name} of {path or 'verl'}, now held by {MANAGER}"
+            )
         return result
-
-    def _never_awaits(self) -> ConfigError:
-        name, path = self._configured.name, self._configured.path
-        return ConfigError(
-            f"rl_accel.reward_timeout wants a reward manager that awaits its compute_score if it is a coroutine function, "
-            f"as verl's do; found {name} of {path or 'verl'}, now held by {MANAGER}"
-        )
 
     async def score(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the reward function of the run within a time limit. Takes the arguments of verl's reward functions.
@@ -160,7 +154,6 @@ class RewardTimeoutManager(RewardManagerBase):
             SandboxError: the reward function cannot be imported in a separate process.
             Exception: the exception that the reward function raised.
         """
-        self._has_awaited = True
         arguments = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
         source = str(arguments.get("data_source"))
         prompt, teach = _RESPONSE.get() or (
@@ -211,11 +204,15 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _function(self) -> Graders:
-        """Grader processes for a synchronous reward function."""
+        """Grader processes for a synchronous reward function.
+
+        A grader process calls the function outside its main thread, because verl also calls the function in a thread pool.
+        """
         environment = grader_cluster.environment()
         function = Graders(
             self._target[0],
             self._slots,
+            in_thread=True,
             computing=self._program_slots,
             environment=environment,
             setup=grader_cluster.SETUP,

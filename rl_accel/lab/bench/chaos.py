@@ -27,7 +27,7 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "server": ("vLLMHttpServer", "CPURolloutServer"),
     "agent-loop worker": ("AgentLoopWorker",),
     "reward worker": ("RewardLoopWorker",),
-    "anchor store": ("AnchorStore",),
+    "anchor store": ("AnchorStoreActor",),
     "trainer": ("TaskRunnerV1",),
 }
 """Mapping from the kind of a process to substrings of its command line (under vLLM and under the CPU engine)."""

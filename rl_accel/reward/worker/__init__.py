@@ -1,11 +1,13 @@
 """Worker process: watches an execution, and at a limit kills the execution with all processes that the execution has started.
 
-For untrusted code, the worker forks one process per execution (see ``server``). A trusted grader stays in one process, which serves
-call after call and is replaced after a limit has stopped it (see ``keeper``).
+An execution is a run of a program under test, or a call of a grader. For untrusted code, the worker forks one process per execution
+(see ``server``). A trusted grader stays in one process, which serves call after call and is replaced after a limit has stopped it
+(see ``keeper``).
 
-This file defines the messages between the worker and the trainer process: JSON, followed by raw bytes (the payload). This file is
-also the script that starts a worker: ``python <this file> <socket descriptor>``. A worker imports the standard library only, so
-that a fork of the worker has no module of the trainer process.
+This file defines the messages between the worker and the trainer process, which sends the requests. A message is JSON followed by
+raw bytes (the payload). This file is also the script that starts a worker: ``python <this file> <socket descriptor>``. A worker
+imports the standard library only. A fork of the worker thus has the modules that programs usually import, and no module of the
+trainer process.
 """
 
 import importlib
@@ -29,40 +31,44 @@ SIZES = struct.Struct("!QQ")
 class Start:
     """First message from the trainer process to a worker: settings of the worker.
 
-    If ``target`` names a function that returns the grader, the payload holds the pickled arguments of this function.
+    The message has a payload if ``target`` names a function that returns the grader: the pickled arguments of this function.
 
-    The worker replies with a message of two keys. ``problem`` is the reason why the worker cannot serve, or "". ``shared`` lists
-    the resources that untrusted code shares with the trainer process: "network", "processes", "files".
+    The worker replies with a message of two keys. ``problem`` is the reason why the worker cannot serve, such as an error in the
+    import of the grader, or "" if the worker can serve. ``shared`` lists the resources that untrusted code shares with the trainer
+    process: "network", "processes", "files".
 
     Attributes:
         isolation: "process" or "bubblewrap" for untrusted code; "" for a trusted grader, which has time limits only.
         folder: parent folder of the temporary folder in which untrusted code runs.
         target: import path of the grader, "module:function" or "/path/file.py:function"; "" to run programs.
         path: ``sys.path`` of the worker; None keeps the default.
+        in_thread: True calls a trusted grader outside the main thread, as frameworks do that call graders in an executor.
         environment: environment variables for a trusted grader, in addition to those of the trainer process.
-        setup: name of a function, "module:function", that is called with ``environment`` before a process imports a trusted grader.
         reseed: True seeds random numbers anew, so that they differ from those of earlier processes of the same grader.
+        setup: name of a function, "module:function", that is called with ``environment`` before a process imports a trusted grader.
     """
 
     isolation: str
     folder: str = ""
     target: str = ""
     path: list[str] | None = None
+    in_thread: bool = False
+    reseed: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     setup: str = ""
-    reseed: bool = False
 
 
 @dataclass(frozen=True)
 class WorkerRequest:
     """Request to a worker: execute a program on a test case, or call the grader.
 
-    The payload holds the pickled keyword arguments of the grader. During the execution, the message ``{"stop": True}`` stops the
-    execution, and ``{"wall": ..., "cpu": ...}`` sets new time limits in seconds.
+    The payload of the message holds the pickled keyword arguments of the grader. During the execution, the message
+    ``{"stop": True}`` stops the execution, and ``{"wall": ..., "cpu": ...}`` sets new time limits in seconds.
 
-    The answer has the fields of an :class:`rl_accel.reward.execution.ExecutionResult`. Its payload is the pickled value or
-    exception of the grader. If the answer contains ``renews``, the worker starts another process of the grader, and takes no
-    request until it has sent the same message as a new worker (see :class:`Start`).
+    The worker's answer has the fields of an :class:`rl_accel.reward.execution.ExecutionResult`. The payload of the answer is the
+    pickled value or exception of the grader. If the answer contains ``renews``, the process of the grader has ended and the
+    worker starts another one. The worker then takes no request until it has sent the same message as a new worker (see
+    :class:`Start`).
 
     Attributes:
         limits: resource limits by name, see :class:`rl_accel.reward.execution.Limits`.
@@ -76,15 +82,16 @@ class WorkerRequest:
 
 
 class PeerClosed(Exception):
-    """The other end of the socket is closed, or the reaper (supervising process) has ended."""
+    """The trainer process, which sends the requests, has closed the socket, or the reaper (supervising process) has ended."""
 
 
 class Channel:
-    """One end of a socket, in a worker. The other end is in the trainer process, or in another process of the worker.
+    """The worker's end of the socket to the trainer process, which sends the requests.
 
     Args:
         control: the socket.
-        reaper: pidfd of the reaper (the process that supervises this process), at whose end the socket counts as closed.
+        reaper: file descriptor (pidfd) of the reaper, the process that supervises this process. If the reaper ends, the socket
+            counts as closed.
     """
 
     def __init__(self, control: socket.socket, reaper: int | None = None) -> None:
@@ -107,7 +114,11 @@ class Channel:
         return json.loads(self._receive(head_size)), self._receive(size)
 
     def send(self, message: Message, payload: bytes = b"") -> None:
-        """Sends a message with a payload. Raises PeerClosed if the other end of the socket is closed."""
+        """Sends a message with a payload.
+
+        Raises:
+            PeerClosed: the other end of the socket is closed.
+        """
         try:
             self.control.sendall(encode(message, payload))
         except OSError as error:
@@ -127,23 +138,39 @@ class Channel:
 
 
 def dumps(value: Any) -> bytes:
-    """Returns ``value`` pickled: by cloudpickle, or by pickle if the interpreter of a worker lacks cloudpickle.
+    """Returns ``value`` pickled. Uses cloudpickle if pickle fails or if ``value`` refers to this process's ``__main__``.
 
     Raises:
-        Exception: ``value`` cannot be pickled.
+        Exception: neither pickle nor cloudpickle can pickle ``value``.
     """
     try:
-        import cloudpickle as pickler
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        if b"__main__" not in data:
+            return data
+    except Exception as error:
+        cause: Exception | None = error
+    else:
+        cause = None
+    try:
+        import cloudpickle
     except ImportError:
-        pickler = pickle
-    pickled: bytes = pickler.dumps(value, pickle.HIGHEST_PROTOCOL)
-    return pickled
+        if cause is None:
+            return data
+        raise cause from None
+    plain: bytes = cloudpickle.dumps(value)
+    return plain
 
 
 def encode(message: Message, payload: bytes) -> bytes:
     """Returns a message and its payload as bytes: header, JSON text, payload."""
     head = json.dumps(message).encode()
     return SIZES.pack(len(head), len(payload)) + head + payload
+
+
+def decode(data: bytearray) -> tuple[Message, bytes]:
+    """Returns the message and the payload that ``data`` holds. ``data`` must be one complete result of :func:`encode`."""
+    end = SIZES.size + SIZES.unpack_from(data)[0]
+    return json.loads(data[SIZES.size : end]), bytes(memoryview(data)[end:])
 
 
 def _main() -> None:

@@ -1,6 +1,5 @@
 """Executes a program on a test case, or calls a grader, in a child process. Derives the verdict from the child's report."""
 
-import contextlib
 import copyreg
 import importlib
 import importlib.util
@@ -13,28 +12,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import Start, dumps
+from . import dumps
 
 Grader = Callable[..., Any]
 REPORT_BYTES = 1 << 16
 """Maximum size of the report of a child process in bytes, not counting the return value of a grader."""
 
 
-def lead_execution() -> None:
-    """Makes this process the first process of an execution. Out of memory, the kernel kills it before the trainer process."""
-    os.setsid()
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-
-
-def flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BaseException):  # the execution may have replaced or closed the stream
-            stream.flush()
-
-
-def run_program(code: str, case: dict[str, str]) -> tuple[dict[str, str], bytes]:
-    """Runs the program ``code`` on a test case. Returns a dict with ``verdict`` and ``reason``, and b"", as :func:`grade` does."""
+def run_program(code: str, case: dict[str, str]) -> bytes:
+    """Runs the program ``code`` on a test case. Returns the report: a JSON object with the keys ``verdict`` and ``reason``."""
     verdict, reason = "passed", ""
     try:
         sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8", errors="surrogateescape")
@@ -49,7 +35,7 @@ def run_program(code: str, case: dict[str, str]) -> tuple[dict[str, str], bytes]
         verdict, reason = "memory", "MemoryError"
     except BaseException as error:
         verdict, reason = "error", _describe(error)
-    return {"verdict": verdict, "reason": reason[:500]}, b""
+    return json.dumps({"verdict": verdict, "reason": reason[:500]}).encode()
 
 
 def _call(namespace: dict[str, Any], case: dict[str, str]) -> tuple[str, str]:
@@ -68,7 +54,8 @@ def verdict_of(
     Args:
         stopped: name of the limit that stopped the execution, or "".
         status: status of the child process from ``os.waitpid``, if no limit stopped the execution.
-        report: bytes that the child process wrote. Untrusted code may have written other bytes than the child's report.
+        report: bytes that the child process wrote: the result of :func:`run_program` or :func:`grade`, or other bytes that
+            untrusted code wrote instead.
         printed: text that the execution printed.
         case: test case of the program.
         grader: the grader; None for a program.
@@ -96,38 +83,28 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def import_grader(start: Start, arguments: bytes) -> Grader:
-    """Imports and returns the grader.
+def find_grader(target: str, arguments: dict[str, Any] | None) -> Grader:
+    """Imports and returns the grader function.
 
     Args:
-        start: settings of the worker, which name the grader.
-        arguments: pickled keyword arguments with which the function that returns the grader is called once; b"" if
-            ``start.target`` names the grader itself.
+        target: "module:function" or "/path/file.py:function". Names the grader or, if ``arguments`` are given, a function that
+            returns the grader.
+        arguments: keyword arguments with which the function that returns the grader is called once; None if ``target`` names the
+            grader.
 
     Raises:
         BaseException: any error of the import or of the call. A TypeError if the result is not callable.
     """
-    if start.path is not None:
-        sys.path[:] = start.path
-    os.environ.update(start.environment)
-    if start.setup:
-        _find(start.setup)(start.environment)
-    function = _find(start.target)
-    if arguments:
-        function = function(**pickle.loads(arguments))
+    module, _, name = target.rpartition(":")
+    function: Any = _load(module) if module.endswith(".py") else importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
+    if arguments is not None:
+        function = function(**arguments)
     if not callable(function):
-        raise TypeError(f"{start.target} must be a function, found {function!r}")
+        raise TypeError(f"{target} must be a function, found {function!r}")
     grader: Grader = function
     return grader
-
-
-def _find(target: str) -> Any:
-    """Returns the object that ``target`` names: "module:function" or "/path/file.py:function"."""
-    module, _, name = target.rpartition(":")
-    found: Any = _load(module) if module.endswith(".py") else importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _load(path: str) -> Any:

@@ -2,15 +2,17 @@
 
 A keeper (a process that supervises the grader process) replaces the grader process after a limit has stopped it.
 
-The first process that imports a grader becomes the grader's template. All keepers are then forks of the template, and grader
-processes are forks of their keeper, so that the import costs time and memory once. If the import leaves threads, connections or
-processes behind, forking is not safe, and every process of the grader runs the import itself.
+The first process that imports a grader becomes the grader's template if forking this process is safe. All keepers are then forks of
+the template, and grader processes are forks of their keeper, so that the import costs time and memory once. If the import leaves
+threads, connections or processes behind, forking is not safe, and every process of the grader runs the import itself.
 """
 
 import contextlib
 import fcntl
 import gc
+import importlib
 import os
+import pickle
 import random
 import select
 import signal
@@ -21,10 +23,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NoReturn
 
-from . import Channel, Message, PeerClosed, Start, WorkerRequest
-from .child import Grader, flush_output, grade, import_grader, lead_execution, problem_of
+from . import Channel, Message, PeerClosed, Start, WorkerRequest, decode, encode
+from .child import Grader, find_grader, grade, problem_of
 from .isolation import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
-from .watch import Watch, descendants, kill_all
+from .watch import Sink, Watch, descendants, kill_all
 
 
 class Keeper:
@@ -34,7 +36,8 @@ class Keeper:
         channel: socket to the trainer process, which sends the requests.
         start: first message to the worker, with the settings.
         arguments: payload of the first message: pickled arguments of a function that returns the grader, or b"".
-        grader: the grader, if this keeper is a fork of the template; else None.
+        grader: the grader, already imported, if this keeper is a fork of the template (the first process that has imported the
+            grader); else None.
     """
 
     def __init__(self, channel: Channel, start: Start, arguments: bytes, grader: Grader | None = None) -> None:
@@ -69,45 +72,48 @@ class Keeper:
             self._live(Channel(theirs))
         theirs.close()
         with ours:
-            process = Channel(ours)
-            ready = self._wait_until_ready(process, child)
+            ready = self._wait_until_ready(ours, child)
             self._channel.send(ready)
             if ready.get("forks"):  # the process is a template, which reads the messages to the worker itself
                 _wait_for([os.pidfd_open(child), *self._channel.descriptors - {self._channel.control.fileno()}])
             elif not ready["problem"]:
                 while True:
                     request, payload = self._channel.next()
-                    if "limits" in request and not self._call(WorkerRequest(**request), payload, process, child):
+                    if "limits" in request and not self._call(WorkerRequest(**request), payload, ours, child):
                         return
         raise PeerClosed
 
-    def _wait_until_ready(self, process: Channel, child: int) -> Message:
+    def _wait_until_ready(self, process: socket.socket, child: int) -> Message:
         """Waits for the first message of the new grader process (socket ``process``, pid ``child``) and returns this message."""
-        ended = os.pidfd_open(child)
-        awaited = [*process.descriptors, ended, *self._channel.descriptors]
-        while (found := _wait_for(awaited)) & self._channel.descriptors:
-            self._channel.next()  # raises PeerClosed, or returns a message for an ended execution
+        report, ended = Sink(process.fileno()), os.pidfd_open(child)
+        while not report.whole:
+            found = _wait_for([report.descriptor, ended, *self._channel.descriptors])
+            if found & self._channel.descriptors:
+                self._channel.next()  # raises PeerClosed, or returns a message for an ended execution
+            elif not report.read() and not report.whole:
+                os.close(ended)
+                return {"problem": "the process of the grader ended while it was imported", "shared": []}
         os.close(ended)
-        if found & process.descriptors:
-            with contextlib.suppress(PeerClosed):
-                return process.next()[0]
-        return {"problem": "the process of the grader ended while it was imported", "shared": []}
+        return decode(report.data)[0]
 
-    def _call(self, request: WorkerRequest, payload: bytes, process: Channel, child: int) -> bool:
+    def _call(self, request: WorkerRequest, payload: bytes, process: socket.socket, child: int) -> bool:
         """Lets the grader process ``child`` execute a request, and sends the result to the trainer process.
 
         ``process`` is the socket to the grader process. Returns False if the grader process was stopped or died, else True.
         """
         limits = {"wall": request.limits["wall"], "cpu": request.limits["cpu"]}
-        watch = Watch(limits, self._channel, answers=process)
-        with contextlib.suppress(PeerClosed):  # the process has died, which the watch notices
-            process.send({}, payload)
+        report = Sink(process.fileno())
+        watch = Watch(limits, self._channel, (), report, lives_on=True)
+        process.setblocking(True)
+        with contextlib.suppress(OSError):  # the process has died, which the watch notices
+            process.sendall(encode({}, payload))
+        process.setblocking(False)
         stopped, status, seconds = watch.until_over(child)
-        if watch.answer:
-            head, body = watch.answer
+        if status is None:
+            head, body = decode(report.data)
             self._channel.send({**head, **seconds}, body)
             return True
-        reason = f"{stopped} limit" if stopped else f"its process ended with {os.waitstatus_to_exitcode(status or 0)}"
+        reason = f"{stopped} limit" if stopped else f"its process ended with {os.waitstatus_to_exitcode(status)}"
         verdict = "timeout" if stopped in ("wall", "cpu") else "killed"
         self._channel.send({"verdict": verdict, "reason": reason, **seconds, "renews": True})
         return False
@@ -119,7 +125,9 @@ class Keeper:
         wants another worker.
         """
         try:
-            lead_execution()
+            os.setsid()
+            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                file.write("1000")  # out of memory, the kernel kills this process before the trainer process
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if not self._may_be_template:
@@ -127,7 +135,7 @@ class Keeper:
             if self._grader is None:
                 connections = _connections()
                 try:
-                    self._grader = import_grader(self._start, self._arguments)
+                    self._grader = self._import()
                 except BaseException as error:
                     calls.send({"problem": problem_of(error), "shared": []})
                     os._exit(0)
@@ -138,13 +146,28 @@ class Keeper:
                 _reseed()
             calls.send({"problem": "", "shared": []})
             serving = threading.Thread(target=_serve_calls, args=(calls, self._grader))
-            serving.start()  # outside the main thread, as verl and slime call graders
-            serving.join()
+            if self._start.in_thread:
+                serving.start()
+                serving.join()
+            else:
+                serving.run()
         finally:
             os._exit(0)
 
+    def _import(self) -> Grader:
+        if self._start.path is not None:
+            sys.path[:] = self._start.path
+        os.environ.update(self._start.environment)
+        if self._start.setup:
+            module, _, name = self._start.setup.partition(":")
+            getattr(importlib.import_module(module), name)(self._start.environment)
+        return find_grader(self._start.target, pickle.loads(self._arguments) if self._arguments else None)
+
     def _serve_forks(self, grader: Grader) -> None:
-        """Runs in the template. Forks a keeper for each socket that the trainer process sends."""
+        """Runs in the template, the process that has imported the grader.
+
+        Forks a keeper (a process that supervises a grader process) for each socket that the trainer process sends.
+        """
         gc.collect()
         gc.freeze()  # garbage collection in a fork would copy every page
         start, control = self._start, self._channel.control
@@ -170,7 +193,9 @@ def _serve_calls(calls: Channel, grader: Grader) -> None:
         try:
             _, payload = calls.next()
             head, body = grade(grader, payload, plain=False)
-            flush_output()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
             if os.getpid() != process:  # this process is a fork that the grader has made
                 os._exit(0)
             calls.send(head, body)

@@ -11,27 +11,19 @@ import importlib
 import json
 import math
 import os
+import pickle
 import resource
 import select
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NoReturn
 
 from . import Channel, PeerClosed, Start, WorkerRequest
-from .child import (
-    REPORT_BYTES,
-    Grader,
-    flush_output,
-    grade,
-    import_grader,
-    lead_execution,
-    problem_of,
-    run_program,
-    verdict_of,
-)
+from .child import REPORT_BYTES, Grader, find_grader, grade, problem_of, run_program, verdict_of
 from .isolation import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
@@ -162,11 +154,7 @@ class Server:
         """
         grader, problem = None, ""
         try:
-            if self.start.target:
-                grader = import_grader(self.start, payload)
-            else:
-                for module in PRELOAD.split():
-                    importlib.import_module(module)
+            grader = _import(self.start, payload)
         except BaseException as error:
             problem = problem_of(error)
         wrapped = self.start.isolation == "bubblewrap"
@@ -208,10 +196,12 @@ class Server:
             report, to_report = _pipe(stack)
             output, to_output = _pipe(stack)
             stack.callback(kill_all, spared)  # before the pipes are closed and the folder is removed
-            flush_output()  # or the fork would print the buffered text again
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()  # or the fork would print the buffered text again
             said = Sink(report, REPORT_BYTES if grader is None else limits["memory"])
             printed = Sink(output, limits["output_bytes"])
-            watch = Watch(limits, self.channel, spared, (said, printed))
+            watch = Watch(limits, self.channel, spared, said, printed)
             child = os.fork()
             if child == 0:
                 self._run_child(request, payload, grader, folder, to_output, to_report)
@@ -229,8 +219,10 @@ class Server:
         """Runs in the forked process: executes the request, writes the report, and exits without the program's cleanup handlers."""
         try:
             try:
-                lead_execution()
+                os.setsid()
                 self.channel.control.close()
+                with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                    file.write("1000")  # out of memory, the kernel kills this process before the trainer process
                 report = self._confine(request, folder, output, report)
                 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which resets this attribute
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -238,9 +230,14 @@ class Server:
                 os.write(report, json.dumps({"verdict": "error", "reason": f"the sandbox failed: {error!r}"}).encode())
                 os._exit(70)
             first_process = os.getpid()
-            head, body = grade(grader, payload, True) if grader else run_program(request.code, request.case)
-            text = json.dumps(head).encode() + b"\n" + body
-            flush_output()
+            if grader is None:
+                text = run_program(request.code, request.case)
+            else:
+                head, body = grade(grader, payload, plain=True)
+                text = json.dumps(head).encode() + b"\n" + body
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(BaseException):
+                    stream.flush()
             if os.getpid() == first_process:  # else this process is a fork that the program has made
                 with contextlib.suppress(BaseException):
                     while text:
@@ -298,6 +295,16 @@ def _address_space() -> int:
     """
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _import(start: Start, payload: bytes) -> Grader | None:
+    if start.path is not None:
+        sys.path[:] = start.path
+    if start.target:
+        return find_grader(start.target, pickle.loads(payload) if payload else None)
+    for module in PRELOAD.split():
+        importlib.import_module(module)
+    return None
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Watches one execution until the execution ends, answers or exceeds a limit. Then kills what is left of the execution."""
 
 import contextlib
+import math
 import os
 import resource
 import select
@@ -9,29 +10,41 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from . import Channel, Message, PeerClosed
+from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
-"""Maximum wall time of an execution, as a multiple of its wall limit. Includes the seconds of waiting for a processor."""
+"""Maximum wall time of an execution, as a multiple of its wall limit.
+
+Seconds of waiting for a processor count against this maximum, but not against the wall limit."""
 LATE_SECONDS = 0.1
-"""Delay of a check of the limits that does not count against the wall limit, because the machine was busy or suspended."""
+"""Delay in seconds above which a check of the limits counts as late, because the machine was busy or suspended.
+
+The seconds of such a delay do not count against the wall limit."""
 ALIVE_SECONDS = 1.0
-"""Seconds between messages to the trainer process that an execution which waits for a processor is still watched."""
+"""Seconds between messages to the trainer process (which sends the requests) about an execution that waits for a processor.
+
+The messages say that the worker still watches the execution, although more seconds than the wall limit have passed."""
 TELL_SECONDS = 0.1
-"""Seconds until the trainer process is first told whether a trusted grader mostly waits. Next at 0.2 s, 0.4 s, ..."""
+"""Seconds after the start of an execution until the worker first reports whether a trusted grader mostly waits.
+
+The reports go to the trainer process. The time of each further report is twice that of the previous report: 0.2 s, 0.4 s, ..."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MOST_PROCESSES = 100_000
-_RESIDENT, _STACK = 21, 25
-"""Indices into the result of :func:`_stat`: resident pages, address of the stack."""
+_waits_before: dict[str, float] = {}
+"""Seconds that each thread had waited for a processor before the current execution, by the thread's folder in /proc."""
+_TIMES, _RESIDENT, _STACK = slice(11, 15), 21, 25
+"""Indices into the result of :func:`_stat`: CPU ticks, resident pages, address of the stack.
+
+The CPU ticks are of the process and of the children that the process has waited for."""
 
 
 class Sink:
     """Buffer for bytes from a pipe. Holds at most ``most + 1`` bytes; the last byte shows that more than ``most`` bytes came."""
 
-    def __init__(self, descriptor: int, most: float) -> None:
+    def __init__(self, descriptor: int, most: float = math.inf) -> None:
         self.descriptor = descriptor
         self.data = bytearray()
         self._most = most
@@ -40,6 +53,11 @@ class Sink:
     @property
     def full(self) -> bool:
         return len(self.data) > self._most
+
+    @property
+    def whole(self) -> bool:
+        """True if the buffer holds exactly one complete message, as made by :func:`rl_accel.reward.worker.encode`."""
+        return len(self.data) >= SIZES.size and len(self.data) == SIZES.size + sum(SIZES.unpack_from(self.data))
 
     def read(self) -> bool:
         """Reads the bytes that the pipe holds now. Returns False once the pipe has ended or this buffer is full, else True."""
@@ -54,7 +72,7 @@ class Sink:
         return False
 
 
-def _cpu_of_ended() -> float:
+def cpu_of_ended() -> float:
     """Returns the CPU seconds of all ended processes that this process has waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -69,30 +87,32 @@ class Watch:
             threads). Messages from ``channel`` change this dict in place.
         channel: socket from which messages come that stop the execution or set new limits.
         spared: pids of children of this process that do not belong to the execution.
-        sinks: buffers for the report and for the printed text of the execution.
-        answers: socket on which a trusted grader sends its answer. The process of such a grader continues to run afterwards.
-
-    Attributes:
-        answer: the answer of a trusted grader; None before the answer.
+        report, output: buffers for the result and for the printed text of the execution. ``output`` is None if the printed text is
+            not watched.
+        lives_on: True if the first process of the execution sends its answer as a message and continues to run afterwards.
     """
 
     limits: dict[str, float]
     channel: Channel
-    spared: Collection[int] = ()
-    sinks: Collection[Sink] = ()
-    answers: Channel | None = None
-    answer: tuple[Message, bytes] | None = field(default=None, init=False)
-    _waits_before: dict[str, float] = field(default_factory=dict, init=False)
-    """Seconds that each thread had waited for a processor before the execution, by the thread's folder in /proc."""
+    spared: Collection[int]
+    report: Sink
+    output: Sink | None = None
+    lives_on: bool = False
     _waited: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds that each thread of the execution has waited for a processor, by the thread's folder in /proc."""
     _paused: float = field(default=0.0, init=False)
-    """Seconds by which checks of the limits came late: this process had no processor either, or the machine was suspended."""
-    _cpu_before: float = field(default_factory=_cpu_of_ended, init=False)
+    """Sum of seconds by which checks of the limits came late.
+
+    In these seconds, this process had no processor either, or the machine was suspended."""
+    _cpu_before: float = field(default=0.0, init=False)
     _began: float = field(default_factory=time.monotonic, init=False)
     _looked: bool = field(default=False, init=False)
     _tell_at: float = field(default_factory=lambda: time.monotonic() + TELL_SECONDS, init=False)
     _alive_at: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        _waits_before.clear()
+        self._cpu_before = cpu_of_ended()
 
     def _look_for_the_first_time(self) -> None:
         """Records the CPU seconds and processor waits of a trusted grader's processes so far, to subtract them later.
@@ -100,25 +120,35 @@ class Watch:
         Runs at the first check of the limits, not at the start of the execution, because most executions end before this check.
         """
         self._looked = True
-        self._cpu_before += self._cpu()
-        self._waits_before = {
-            thread: _seconds_waited(thread) for pid in descendants(self.spared) for thread in _threads(pid)
-        }
+        living = descendants(self.spared)
+        self._cpu_before = cpu_of_ended() + _cpu_of(living)
+        _waits_before.update({thread: _seconds_waited(thread) for pid in living for thread in _threads(pid)})
 
     def _tell_whether_it_waits(self) -> None:
-        """Tells the trainer process whether the execution mostly waits for something other than a processor."""
-        wall, cpu = time.monotonic() - self._began, self._cpu()
+        """Tells the trainer process, which sends the requests, whether the execution mostly waits.
+
+        The execution mostly waits if it has spent most of its time waiting for something other than a processor.
+        """
+        wall = time.monotonic() - self._began
+        cpu = cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before
         self.channel.send({"alive": True, "waits": cpu + self._waited_of(wall, cpu) < wall / 2})
         self._tell_at = self._began + 2 * wall
 
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
-        """Waits until the execution, whose first process is ``child``, ends, answers or exceeds a limit.
+        """Waits until the execution ends, answers or exceeds a limit.
 
         Kills all remaining processes of the execution, unless the execution has answered.
 
+        Args:
+            child: pid of the first process of the execution.
+
         Returns:
-            A tuple ``(stopped, status, seconds)``. The first two are those of :meth:`_until_end`. ``seconds`` are the fields
-            ``wall``, ``cpu`` and ``waited`` of an :class:`rl_accel.reward.execution.ExecutionResult`.
+            A tuple ``(stopped, status, seconds)``.
+            stopped: name of the limit that stopped the execution ("cancelled" if a message did), or "".
+            status: status of ``child`` from ``os.waitpid`` if ``child`` ended by itself, -1 if the execution was stopped, None if
+            ``child`` has answered.
+            seconds: dict of seconds. ``wall`` is the duration of the execution. ``cpu`` is the CPU time of all its processes.
+            ``waited`` is the part of ``wall`` in which the execution was ready but had no processor.
 
         Raises:
             PeerClosed: the trainer process no longer waits for the result. Nothing is killed then.
@@ -128,15 +158,19 @@ class Watch:
         if status is None and not self._looked:
             return "", None, {"wall": wall, "cpu": 0.0, "waited": 0.0}
         if status is None:
-            self._look_at_waits([thread for pid in descendants(self.spared) for thread in _threads(pid)])
-        else:
-            kill_all(self.spared)
-        cpu = max(0.0, self._cpu())
-        if not (stopped or self.answers) and os.WIFSIGNALED(status or 0) and cpu > self.limits["cpu"]:
+            self._exceeded(child)  # updates the waits of the threads
+            cpu = max(0.0, cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before)
+            return "", None, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
+        kill_all(self.spared)
+        cpu = max(0.0, cpu_of_ended() - self._cpu_before)
+        if not stopped and os.WIFSIGNALED(status) and cpu > self.limits["cpu"]:
             stopped = "cpu"  # the kernel's limit acted first, because this process had no processor
-        for sink in self.sinks:
+        for sink in self._sinks():
             sink.read()  # the bytes that are still in the pipe
         return stopped, status, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
+
+    def _sinks(self) -> list[Sink]:
+        return [self.report] if self.output is None else [self.report, self.output]
 
     def _until_end(self, child: int) -> tuple[str, int | None]:
         """Waits until the execution ends, answers or must be stopped. ``child`` is the pid of its first process.
@@ -147,11 +181,10 @@ class Watch:
             status: status of ``child`` from ``os.waitpid`` if ``child`` has ended, -1 if the execution must be stopped, None if
             ``child`` has answered and lives on.
         """
-        sinks = {sink.descriptor: sink for sink in self.sinks}
-        answers = {self.answers.control.fileno()} if self.answers else set()
+        sinks = {sink.descriptor: sink for sink in self._sinks()}
         ended = os.pidfd_open(child)
         poll = select.poll()
-        for descriptor in (*self.channel.descriptors, *answers, *sinks, ended):
+        for descriptor in (*self.channel.descriptors, *sinks, ended):
             poll.register(descriptor, select.POLLIN)
         look_at = self._began + LOOK_SECONDS
         try:
@@ -163,16 +196,12 @@ class Watch:
                     if "stop" in message:
                         return "cancelled", -1
                     self.limits |= message
-                if self.answers and ready & answers:
-                    try:
-                        self.answer = self.answers.next()
-                        return "", None
-                    except PeerClosed:  # the process ends
-                        poll.unregister(answers.pop())
                 for descriptor in ready & sinks.keys():
                     if not sinks[descriptor].read():
                         poll.unregister(descriptor)
-                if any(sink.full for sink in self.sinks):
+                if self.lives_on and self.report.whole:
+                    return "", None
+                if any(sink.full for sink in sinks.values()):
                     return "output", -1
                 if ended in ready:
                     self._look_at_waits([f"/proc/{child}/task/{child}"])
@@ -180,9 +209,9 @@ class Watch:
                 late = time.monotonic() - look_at
                 if late >= 0:
                     self._paused += late if late > LATE_SECONDS else 0.0
-                    if self.answers and not self._looked:
+                    if self.lives_on and not self._looked:
                         self._look_for_the_first_time()
-                    elif self.answers and time.monotonic() > self._tell_at:
+                    elif self.lives_on and time.monotonic() > self._tell_at:
                         self._tell_whether_it_waits()
                     elif exceeded := self._exceeded(child):
                         return exceeded, -1
@@ -193,12 +222,12 @@ class Watch:
     def _exceeded(self, child: int) -> str:
         """Returns the name of a limit that the execution exceeds now, or ""."""
         _reap_orphans(child)
-        used = {"cpu": _cpu_of_ended() - self._cpu_before, "memory": 0, "processes": 0}
+        used = {"cpu": cpu_of_ended() - self._cpu_before, "memory": 0, "processes": 0}
         own = _stat(os.getpid())
         for pid in descendants(self.spared):
             with contextlib.suppress(OSError, IndexError, ValueError):
                 stat = _stat(pid)
-                used["cpu"] += _cpu_in(stat)
+                used["cpu"] += sum(map(int, stat[_TIMES])) / _TICKS
                 is_fork = stat[_STACK] == own[_STACK] and int(stat[_STACK]) > 0  # else it has executed another program
                 pages = int(stat[_RESIDENT]) - (int(own[_RESIDENT]) if is_fork else 0)
                 used["memory"] += max(0, pages) * _PAGE  # a page shared by two processes counts twice
@@ -217,8 +246,7 @@ class Watch:
 
     def _look_at_waits(self, threads: Collection[str]) -> None:
         for thread in threads:
-            waited = _seconds_waited(thread) - self._waits_before.get(thread, 0.0)
-            self._waited[thread] = max(waited, self._waited.get(thread, 0.0))
+            self._waited[thread] = max(_seconds_waited(thread), self._waited.get(thread, 0.0))
 
     def _waited_of(self, wall: float, cpu: float) -> float:
         """Returns the seconds of ``wall`` in which the execution was ready to run and had no processor.
@@ -228,24 +256,11 @@ class Watch:
         """
         return max(0.0, min(sum(self._waited.values()) + self._paused, wall - cpu))
 
-    def _cpu(self) -> float:
-        """Returns the CPU seconds of the execution: of its living processes, and of those that this process has waited for."""
-        seconds = _cpu_of_ended() - self._cpu_before
-        for pid in descendants(self.spared):
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                seconds += _cpu_in(_stat(pid))
-        return seconds
-
 
 def _stat(pid: int) -> list[str]:
     """Returns the fields of /proc/<pid>/stat that follow the process name. (The name may contain any characters.)"""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
-
-
-def _cpu_in(stat: list[str]) -> float:
-    """Returns the CPU seconds in a result of :func:`_stat`: of the process, and of the children that it has waited for."""
-    return sum(map(int, stat[11:15])) / _TICKS
 
 
 def _threads(pid: int) -> list[str]:
@@ -257,13 +272,22 @@ def _threads(pid: int) -> list[str]:
 
 
 def _seconds_waited(folder: str) -> float:
-    """Returns the seconds in which a thread was ready but had no processor.
+    """Returns the seconds of this execution in which a thread was ready but had no processor.
 
     ``folder`` is the folder of the thread in /proc. The thread may be a zombie.
     """
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"{folder}/schedstat") as file:
-        return int(file.read().split()[1]) / 1e9
+        return int(file.read().split()[1]) / 1e9 - _waits_before.get(folder, 0.0)
     return 0.0
+
+
+def _cpu_of(processes: Collection[int]) -> float:
+    """Returns the CPU seconds of living processes (pids), including the CPU seconds of children that they have waited for."""
+    ticks = 0
+    for pid in processes:
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            ticks += sum(map(int, _stat(pid)[_TIMES]))
+    return ticks / _TICKS
 
 
 def descendants(spared: Collection[int] = ()) -> list[int]:
