@@ -120,19 +120,13 @@ _clients: weakref.WeakSet["StoreClient"] = weakref.WeakSet()
 
 
 def _flush_here(_actor: Any) -> None:
-    """Makes all :class:`StoreClient` objects of this process send their counts to the store.
-
-    Blocks until the counts are sent, at most a few seconds. Must therefore not be called on an event loop.
-    """
+    """Sends the counts of this process to the store. Blocks for at most a few seconds: do not call this on an event loop."""
     flushes = [asyncio.run_coroutine_threadsafe(client.flush(), client.loop) for client in _clients if client.loop]
     concurrent.futures.wait(flushes, _REPLY_SECONDS)
 
 
 def flush(actors: Sequence[Any]) -> None:
-    """Makes the processes of the Ray ``actors`` send their counts of reward executions to the store of the job.
-
-    Waits until the store has the counts, but at most a few seconds.
-    """
+    """Makes the processes of the Ray ``actors`` send their counts to the store of the job. Waits for at most a few seconds."""
     calls = [actor.__ray_call__.remote(_flush_here) for actor in actors]
     ray.wait(calls, num_returns=len(calls), timeout=_REPLY_SECONDS)
 

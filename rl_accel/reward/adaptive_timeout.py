@@ -113,8 +113,7 @@ class AdaptiveTimeout:
     def limit(self, key: str, maximum: float | None = None) -> Limit:
         """Returns the time limits of the next execution of ``key`` (a prompt and test case), which may be a probe.
 
-        A probe has the full budget although an adaptive limit is known. The argument ``maximum`` is the full budget in seconds;
-        None: the default of this object, see the attribute :attr:`maximum`.
+        The argument ``maximum`` is the full budget in seconds; None: the attribute :attr:`maximum`.
         """
         limit, full = self.learned(key, maximum), maximum or self.maximum
         if limit.reason == "adaptive":
@@ -144,10 +143,7 @@ class AdaptiveTimeout:
         return Limit(wall, max(wall, cpu), "adaptive")
 
     def expected(self, key: str) -> float:
-        """Returns the expected wall seconds of an execution of ``key`` (a prompt and test case), for a scheduler.
-
-        This is the time of the longest correct execution, or the full budget if no correct execution is known.
-        """
+        """Returns the wall seconds of the longest correct execution of ``key``, or the full budget if none is known."""
         wall, _, correct = self.get(key)
         return wall if correct else self.maximum
 
@@ -207,10 +203,7 @@ class AdaptiveTimeout:
                 self._evidence = max(0.0, self._evidence + math.log((1 - _NEAR) / (1 - by_chance)))
 
     def get(self, key: str) -> AnchorTuple:
-        """Returns the anchor of ``key`` (a prompt and test case); zeros if ``key`` is unknown.
-
-        The anchor is a tuple: longest wall seconds, longest CPU seconds and number of correct executions.
-        """
+        """Returns the anchor of ``key`` (a prompt and test case); zeros if ``key`` is unknown."""
         return self._anchors.get(key, (0.0, 0.0, 0))
 
     def merge(self, anchors: Mapping[str, AnchorTuple]) -> None:

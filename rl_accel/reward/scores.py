@@ -34,9 +34,8 @@ class Scores:
     A reward is a number or a dict. Normally the framework gets whatever a grader returns or raises. With the flag ``score_errors``,
     a response also gets a stand-in if its grader raised an exception or if training cannot use its reward.
 
-    Frameworks need rewards of one form. A batch that mixes dicts and numbers, or dicts with different keys, ends the run. Therefore
-    this class stores the keys and types of dict rewards per source (a grader or a data source), and stand-ins have the same form.
-    For a source without any reward yet, a stand-in has the form of another source's rewards.
+    A batch that mixes dicts and numbers, or dicts with different keys, ends the run. A stand-in therefore has the form of earlier
+    rewards of its source (a grader or a data source), or else of another source.
 
     Args:
         flags: settings, of which ``correct_above``, ``timeout_score`` and ``score_errors`` are used.

@@ -1,10 +1,8 @@
 """Grades responses on slime with adaptive time limits. The functions in this file follow the order in which a sample is processed.
 
-For each sample, slime calls :func:`mark_evaluation` and then :func:`grade`, in the same asyncio task. :meth:`Grading.grade` looks
-up the grader of the sample, and waits for a slot and a time limit (:class:`~rl_accel.reward.limited_executor.LimitedExecutor`).
-The grader then runs in one of three places. A grader that awaits something runs on slime's event loop. The program of a code reward
-runs in the sandbox. Any other grader runs in a separate process that can be killed (``grader_worker``).
-:class:`~rl_accel.reward.scores.Scores` turns the result into a reward, or makes a stand-in reward if the grader was stopped.
+For each sample, slime calls :func:`mark_evaluation` and then :func:`grade`, in the same asyncio task. A grader that awaits
+something runs on slime's event loop. The program of a code reward runs in the sandbox. Any other grader runs in a separate process
+that can be killed (``grader_worker``).
 """
 
 import ast

@@ -34,8 +34,7 @@ _threads = ThreadPoolExecutor(64, thread_name_prefix="rl_accel_fusion")
 
 Run = Callable[[Limits], Awaitable[ExecutionResult]]
 Execute = Callable[[str, Run, Callable[[ExecutionResult], bool]], Awaitable[ExecutionResult]]
-"""Type of ``LimitedExecutor.execute`` for one response. Such a function takes the name of a test case, a function that runs the
-case within limits, and a function that returns True for a correct result."""
+"""Type of ``LimitedExecutor.execute`` for one response: a function of the arguments ``case``, ``run`` and ``correct``."""
 
 
 async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool, arguments: Mapping[str, Any]) -> float:
