@@ -105,7 +105,9 @@ def require_own(function: Any, target: str) -> None:
             innermost layer is no Python function. The message describes this layer.
     """
     layers = [function]
-    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
+    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None and all(
+        inner is not layer for layer in layers
+    ):
         layers.append(inner)
     for layer in layers:
         package = _package(_home(layer))

@@ -15,7 +15,7 @@ from rl_accel.plan.fit import Fit
 from rl_accel.plan.setup import Setup
 from rl_accel.telemetry.profile import NOTHING_HELPS, format_seconds, say
 
-SCHEMA = "rl_accel.plan/1"
+SCHEMA = "rl_accel.plan/2"
 FIT_LIMIT = 0.5
 """Relative error of the fitted engine model above which the output warns that the plan cannot be trusted."""
 _WANTS = {

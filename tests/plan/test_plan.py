@@ -291,7 +291,7 @@ def test_the_command_on_a_run(run_dir, tmp_path, invoke):
     assert "Best of the pack: " in output
     assert "Not priced: skip_zero, it wants groups of equal rewards" in output, "the log has no rewards"
     found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["schema"] == "rl_accel.plan/1"
+    assert found["schema"] == "rl_accel.plan/2"
     assert {"sampler", "tail_batching auto", "twice the replicas"} <= {row["name"] for row in found["answers"]}
 
 

@@ -69,7 +69,7 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
     get = run.get
     version = _vllm_version()
     if reason := engines.why_not("vLLM", version, TRIED):
-        _refuse("vLLM", f"{TRIED[0]} to {TRIED[-1]}", version, f"it {reason}")
+        _refuse("vLLM", f"{TRIED[0]} to {TRIED[-1]}", version, f"vLLM {reason}")
     if get(f"{_ROLLOUT}.mtp.enable"):
         run.require_off(_FLAG, f"{_ROLLOUT}.mtp.enable_rollout", "an engine has one drafter")
     ours: dict[str, Any] = {

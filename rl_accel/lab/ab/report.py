@@ -257,7 +257,10 @@ def _number(value: float | None) -> str:
 
 
 def _environment() -> dict[str, Any]:
-    versions = {its.name: its.version for its in importlib.metadata.distributions() if its.name in _PACKAGES}
+    versions: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        if distribution.name in _PACKAGES:
+            versions.setdefault(distribution.name, distribution.version)  # of several, Python imports the first
     cores = len(os.sched_getaffinity(0))
     return {"python": platform.python_version(), "system": platform.platform(), "cores": cores, "versions": versions}
 

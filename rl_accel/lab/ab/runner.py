@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from rl_accel.errors import RlAccelError
 from rl_accel.files import write_atomically
 from rl_accel.lab.ab import supervisor
 from rl_accel.lab.ab.recipe import RunPlan
-from rl_accel.processes import descendants, end_all
+from rl_accel.processes import become_subreaper, descendants, end_all
 from rl_accel.runtime import FLAG_VARIABLES
 from rl_accel.telemetry.logs import LogRecord, parse_log_line
 
@@ -221,6 +223,8 @@ def supervised(
     if "RAY_TMPDIR" in full:
         full.setdefault("VLLM_RPC_BASE_PATH", full["RAY_TMPDIR"])  # vLLM leaves sockets behind in this folder
     words = [sys.executable, "-m", supervisor.__name__, str(GRACE_S), str(temp or ""), *command]
+    become_subreaper()  # processes that a killed supervisor leaves become children of this process
+    others = {child.pid for child in psutil.Process().children(recursive=True)}
     for again in reversed(range(_STARTS)):
         with log.open("ab") as output:
             before = output.tell()
@@ -232,6 +236,9 @@ def supervised(
             except BaseException as error:
                 error.add_note(f"the end of {log}:\n{last_lines(log)}")
                 raise
+            finally:
+                if (process.returncode or 0) < 0:
+                    end_all(lambda: [child for child in descendants() if child.pid not in others], grace_s=2.0)
         if not (again and reason == "ended" and process.returncode and RAY_DID_NOT_START in _tail(log, before)):
             break
         with log.open("a") as file:
@@ -284,8 +291,10 @@ def ray_temp_dir() -> Iterator[Path]:
 def load_result(directory: Path) -> RunResult | None:
     """Returns the result stored in a run's folder; None if ``run.json`` is missing or damaged."""
     try:
-        return RunResult(**json.loads((directory / "run.json").read_text()))
-    except (OSError, ValueError, TypeError):
+        stored = json.loads((directory / "run.json").read_text())
+        known = {name: value for name, value in stored.items() if name in RunResult.__dataclass_fields__}
+        return RunResult(**known)  # earlier checkouts wrote further keys
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 

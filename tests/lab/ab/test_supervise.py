@@ -1,11 +1,13 @@
 """The supervisor leaves nothing of a command behind, whoever dies first."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl_accel.lab.ab import supervisor
@@ -92,6 +94,26 @@ def test_a_command_whose_supervisor_was_killed_ends(supervise, tmp_path, wait_fo
     process.kill()
     process.wait()
     wait_for(lambda: gone(tmp_path / "pid"), "the end of the command")
+
+
+@pytest.mark.slow
+def test_nothing_of_a_run_is_left_if_its_supervisor_is_killed(tmp_path, gone):
+    """The trainer ignores SIGTERM, and a detached child of it too."""
+
+    def kill_supervisor():
+        if (tmp_path / "m").exists():
+            with contextlib.suppress(psutil.ZombieProcess):  # it is dead already
+                for child in psutil.Process().children():
+                    if supervisor.__name__ in child.cmdline():
+                        child.kill()
+        return False
+
+    command = [sys.executable, str(TRAINER), "steps=1", "hang_at=1", "stubborn=deaf"]
+    environment = {"RAY_TMPDIR": "x", "VERL_FILE_LOGGER_PATH": str(tmp_path / "m")}
+    ended = supervised(command, environment, tmp_path, tmp_path / "log", Stop(), kill_supervisor)
+    assert (ended.exit_code, ended.reason) == (-signal.SIGKILL, "ended")
+    assert gone(tmp_path / "pid")
+    assert gone(tmp_path / "stubborn_pid")
 
 
 def test_what_ray_says_is_what_is_looked_for():
