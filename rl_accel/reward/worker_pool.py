@@ -126,7 +126,7 @@ class Worker:
         renews: True while the worker starts or replaces its process and takes no request. :meth:`wait_ready` waits until the worker
             is ready again.
         waits: True if the current execution has spent most of its time waiting for something other than a processor.
-        answer: future of the current execution: its result, and the pickled value or exception of the grader.
+        answer: future of the latest execution: its result, and the pickled value or exception of the grader. None before the first.
         due: time of the event loop at which the worker counts as dead if no message about the current execution has come.
     """
 
@@ -137,7 +137,7 @@ class Worker:
     forks: bool = False
     renews: bool = True
     waits: bool = False
-    answer: "asyncio.Future[tuple[ExecutionResult, bytes]]" = field(init=False)
+    answer: "asyncio.Future[tuple[ExecutionResult, bytes]] | None" = field(default=None, init=False)
     due: float = field(default=0.0, init=False)
 
     @staticmethod
@@ -176,7 +176,8 @@ class Worker:
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"a worker cannot be started: {error}") from error
-        ours.sendall(encode(asdict(start), payload))
+        with contextlib.suppress(ConnectionError):  # the worker has died, which wait_ready says
+            ours.sendall(encode(asdict(start), payload))
         return process, ours
 
     @classmethod
@@ -255,6 +256,7 @@ class Worker:
 
         Raises: the same exceptions as :meth:`run`.
         """
+        assert self.answer is not None  # of the execution to stop
         self._send({"stop": True})
         await asyncio.wait_for(asyncio.shield(self.answer), _GRACE_SECONDS)
 
@@ -275,8 +277,11 @@ class Worker:
                 self.process.kill()
                 await asyncio.to_thread(self.process.wait)
         else:
-            with contextlib.suppress(*_LOST):
-                await asyncio.wait_for(self.reader.read(), _END_SECONDS)
+            if self.answer and not self.answer.done():  # two tasks must not read from a stream
+                await asyncio.wait([self.answer], timeout=_END_SECONDS)
+            if not self.answer or self.answer.done():
+                with contextlib.suppress(*_LOST):
+                    await asyncio.wait_for(self.reader.read(), _END_SECONDS)
             self.writer.close()
         with contextlib.suppress(ConnectionError):
             await self.writer.wait_closed()

@@ -75,6 +75,19 @@ async def test_what_goes_wrong_has_its_verdict(isolation, kwargs, verdict, reaso
     assert pool.deaths == 0
 
 
+async def test_a_grader_that_a_signal_ends_is_killed_whatever_earlier_calls_have_used(graders):
+    pool = graders("execute")
+    await pool.call({"code": "import time\nwhile time.process_time() < 1.5: pass"}, Limits(wall=60, cpu=60))
+    found = await pool.call({"code": "import os; os.kill(os.getpid(), 9)"}, SHORT)
+    assert (found.verdict, found.reason) == ("killed", "its process ended with -9")
+
+
+async def test_a_grader_whose_import_ends_its_process_is_named_even_if_a_child_lives_on(tmp_path, closed_later):
+    (tmp_path / "g.py").write_text("import os, time\nif os.fork():\n    os._exit(3)\ntime.sleep(600)\n")
+    with pytest.raises(SandboxError, match="ended while it was imported"):
+        await closed_later(Graders(f"{tmp_path / 'g.py'}:compute", 1)).call({})
+
+
 async def test_calls_of_a_trusted_grader_share_its_module_and_isolated_ones_nothing_but_the_import(graders):
     code = "import builtins\nscore = builtins.calls = getattr(builtins, 'calls', 0) + 1"
     for isolation, seen in ((None, [1, 2, 3, 4]), ("process", [1, 1, 1, 1])):

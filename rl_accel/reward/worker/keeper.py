@@ -90,7 +90,7 @@ class Keeper:
             found = _wait_for([report.descriptor, ended, *self._channel.descriptors])
             if found & self._channel.descriptors:
                 self._channel.next()  # raises PeerClosed, or returns a message for an ended execution
-            elif not report.read() and not report.whole:
+            elif (not report.read() or ended in found) and not report.whole:  # a child of it may hold the pipe open
                 os.close(ended)
                 return {"problem": "the process of the grader ended while it was imported", "shared": []}
         os.close(ended)

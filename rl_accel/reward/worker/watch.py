@@ -163,7 +163,7 @@ class Watch:
             return "", None, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
         kill_all(self.spared)
         cpu = max(0.0, cpu_of_ended() - self._cpu_before)
-        if not stopped and os.WIFSIGNALED(status) and cpu > self.limits["cpu"]:
+        if not (stopped or self.lives_on) and os.WIFSIGNALED(status) and cpu > self.limits["cpu"]:
             stopped = "cpu"  # the kernel's limit acted first, because this process had no processor
         for sink in self._sinks():
             sink.read()  # the bytes that are still in the pipe
