@@ -561,3 +561,5 @@ class WorkerPool:
         finally:
             self._workers.discard(worker)
             self._unready.discard(worker)
+            if self._waiting and not self._closed:
+                self._grow_soon()

@@ -224,11 +224,14 @@ async def test_a_call_is_made_again_once_if_its_worker_dies(processes, tmp_path,
     for number in (1, 2):
         await processes.eventually(lambda number=number: len(list(tmp_path.iterdir())) == number)
         (worker,) = processes.workers()
+        if number == 2:
+            waiting = asyncio.create_task(pool.call({}, SHORT))
+            await asyncio.sleep(0.5)  # longer than a waiting call waits for a second worker, of which there is none
         worker.kill()
     found = await task
     assert (found.verdict, found.reason) == ("killed", "two workers died over it")
     assert pool.deaths == 2
-    assert (await pool.call({}, SHORT)).verdict == "timeout"
+    assert (await asyncio.wait_for(waiting, 60)).verdict == "timeout", "who waited for that worker gets the next one"
 
 
 async def test_a_limited_grader_may_execute_what_it_grades(graders):
