@@ -54,9 +54,9 @@ The tests marked `vllm` (`tests/e2e`), on verl 0.9.1 and the CPU build of vLLM, 
 
 """
 VLLM_FOOT = """
-verl 0.9.1 pins vLLM 0.24.0 for GPUs, and refuses what is older than 0.18. The CPU build of 0.24.0 wants torch 2.11.0, of which there
-is a build for CUDA only; it runs on a CPU too, in an environment of its own (5 GB more). Versions between two of the table get one
-warning: 0.27.1, tried before, passed the 17 of 33 tests that were run to their end.
+verl 0.9.1 pins vLLM 0.24.0 for GPUs, and refuses what is older than 0.18. The CPU build of 0.24.0 wants torch 2.11.0, of which
+there is a build for CUDA only; it runs on a CPU too, and needs a separate environment (5 GB more). Versions between two of the
+table get one warning: 0.27.1, tried before, passed the 17 of 33 tests that were run to their end.
 """
 
 

@@ -340,7 +340,10 @@ def _savings(run: Profile) -> list[Saving]:
 
 
 def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, str], *features: str) -> Saving:
-    """Returns the saving by the first of ``features`` in a part of a step, or what is left of this part if one of them is on."""
+    """Returns the estimated saving by the first of ``features`` in a part of a step.
+
+    If one of ``features`` is on already, the result has no estimate, and says that the part is the rest that the feature leaves.
+    """
     if running := sorted(run.on.intersection(features)):
         return Saving(name, seconds, f"{', '.join(running)}: on", None, "this is what is left of it", ours=False)
     is_slime = run.logged.is_slime
