@@ -13,12 +13,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(1500),
     pytest.mark.vllm,
-    pytest.mark.parametrize(
-        "engine",
-        ["any", pytest.param("sglang", marks=[pytest.mark.full, pytest.mark.sglang])],
-        indirect=True,
-        scope="module",
-    ),
+    pytest.mark.parametrize("engine", ["any"], indirect=True, scope="module"),
 ]
 
 P0, R0, STEPS, SAVED_AT, KILLED_IN = 8, 4, 7, 4, 5
@@ -47,7 +42,6 @@ LITTLE_MEMORY = {
         f"actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={1000 * BYTES_PER_TOKEN}",
         "actor_rollout_ref.rollout.disable_log_stats=False",
     ),
-    "sglang": ("+actor_rollout_ref.rollout.engine_kwargs.sglang.enable_metrics=True",),
 }
 """Overrides by engine. On vLLM, five responses of up to 176 tokens share 1,000: some are preempted in every round."""
 
@@ -169,8 +163,6 @@ def test_deferred_prompts_and_the_position_in_the_data_come_back(left):
 
 
 def test_preemptions_in_the_log_are_those_that_vllm_counts(left, engine):
-    if engine.name == "sglang":
-        pytest.skip("tests/e2e/test_sglang.py looks at SGLang's own counters")
     if engine.name != "vllm":
         pytest.skip("real vLLM is absent: `make vllm` builds its environment")
     logged = [metrics["rl_accel/telemetry/preemptions"] for metrics in left.steps[0].values()]
