@@ -102,8 +102,8 @@ def test_nothing_of_a_run_is_left_if_its_supervisor_is_killed(tmp_path, gone):
 
     def kill_supervisor():
         if (tmp_path / "m").exists():
-            with contextlib.suppress(psutil.ZombieProcess):  # it is dead already
-                for child in psutil.Process().children():
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):  # it, or a child of an earlier test, is dead already
                     if supervisor.__name__ in child.cmdline():
                         child.kill()
         return False
