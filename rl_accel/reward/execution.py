@@ -248,11 +248,21 @@ def _children() -> set[int]:
 
 
 def _kill(started: set[int]) -> None:
-    for pid in started & _children():  # other pids may belong to new processes by now
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+    """Kills the processes in ``started`` (pids) and their descendants.
+
+    Each process is stopped before its children are listed, because it may start a new child when a child is killed.
+    """
+    parents = started & _children()  # other pids may belong to new processes by now
+    stopped: list[psutil.Process] = []
+    while parents:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(parents.pop())
+            process.suspend()
+            stopped.append(process)
+            parents |= {child.pid for child in process.children()}
+    for process in stopped:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def _forget(task: "asyncio.Task[Any]") -> None:

@@ -8,16 +8,24 @@ import pytest
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(1500),
-    pytest.mark.vllm,
-    pytest.mark.parametrize("engine", ["any"], indirect=True, scope="module"),
+    pytest.mark.parametrize(
+        "engine",
+        [
+            "hf_cpu",
+            pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.full]),
+            pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.full]),
+        ],
+        indirect=True,
+        scope="module",
+    ),
 ]
 
 P0, R0, STEPS, KILLS = 8, 2, 6, 21
 QUOTAS = {"digits": 5, "letters": 3}
 
 
-SERVERS = {"hf_cpu": "hf_cpu_server_1", "vllm": "vllm_server_1_0"}
-VICTIMS = {"hf_cpu": "CPURolloutServer", "vllm": "VLLM::EngineCore"}
+SERVERS = {"hf_cpu": "hf_cpu_server_1", "vllm": "vllm_server_1_0", "sglang": "sglang_server_1_0"}
+VICTIMS = {"hf_cpu": "CPURolloutServer", "vllm": "VLLM::EngineCore", "sglang": "sglang::scheduler"}
 """By engine, the process that is killed; vLLM's server outlives its engine, and answers every request at once with an error."""
 
 

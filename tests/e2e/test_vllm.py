@@ -1,6 +1,6 @@
 """Real vLLM: lossless features and balance change nothing, and settings that cannot work are refused in one line each.
 
-Stock and ``auto`` with telemetry run on one replica, balance (``full``) on two with too few slots for all responses.
+Stock and ``auto`` with telemetry run on one replica, balance on two with too few slots for all responses.
 """
 
 import json
@@ -68,6 +68,7 @@ def balanced(arm):
     )
 
 
+@pytest.mark.full  # test_recipe.py shows it on the CPU engine
 def test_lossless_features_change_no_number_of_training(stock, auto):
     assert len(stock[0].steps) == len(auto[0].steps) == 2
     for before, after in zip(stock[0].steps, auto[0].steps, strict=True):
@@ -79,6 +80,7 @@ def test_lossless_features_change_no_number_of_training(stock, auto):
         assert after["training/rollout_probs_diff_max"] < 1e-5
 
 
+@pytest.mark.full
 def test_greedy_responses_are_those_of_stock(stock, auto):
     assert auto[1] == stock[1]
     assert len(stock[1]) > 8

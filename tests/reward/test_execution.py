@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import sys
+import os
 import threading
 import time
 
@@ -76,33 +76,42 @@ async def test_cancelling_reaches_an_awaited_grader():
     assert ended == [60]
 
 
+RESTARTS_A_CHILD = 'sleep "$0" & first=$!; for _ in $(seq 30); do sleep "$0" & done; wait $first; sleep "$0"'
+"""A shell and 31 programs, the first of which it starts again when that is killed; $0 marks all of them."""
+
+
+def processes_with(word):
+    """Living processes that have ``word`` on their command line, wherever they are in the tree."""
+    return [found for found in psutil.process_iter(["cmdline"]) if word in (found.info["cmdline"] or ())]
+
+
 async def test_processes_that_a_coroutine_has_started_end_at_its_limit_and_those_of_others_do_not():
-    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    graded, other = f"600.{os.getpid()}", f"601.{os.getpid()}"
+
+    async def start(word):
+        return await asyncio.create_subprocess_exec("sh", "-c", RESTARTS_A_CHILD, word)
 
     async def grade(seconds):
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+        process = await start(graded)
         with contextlib.suppress(TimeoutError):  # its own limit, as many graders have; a cancellation is none
             await asyncio.wait_for(process.wait(), seconds)
-        process.kill()
-        return process
 
-    def started():
-        return [process for process in psutil.Process().children(recursive=True) if process not in before]
-
-    before = psutil.Process().children(recursive=True)  # of other tests
-    other = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    others = await start(other)
     grading = asyncio.create_task(run_within(grade(600), Limits(wall=60.0), "a"))
-    while len(started()) < 4:  # two programs and what they started
+    while len(processes_with(graded)) < 32 or len(processes_with(other)) < 32:
         await asyncio.sleep(0.01)
-    grading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await grading
-    while len(alive := started()) > 2:
-        await asyncio.sleep(0.01)
-    assert other.pid in {process.pid for process in alive}
-    for process in alive:
-        process.kill()
-    await other.wait()
+    try:
+        grading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await grading
+        while processes_with(graded):
+            await asyncio.sleep(0.01)
+        assert others.pid in {process.pid for process in processes_with(other)}
+    finally:
+        others.kill()
+        for process in (*processes_with(graded), *processes_with(other)):
+            process.kill()
+        await others.wait()
 
 
 async def test_hung_threads_leave_threads_for_later_calls():
