@@ -13,7 +13,6 @@ pytestmark = [
         [
             "hf_cpu",
             pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.full]),
-            pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.full]),
         ],
         indirect=True,
         scope="module",
@@ -24,8 +23,8 @@ P0, R0, STEPS, KILLS = 8, 2, 6, 21
 QUOTAS = {"digits": 5, "letters": 3}
 
 
-SERVERS = {"hf_cpu": "hf_cpu_server_1", "vllm": "vllm_server_1_0", "sglang": "sglang_server_1_0"}
-VICTIMS = {"hf_cpu": "CPURolloutServer", "vllm": "VLLM::EngineCore", "sglang": "sglang::scheduler"}
+SERVERS = {"hf_cpu": "hf_cpu_server_1", "vllm": "vllm_server_1_0"}
+VICTIMS = {"hf_cpu": "CPURolloutServer", "vllm": "VLLM::EngineCore"}
 """By engine, the process that is killed; vLLM's server outlives its engine, and answers every request at once with an error."""
 
 

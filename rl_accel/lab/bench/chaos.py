@@ -23,14 +23,14 @@ from rl_accel.lab.bench.measure import console_of_benchmark
 from rl_accel.rollout.saved import FOLDER
 
 VICTIMS: dict[str, tuple[str, ...]] = {
-    "engine": ("VLLM::EngineCore", "CPURolloutServer"),
-    "server": ("vLLMHttpServer", "CPURolloutServer"),
+    "engine": ("VLLM::EngineCore", "sglang::scheduler", "CPURolloutServer"),
+    "server": ("vLLMHttpServer", "SGLangHttpServer", "CPURolloutServer"),
     "agent-loop worker": ("AgentLoopWorker",),
     "reward worker": ("RewardLoopWorker",),
     "anchor store": ("AnchorStoreActor",),
     "trainer": ("TaskRunnerV1",),
 }
-"""Mapping from the kind of a process to substrings of its command line (under vLLM and under the CPU engine)."""
+"""Mapping from the kind of a process to substrings of its command line (under vLLM, SGLang and the CPU engine)."""
 
 STEPS, PROMPTS, KILLS = 6, 8, 2
 OVERRIDES = (

@@ -78,8 +78,6 @@ class KillsServer(SingleTurnAgentLoop):
 def _running(server: Any) -> int:
     if hasattr(server, "engine"):  # vLLM's
         return len(server.engine.output_processor.request_states)
-    if hasattr(server, "tokenizer_manager"):  # SGLang's
-        return len(server.tokenizer_manager.rid_to_state)
     return len(server._inflight)
 
 
