@@ -296,7 +296,8 @@ class Workers:
         """Sends new starts and cancellations to the workers, then waits up to ``seconds`` for events (changes of responses).
 
         Returns:
-            Events of all workers, in order for each worker; an empty list if no event arrives in time.
+            Events of all workers, in order for each worker; an empty list if no event arrives in time. If none arrives, calls
+            that wait for a dead engine are ended, which causes events soon.
         """
         self._send()
         for index in self._actors.keys() - self._polls.keys():
@@ -308,6 +309,8 @@ class Workers:
         for index, poll in list(self._polls.items()):
             if poll in ready:
                 events += self._collect(index)
+        if not ready:
+            self._servers.end_calls_of_dead()
         return events
 
     def outside_engines(self) -> list[int]:

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
@@ -127,8 +128,20 @@ async def _is_dead(server: Server) -> bool:
 
 
 def _engine_has_failed(server: Any) -> bool:
-    """Returns True if the engine of a living server is dead. vLLM's engine is a separate process, with the flag ``errored``."""
-    return bool(getattr(getattr(server, "engine", None), "errored", False))
+    """Returns True if the engine of a living server is dead. Called in the server's process.
+
+    vLLM's engine has the flag ``errored``. SGLang's engine consists of child processes of the server. When one of them has crashed,
+    SGLang sends SIGQUIT to the server, but a server of a run that was started in the background of a script ignores this signal.
+    """
+    pids = getattr(getattr(server, "scheduler_info", None), "all_child_pids", ())
+    return bool(getattr(getattr(server, "engine", None), "errored", False)) or any(map(_has_ended, pids))
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 # In the agent-loop workers
@@ -279,6 +292,13 @@ class RolloutServers:
         if self._aborted:
             self._tell_all("resume_generation")
             self._aborted = False
+
+    def end_calls_of_dead(self) -> None:
+        """Kills servers with a dead engine. Otherwise, calls that wait for the engine might never end."""
+        if dead := asyncio.run(find_dead(self._manager.get_replicas())):
+            names = ", ".join(replica.server_address for replica in dead)
+            logger.error("rl-accel: rollout server %s is dead; calls that still wait for it are ended", names)
+            _end_servers(dead)
 
     def _tell_all(self, name: str, instead: Callable[[Any], None] | None = None) -> None:
         """Calls the method ``name`` of every replica. A function ``instead`` runs in the process of each first server in its place.

@@ -84,7 +84,8 @@ def supervise(grace_s: float, temp: str, command: list[str]) -> int:
     """
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    for ignored in (signal.SIGINT, signal.SIGHUP):  # the runner handles these, and then closes the supervisor's stdin
+    # The runner handles these, and then closes the supervisor's stdin. SGLang ends its servers by SIGQUIT.
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, lambda number, _: None)  # the command would inherit SIG_IGN
     become_subreaper()
     with _fork_server(command, temp) as words:

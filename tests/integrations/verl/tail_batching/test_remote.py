@@ -19,6 +19,7 @@ pytest.importorskip("transfer_queue", reason="TransferQueue is not installed")
 import ray
 import transfer_queue as tq
 from omegaconf import OmegaConf
+from ray.exceptions import RayActorError
 from verl.workers.rollout import router
 
 from rl_accel.errors import RlAccelError
@@ -75,6 +76,7 @@ class Server:
     def __init__(self):
         self.seen = {}
         self.engine = SimpleNamespace(errored=False)
+        self.scheduler_info = SimpleNamespace(all_child_pids=[os.getpid()])  # a process that lives
         self._aborted = {}
 
     async def generate(self, request_id, prompt_ids, sampling_params, image_data=None, video_data=None, priority=0):
@@ -106,6 +108,12 @@ class Server:
 
     async def lose_engine(self):
         self.engine.errored = True
+
+    async def lose_process(self):
+        """As SGLang's server, whose engine is its child processes; nobody has waited for this one, which has ended."""
+        ended = subprocess.Popen(["true"])
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        self.scheduler_info.all_child_pids.append(ended.pid)
 
     async def compute_score(self, data):
         """Never ends, as a reward worker and as a training worker that waits for a dead server."""
@@ -298,6 +306,8 @@ class TestDeadServers:
         assert asyncio.run(servers_module.find_dead([one, two, three])) == [two]
         ray.get(three.servers[0].lose_engine.remote())
         assert asyncio.run(servers_module.find_dead([one, two, three])) == [two, three]
+        ray.get(one.servers[0].lose_process.remote())
+        assert asyncio.run(servers_module.find_dead([one, two, three])) == [one, two, three]
 
 
 class Replica:
@@ -411,6 +421,15 @@ class TestRevivingServers:
             servers.reach_all(fails)
         assert len(calls) == 3, "one that fails for another reason is not made again"
 
+    def test_a_call_that_waits_for_a_dead_engine_is_ended(self, servers_of):
+        replica = Replica()
+        servers, call = servers_of(replica), replica.server_handle.compute_score.remote(None)
+        servers.end_calls_of_dead()
+        ray.get(replica.server_handle.lose_engine.remote())
+        servers.end_calls_of_dead()
+        with pytest.raises(RayActorError):
+            ray.get(call, timeout=60)
+
     def test_a_server_that_dies_in_a_weight_update_leaves_nobody_waiting(self, servers_of, kill, monkeypatch):
         monkeypatch.setattr(servers_module, "WATCH_SECONDS", 0.5)
         replica, sender = Replica(), start(Server)
@@ -490,6 +509,9 @@ class Engines:
     def resume(self):
         self.told.append(("resume", []))
 
+    def end_calls_of_dead(self):
+        self.told.append(("end_calls_of_dead", []))
+
 
 def gather(workers, count):
     """Return the next events, ``count`` of them: kind and response of each, and the events themselves."""
@@ -537,6 +559,8 @@ class TestWorkers:
         workers.end_round()
         assert engines.told == [("resume", [])], "nothing runs, so nothing is stopped"
         workers.launch(Job("a", {}, (0, 1), 1))
+        assert workers.wait(0.1) == []
+        assert engines.told.pop() == ("end_calls_of_dead", []), "nothing happens, so it may be a dead engine"
         workers.cancel([0, 1])
         workers.end_round()
         assert engines.told[1:] == [("abort", [[Job(f"{RUN}a", {}, (0, 1), 1), 0, 1, "stop"]])]
