@@ -184,7 +184,7 @@ def test_paths_of_a_yaml_may_be_absolute_and_several_are_relative_to_it(write, t
     ("folders", "arms"),
     [
         (["math/wandb/run-2026_aaa", "math/wandb/run-2026_bbb"], ["run-2026_aaa", "run-2026_bbb"]),
-        (["a/stock-seed0", "b/stock-seed0"], ["stock", "stock-2"]),
+        (["a/stock-seed0", "b/stock-seed0"], ["stock-1", "stock-2"]),
     ],
     ids=["of one project of W&B", "of one name"],
 )

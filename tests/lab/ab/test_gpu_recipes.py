@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
-from rl_accel.__main__ import cli
 from rl_accel.integrations.slime.custom_config import check, make
 from rl_accel.lab.ab import preflight
 from rl_accel.lab.ab.recipe import load, plan_runs
@@ -202,13 +202,15 @@ def test_data_from_the_hub_get_the_columns_that_verl_reads(name, prepare, tmp_pa
 
 
 @pytest.fixture
-def doctor(invoke):
-    """``doctor(*words)``: by what is asked for the verdict and why; a run lacks something here, and the exit code says so."""
+def doctor():
+    """``doctor(*words)``: the exit code, and by what is asked for the verdict and why; the environment is as before after it."""
+    from rl_accel.__main__ import cli
 
     def run(*words):
         with mock.patch.dict(os.environ):
-            output = invoke(cli, "doctor", "--json", *words, code=1)
-        return {what: (verdict, why) for what, verdict, why in json.loads(output)}
+            result = CliRunner().invoke(cli, ["doctor", "--json", *map(str, words)])
+        assert result.output.startswith("["), (result.output, result.exception)
+        return result.exit_code, {what: (verdict, why) for what, verdict, why in json.loads(result.output)}
 
     return run
 
@@ -220,7 +222,8 @@ def test_doctor_says_what_a_recipe_lacks_here(doctor, tmp_path, verl):
     model.mkdir()
     (model / "config.json").write_text((Path(__file__).parents[2] / "parallel" / "qwen3_8b.json").read_text())
     file.write_text(file.read_text().replace("model.path=Qwen/Qwen2.5-0.5B-Instruct", f"model.path={model}"))
-    rows = doctor("--recipe", file.parent)
+    code, rows = doctor("--recipe", file.parent)
+    assert code == 1
     assert {rows[f"configuration of {arm}"][0] for arm in ("stock", "lossless", "tail")} == {"works"}
     assert (rows["package flash_attn"][0], rows[f"model {model}"][0]) == ("missing", "works")
     (data,) = [row for what, row in rows.items() if what.startswith("data ") and what.endswith("train.parquet")]
@@ -231,10 +234,10 @@ def test_doctor_says_what_a_recipe_lacks_here(doctor, tmp_path, verl):
 
 
 def test_doctor_asks_for_no_gpu_on_a_cpu_nor_a_model_to_check_a_critic_and_names_what_is_wrong(doctor, tmp_path, verl):
-    rows = doctor("--recipe", EXAMPLES / "verl_gsm8k", "--platform", "cpu")
+    _, rows = doctor("--recipe", EXAMPLES / "verl_gsm8k", "--platform", "cpu")
     assert rows["configuration of tail"][0] == "works"
     assert not any("GPU" in what for what in rows)
-    rows = doctor("--recipe", EXAMPLES / "verl_ppo_cpu")
+    _, rows = doctor("--recipe", EXAMPLES / "verl_ppo_cpu")
     assert rows["configuration of stock"] == ("works", "composed and validated by verl")
     wrong = tmp_path / "recipe.yaml"
     for recipe, changes, key in (
@@ -242,8 +245,9 @@ def test_doctor_asks_for_no_gpu_on_a_cpu_nor_a_model_to_check_a_critic_and_names
         ("verl_ppo_cpu", "overrides: [+critic.model.rope=1]", "rope"),
     ):
         wrong.write_text(f"extends: {EXAMPLES}/{recipe}/recipe.yaml\n{changes}\n")
-        verdict, why = doctor("--recipe", wrong)["configuration of stock"]
-        assert (verdict, key in why) == ("wrong", True)
+        code, rows = doctor("--recipe", wrong)
+        verdict, why = rows["configuration of stock"]
+        assert (code, verdict, key in why) == (1, "wrong", True)
 
 
 def test_doctor_finds_a_model_in_the_cache_and_asks_no_hub_for_another(monkeypatch, tmp_path):
@@ -261,7 +265,8 @@ def test_doctor_finds_a_model_in_the_cache_and_asks_no_hub_for_another(monkeypat
 
 
 def test_doctor_of_slime(doctor, slime_places):
-    rows = doctor("--recipe", EXAMPLES / "slime_math")
+    code, rows = doctor("--recipe", EXAMPLES / "slime_math")
+    assert code == 1
     if SLIME_ROOT:
         assert rows["arguments of tail"] == ("unknown", "slime's parser needs Megatron-LM on PYTHONPATH")
         assert rows[f"file {EXAMPLES}/slime_math/tail.yaml"][0] == "works"
