@@ -122,6 +122,11 @@ def test_a_log_is_read_as_what_it_is(tmp_path):
     assert list(read_log(path).items()) == STEPS
     path.write_text(BETWEEN)
     assert read_log(path) == {}
+    first = '{"step": 1, "data": {"a": 0, "nan": null, "text": "x", "flag": true, "list": [1]}}'
+    path.write_text(f'{{"step": 2, "data": {{"c": 1}}}}\n{first}\n{{"step": 2, "data": {{"b": 5}}}}\n')
+    found = read_log(path)
+    assert np.isnan(found[1].pop("nan"))
+    assert list(found.items()) == [(1, {"a": 0.0}), (2, {"c": 1.0, "b": 5.0})], "what is no number is left out"
 
 
 @pytest.mark.parametrize(
