@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 from hypothesis import settings
@@ -110,17 +111,8 @@ def invoke() -> Callable[..., str]:
     return call
 
 
-WRITES = {
-    "open",
-    "write",
-    "flush",
-    "fsync",
-    "replace",
-    "mkdir",
-    "PyTorchFileWriter",
-    "write_record",
-    "write_end_of_file",
-}
+WRITES = {"open", "write", "flush", "fsync", "replace", "mkdir"}
+WRITES |= {"PyTorchFileWriter", "write_record", "write_end_of_file"}
 
 
 @pytest.fixture
@@ -143,6 +135,34 @@ def killed_at() -> Callable[[int, Callable[[], object]], bool]:
             os._exit(0)
 
     return call
+
+
+@pytest.fixture
+def wait_for() -> Callable[..., Any]:
+    """``wait_for(condition, "what")`` waits until the condition holds, and returns it; fails after 30 seconds."""
+
+    def wait(condition: Callable[[], Any], what: str) -> Any:
+        deadline = time.monotonic() + 30
+        while not (found := condition()):
+            if time.monotonic() > deadline:
+                pytest.fail(f"waited 30 s for {what}")
+            time.sleep(0.02)
+        return found
+
+    return wait
+
+
+@pytest.fixture
+def gone() -> Callable[[Path], bool]:
+    """Say whether the process whose id is in a file has ended (a zombie has)."""
+
+    def ended(pid_file: Path) -> bool:
+        try:
+            return psutil.Process(int(pid_file.read_text())).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    return ended
 
 
 @pytest.fixture(scope="session")

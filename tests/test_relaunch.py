@@ -5,9 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 
 from rl_accel.relaunch import EXIT_CODE, NOTE_VAR
@@ -55,22 +53,11 @@ def launches(folder):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
-
-
-def pid_in(folder, name):
-    """Return the process that a toy has written down, once it has."""
-    file = folder / name
-    return int(until(lambda: file.exists() and file.read_text()))
-
-
-def gone(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+@pytest.fixture
+def noted(tmp_path, wait_for):
+    """The file in which a toy writes down its process, once it has."""
+    file = tmp_path / "pid"
+    return lambda: wait_for(lambda: file.exists() and file.read_text() and file, "the toy")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +112,7 @@ def test_a_command_that_does_not_exist_is_127(clean_environment):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
-def test_a_signal_reaches_the_command_and_one_that_ends_it_ends_the_relaunching(start, tmp_path, number):
+def test_a_signal_reaches_the_command_and_one_that_ends_it_ends_the_relaunching(start, tmp_path, noted, number):
     process = start(
         f"""
 import signal
@@ -139,13 +126,13 @@ signal.signal({number}, leave)
 time.sleep(120)
 """
     )
-    pid_in(tmp_path, "pid")
+    noted()
     process.send_signal(number)
     assert process.wait(60) == (21 if number == signal.SIGTERM else 22)
     assert len(launches(tmp_path)) == (1 if number == signal.SIGTERM else 2), "who stops a run does not want it back"
 
 
-def test_what_a_launch_leaves_behind_is_ended_before_the_next(start, tmp_path):
+def test_what_a_launch_leaves_behind_is_ended_before_the_next(start, tmp_path, gone):
     process = start(
         """
 import subprocess
@@ -154,14 +141,14 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"],
 """
     )
     assert process.wait(60) == 0
-    assert gone(int((tmp_path / "left").read_text()))
+    assert gone(tmp_path / "left")
     assert "ended what the launch left behind" in process.stderr.read()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a child of its parent's death")
-def test_the_command_ends_when_the_relauncher_is_killed(start, tmp_path):
+def test_the_command_ends_when_the_relauncher_is_killed(start, noted, wait_for, gone):
     process = start('(here / "pid").write_text(str(os.getpid()))\ntime.sleep(120)')
-    pid = pid_in(tmp_path, "pid")
+    pid = noted()
     os.kill(process.pid, signal.SIGKILL)
     process.wait(30)
-    until(lambda: gone(pid), 30)
+    wait_for(lambda: gone(pid), "the end of the command")

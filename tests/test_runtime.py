@@ -1,9 +1,12 @@
 """enable, disable, status and enabled, on a made-up ``verl`` package whose every detail the test controls."""
 
+import ast
 import json
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +24,7 @@ for folder in map(str.strip, sys.stdin):
         break
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
-CHANGED_SIGNATURE = ("response_mask, gamma, lam):", "response_mask, gamma, lam, new_argument=None):")
+CHANGED_SIGNATURE = ("lam: torch.Tensor,\n", "lam: torch.Tensor,\n    new_argument=None,\n")
 CHANGED_RESULT = ("returns = advantages + values", "returns = advantages - values")
 MISSING_PART = ("import verl.utils.torch_functional as verl_F", "verl_F = None")
 
@@ -50,51 +53,35 @@ def check(warm, tmp_path):
     return run
 
 
-FAKE_TORCH_FUNCTIONAL = """
-import torch
-def masked_mean(values, mask):
-    return values.masked_fill(mask == 0, 0).sum() / (mask.sum() + 1e-8)
-def masked_whiten(values, mask, shift_mean=True):
-    mean, count = masked_mean(values, mask), mask.sum()
-    var = masked_mean((values - mean) ** 2, mask) * (count / (count - 1))
-    whitened = (values - mean) * torch.rsqrt(var + 1e-8)
-    return whitened if shift_mean else whitened + mean
-"""
+def functions(module: str, *names: str) -> str:
+    """These functions of the installed verl, as they are written there, without decorators."""
+    text = (Path(find_spec("verl").origin).parent / module).read_text()
+    found = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    return "\n".join(ast.get_source_segment(text, found[name]) for name in names)
 
-FAKE_CORE_ALGOS = """
+
+CORE_ALGOS = f"""
 import torch
 import verl.utils.torch_functional as verl_F
-ADV_ESTIMATOR_REGISTRY = {}
-def compute_gae_advantage_return(token_level_rewards, values, response_mask, gamma, lam):
-    with torch.no_grad():
-        nextvalues = 0
-        lastgaelam = 0
-        advantages_reversed = []
-        for t in reversed(range(token_level_rewards.shape[-1])):
-            delta = token_level_rewards[:, t] + gamma * nextvalues - values[:, t]
-            lastgaelam_ = delta + gamma * lam * lastgaelam
-            nextvalues = values[:, t] * response_mask[:, t] + (1 - response_mask[:, t]) * nextvalues
-            lastgaelam = lastgaelam_ * response_mask[:, t] + (1 - response_mask[:, t]) * lastgaelam
-            advantages_reversed.append(lastgaelam)
-        advantages = torch.stack(advantages_reversed[::-1], dim=1)
-        returns = advantages + values
-        advantages = verl_F.masked_whiten(advantages, response_mask)
-    return advantages, returns
+ADV_ESTIMATOR_REGISTRY = {{}}
+{functions("trainer/ppo/core_algos.py", "compute_gae_advantage_return")}
 ADV_ESTIMATOR_REGISTRY["gae"] = compute_gae_advantage_return
 """
+MASKED = ("masked_sum", "masked_mean", "masked_var", "masked_whiten")
+TORCH_FUNCTIONAL = f"import torch\n{functions('utils/torch_functional.py', *MASKED)}"
 
 
 @pytest.fixture
 def fake_verl(tmp_path):
-    """A package ``verl`` 0.9.1 that holds only the advantage module; ``edit(old, new)`` changes its source."""
+    """A package ``verl`` 0.9.1 that holds only what GAE needs of the real one; ``edit(old, new)`` changes its source."""
     package = tmp_path / "verl" / "trainer" / "ppo"
     package.mkdir(parents=True)
     utils = tmp_path / "verl" / "utils"
     utils.mkdir()
-    (utils / "torch_functional.py").write_text(FAKE_TORCH_FUNCTIONAL)
+    (utils / "torch_functional.py").write_text(TORCH_FUNCTIONAL)
     for folder in (package, package.parent, package.parent.parent, utils):
         (folder / "__init__.py").write_text('__version__ = "0.9.1"\n')
-    (package / "core_algos.py").write_text(FAKE_CORE_ALGOS)
+    (package / "core_algos.py").write_text(CORE_ALGOS)
 
     def edit(old: str, new: str) -> None:
         path = package / "core_algos.py"

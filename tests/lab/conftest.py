@@ -1,6 +1,5 @@
 """A small random model, and engines that end with their test."""
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,17 +35,3 @@ def engine_for() -> Iterator[Callable[..., Any]]:
     yield start
     for engine in engines:
         engine.close()
-
-
-@pytest.fixture
-def wait_for() -> Callable[..., None]:
-    """Wait until a condition holds; fails after 30 seconds."""
-
-    def wait(condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            if time.monotonic() > deadline:
-                pytest.fail(f"waited 30 s for {what}")
-            time.sleep(0.02)
-
-    return wait

@@ -244,24 +244,23 @@ async def test_its_limit_rises_with_the_anchor():
     assert results[0].wall == given[-1] == pytest.approx(6.0 * 0.5 + 0.2)
 
 
-async def test_one_that_runs_has_the_full_budget_again_when_limits_are_suspended():
+@pytest.mark.parametrize(
+    ("before", "meanwhile", "seconds", "verdict", "given"),
+    [
+        ({"p/0": (0.01, 0.01, 7)}, lambda policy: policy.suspend(1), 1.0, "passed", [0.2, 20.0]),
+        ({}, lambda policy: policy.merge({"p/0": (0.4, 0.1, 7)}), 60.0, "timeout", [20.0, 0.65]),
+    ],
+    ids=["the full budget again when limits are suspended", "what others have learned"],
+)
+async def test_what_happens_to_limits_counts_for_one_that_runs_too(before, meanwhile, seconds, verdict, given):
     executions = Executions()
-    executions.executor.replica.timeout.merge({"p/0": (0.01, 0.01, 7)})
-    running = asyncio.create_task(executions.together(("slow", 1.0)))
+    executions.executor.replica.timeout.merge(before)
+    running = asyncio.create_task(executions.together(("slow", seconds)))
     await executions.began.wait()
-    executions.executor.replica.timeout.suspend(1)
+    meanwhile(executions.executor.replica.timeout)
     (slow,) = await running
-    assert (slow.verdict, executions.given["slow"]) == ("passed", [0.2, 20.0])
-
-
-async def test_what_others_have_learned_counts_too():
-    executions = Executions()
-    running = asyncio.create_task(executions.together(("hangs", 60.0)))
-    await executions.began.wait()
-    executions.executor.replica.timeout.merge({"p/0": (0.4, 0.1, 7)})
-    (hung,) = await running
-    assert hung.wall == pytest.approx(0.65)
-    assert executions.given["hangs"] == [20.0, pytest.approx(0.65)]
+    assert executions.given["slow"] == pytest.approx(given)
+    assert (slow.verdict, slow.wall) == (verdict, min(seconds, executions.given["slow"][-1]))
 
 
 @pytest.mark.parametrize("isolation", ["process", "auto"])

@@ -219,26 +219,6 @@ def test_as_root_a_program_has_no_rights(code):
     assert "Error" in found.reason
 
 
-async def test_a_daemon_of_the_program_ends_with_it(isolation, processes, closed_later):
-    code = """
-import os, signal, sys, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.setpgid(0, 0)
-        time.sleep(600)
-    os._exit(0)
-os.wait()
-print(1)
-"""
-
-    sandbox = closed_later(Sandbox(2, isolation))
-    assert (await sandbox.run(code, PRINT, SHORT)).verdict == "passed"
-    (worker,) = processes.workers()
-    assert len(processes.below(worker.pid)) == 1, "the worker"
-
-
 def test_files_in_common_folders_do_not_stay(isolation):
     places = ["/tmp", "/var/tmp", "/dev/shm"]
     code = f"import os\nfor p in {places!r}:\n os.mkdir(p + '/rla-stray'); open(p + '/rla-stray/x', 'w').write('x')\nprint(1)"
@@ -321,21 +301,28 @@ def test_bubblewrap_that_does_not_work_is_refused_where_it_is_asked_for():
 
 
 LONG = Limits(wall=600, cpu=600)
-DAEMON = """
+DAEMONS = """
 import os, signal, time
 for _ in range(2):
     if os.fork() == 0:
         os.setsid()
         for one in (1, 2, 15): signal.signal(one, signal.SIG_IGN)
         if os.fork() == 0:
+            os.setpgid(0, 0)
             time.sleep(600)
         os._exit(0)
 for _ in range(2):
     os.wait()
-open("started", "w")
-time.sleep(600)
 """
-"""A program whose grandchildren have left its session and group."""
+"""Grandchildren of a program that have left its session and group."""
+DAEMON = DAEMONS + 'open("started", "w")\ntime.sleep(600)'
+
+
+async def test_a_daemon_of_the_program_ends_with_it(isolation, processes, closed_later):
+    sandbox = closed_later(Sandbox(2, isolation))
+    assert (await sandbox.run(DAEMONS + "print(1)", PRINT, SHORT)).verdict == "passed"
+    (worker,) = processes.workers()
+    assert len(processes.below(worker.pid)) == 1, "the worker"
 
 
 def started(temporary):

@@ -148,12 +148,6 @@ def test_a_constant_group_is_rejected_and_replaced_until_the_batch_is_full():
     assert {result.batch.kind for result in results} >= {"short", "long"}
 
 
-def test_no_more_is_fetched_than_a_round_launches_however_the_domains_alternate():
-    driver, _ = make(domain=lambda row: "code" if row % 2 else "math")
-    driver.play(1, 100)
-    assert driver.supply.fetched == 5
-
-
 @pytest.mark.parametrize("row", [1, 2, 4, 22, 23, 24])
 def test_a_broken_prompt_is_retried_then_given_up_and_all_batches_are_full_up_to_the_end_of_the_run(row):
     broken = f"1:{row}"

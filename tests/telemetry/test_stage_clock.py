@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, Response, keep, read_kept
 
 PARTS = ("most_seconds", "waiting_seconds", "reward_seconds", "rest_seconds")
@@ -133,12 +132,3 @@ def test_a_run_that_begins_again_replaces_the_steps_it_does_again(tmp_path):
     assert {step: len(responses) for step, responses in read_kept(path).items()} == {1: 1, 2: 1, 3: 0}
     keep(path, 1, [])
     assert read_kept(path) == {1: []}
-
-
-def test_records_of_one_step_are_merged_in_step_order_and_null_is_nan(tmp_path):
-    path = tmp_path / "m.jsonl"
-    first = '{"step": 1, "data": {"a": 0, "nan": null, "text": "x", "flag": true, "list": [1]}}'
-    path.write_text(f'{{"step": 2, "data": {{"c": 1}}}}\n{first}\n{{"step": 2, "data": {{"b": 5}}}}\n')
-    found = read_log(path)
-    assert math.isnan(found[1].pop("nan"))
-    assert list(found.items()) == [(1, {"a": 0.0}), (2, {"c": 1.0, "b": 5.0})], "what is no number is left out"

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
@@ -95,16 +94,3 @@ def call_ab(invoke, monkeypatch) -> Callable[..., str]:
     """Call the command in this process, where no signal is sent, as ``invoke`` does."""
     monkeypatch.setenv("COLUMNS", "200")
     return partial(invoke, ab)
-
-
-@pytest.fixture
-def gone() -> Callable[[Path], bool]:
-    """Say whether the process whose id is in a file has ended (a zombie has)."""
-
-    def ended(pid_file: Path) -> bool:
-        try:
-            return psutil.Process(int(pid_file.read_text())).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    return ended

