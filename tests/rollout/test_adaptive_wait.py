@@ -85,6 +85,18 @@ def test_polling_is_bounded_over_any_stretch(share, delay, cost, events):
             assert after - before <= share * (end - begin + 10) + cost + 1e-6
 
 
+@given(
+    costs=st.lists(st.floats(0, 5), min_size=1, max_size=30),
+    longest=st.floats(0.0, 3.0),
+    counts=st.lists(st.integers(0, 100), min_size=1, max_size=30),
+)
+def test_wait_is_always_usable(costs, longest, counts):
+    clock = Clock(AdaptiveWait(), 0.0)
+    for cost, count in zip(costs, counts, strict=False):
+        wait = clock.poll(count, 100 - count, longest=longest, cost=cost)
+        assert 0 <= wait <= max(longest, 19 * max(costs) + 1e-9)
+
+
 @pytest.mark.parametrize(("name", "beyond"), [("max_cpu_share", 1.5), ("max_delay_s", math.inf)])
 def test_a_limit_out_of_range_is_refused(name, beyond):
     for value in (0, -1, beyond, math.nan):
