@@ -8,12 +8,9 @@ import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import datasets
 import pytest
 from omegaconf import OmegaConf
-
-pytest.importorskip("verl", reason="verl is not installed")
-
-import datasets
 
 from rl_accel import features
 from rl_accel.config import resolve
@@ -431,10 +428,13 @@ PARTS = [tail_batching.WORKER_PART, reward_timeout.WORKER_PART, telemetry.WORKER
 
 @pytest.mark.slow
 def test_features_are_registered_from_the_import_of_their_modules_until_they_are_off(python, repo):
-    """A process with three features on, and children of it for what is another interpreter's to show."""
+    """A process with three features on, and children of it for what is another interpreter's to show.
+
+    While it imports, another thread asks for their states all the time, which waits for no import.
+    """
     done = python(
         f"""
-        import importlib, os, random, sys, traceback
+        import importlib, os, random, sys, threading, traceback
         import rl_accel
         from rl_accel.errors import ConfigError
         from rl_accel.telemetry import metrics
@@ -458,6 +458,13 @@ def test_features_are_registered_from_the_import_of_their_modules_until_they_are
         for part, child in children.items():
             assert os.waitpid(child, 0)[1] == 0, f"{{part}} cannot be imported first"
 
+        over = threading.Event()
+
+        def ask():
+            while not over.wait(0.002):  # without a pause the import would hardly ever get the interpreter
+                rl_accel.status()
+
+        threading.Thread(target=ask, daemon=True).start()
         import verl.utils.tracking
         assert status("telemetry").applied
         found = metrics.observed(1, {{"timing_s/step": 4.0, "timing_s/gen": 3.0}})
@@ -471,6 +478,7 @@ def test_features_are_registered_from_the_import_of_their_modules_until_they_are
         from verl.trainer.ppo.v1 import get_trainer_cls
         assert get_trainer_cls("tail_batching").__name__ == "TailBatchingTrainer"
         assert status("tail_batching").applied
+        over.set()
 
         sys.path.insert(0, {str(repo / "examples" / "verl_ppo_cpu")!r})
         from hydra import compose, initialize_config_module
