@@ -1,6 +1,7 @@
 """Fixtures shared by all tests. Code in a process of its own gets a clean environment and a time limit."""
 
 import functools
+import http.server
 import itertools
 import json
 import math
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import venv
 from collections import Counter
@@ -233,6 +235,49 @@ def wheel_environment(clean_environment, wheel_python) -> dict[str, str]:
     return {**kept, "PATH": f"{wheel_python.parent}:{kept['PATH']}"}
 
 
+@pytest.fixture(scope="session")
+def slime_root() -> Path:
+    """The checkout of slime that SLIME_ROOT names; tests that need it are skipped without. It is importable from then on."""
+    root = os.environ.get("SLIME_ROOT", "")
+    if not root:
+        pytest.skip("slime itself is absent: SLIME_ROOT names no checkout of it")
+    for folder in (root, str(REPO / "tests/integrations/slime/plugins")):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    return Path(root)
+
+
+@pytest.fixture
+def web_server() -> Iterator[Callable[[Callable[[str, Any], str | None]], str]]:
+    """``web_server(answer)``: the address of a server that gives what ``answer(path, JSON of the request)`` does, 404 for None.
+
+    It stands for a service of somebody else's.
+    """
+    with ExitStack() as servers:
+
+        def start(answer: Callable[[str, Any], str | None]) -> str:
+            class Handler(http.server.BaseHTTPRequestHandler):
+                def do_GET(self) -> None:
+                    given = self.rfile.read(int(self.headers["Content-Length"] or 0))
+                    body = answer(self.path, json.loads(given or "null"))
+                    self.send_response(404 if body is None else 200)
+                    self.send_header("Content-Type", "application/json")
+                    self.end_headers()
+                    self.wfile.write((body or "").encode())
+
+                do_POST = do_GET
+
+                def log_message(self, *_: Any) -> None:
+                    pass
+
+            server = servers.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+            servers.callback(server.shutdown)
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            return f"http://127.0.0.1:{server.server_port}"
+
+        yield start
+
+
 @pytest.fixture
 def short_tmp() -> Iterator[Path]:
     """A temporary folder with a short path: Ray's socket names must fit in 107 characters."""
@@ -289,6 +334,19 @@ def ray_address(clean_environment) -> Iterator[str]:
         ray_heads(clean_environment, Path(folder)) as start,
     ):
         yield start()
+
+
+@pytest.fixture(scope="session")
+def same_bits() -> Callable[[Any, Any], bool]:
+    """Whether two tensors are equal bit by bit, the sign of zero included."""
+    torch = pytest.importorskip("torch")
+
+    def compare(a: Any, b: Any) -> bool:
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+    return compare
 
 
 @pytest.fixture(scope="session")

@@ -46,16 +46,3 @@ def case() -> Callable[..., SimpleNamespace]:
 def core_algos() -> Any:
     """verl's advantage functions, whose bits ours must have."""
     return importlib.import_module("verl.trainer.ppo.core_algos")
-
-
-@pytest.fixture(scope="session")
-def same_bits() -> Callable[[torch.Tensor, torch.Tensor], bool]:
-    """Equal bit by bit, the sign of zero included."""
-
-    def compare(a: torch.Tensor, b: torch.Tensor) -> bool:
-        word = {torch.float32: torch.int32, torch.float64: torch.int64}[b.dtype]
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        return torch.equal(a.contiguous().view(word), b.contiguous().view(word))
-
-    return compare

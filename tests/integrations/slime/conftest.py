@@ -3,8 +3,6 @@
 import asyncio
 import functools
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,19 +11,7 @@ from typing import Any
 
 import pytest
 
-SLIME_ROOT = os.environ.get("SLIME_ROOT", "")
 MODEL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
-
-
-@pytest.fixture(scope="session")
-def slime_root() -> Path:
-    """The checkout of slime; tests that need it are skipped without. It is importable from then on."""
-    if not SLIME_ROOT:
-        pytest.skip("slime itself is absent: SLIME_ROOT names no checkout of it")
-    for folder in (SLIME_ROOT, str(Path(__file__).with_name("plugins"))):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    return Path(SLIME_ROOT)
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,8 @@ def configured(composed: Any) -> Callable[..., Any]:
 @pytest.fixture(scope="module")
 def job(ray_address: str, request: pytest.FixtureRequest) -> Iterator[None]:
     """Makes this process the driver of a job for the tests of a module, whose classes actors get by value."""
-    ray = pytest.importorskip("ray")
+    import ray
+
     module = sys.modules[request.module.__name__]
     ray.cloudpickle.register_pickle_by_value(module)
     ray.init(address=ray_address)
@@ -63,7 +64,7 @@ def job(ray_address: str, request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def kill() -> Callable[[Any], None]:
     """``kill(actor)`` sends SIGKILL to its process, and returns when Ray knows."""
-    ray = pytest.importorskip("ray")
+    import ray
 
     def end(actor: Any) -> None:
         last_call = actor.__ray_call__.remote(lambda _: os.kill(os.getpid(), signal.SIGKILL))

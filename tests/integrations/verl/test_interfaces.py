@@ -3,14 +3,13 @@
 import importlib
 import importlib.util
 import json
+import os
 import pkgutil
+import shutil
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-
-pytest.importorskip("verl", reason="verl is not installed")
-pytest.importorskip("transfer_queue", reason="TransferQueue is not installed")
 
 from rl_accel.integrations import verl as adapters
 from rl_accel.integrations.verl import agent_loop
@@ -36,13 +35,8 @@ def test_what_our_classes_override_is_in_the_interface_that_they_extend():
             interfaces = [base for one in ours for base in seams._extended[one].__mro__]
             assert own & theirs <= {name for each in interfaces for name in seams._members(each)}, cls
             checked.add(cls.__name__)
-    assert {
-        "TailBatchingTrainer",
-        "TailLLMServerClient",
-        "ValidationTag",
-        "SiblingRouter",
-        "RewardTimeoutManager",
-    } <= checked
+    assert checked >= {"TailBatchingTrainer", "ValidationTag", "SiblingRouter", "RewardTimeoutManager"}
+    assert "TailLLMServerClient" in checked
 
 
 TEACHER = ("_compute_teacher_logprobs", "_score_by_teacher")
@@ -66,19 +60,12 @@ CHANGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("edits", "named"), CHANGES.values(), ids=CHANGES)
 def test_a_changed_verl_is_named_by_doctor_and_no_feature_starts(python, tmp_path, monkeypatch, edits, named):
+    shutil.copytree(VERL, tmp_path / "verl", copy_function=os.symlink)
     for file, (old, new) in edits.items():
-        folder, parts = tmp_path, ["verl", *file.split("/")]
-        for depth, part in enumerate(parts):  # a folder that leads to the file is real, all else is a link
-            if not folder.joinpath(part).is_dir() or folder.joinpath(part).is_symlink():
-                folder.joinpath(part).unlink(missing_ok=True)
-                if depth < len(parts) - 1:
-                    folder.joinpath(part).mkdir()
-                    for entry in VERL.joinpath(*parts[1 : depth + 1]).iterdir():
-                        folder.joinpath(part, entry.name).symlink_to(entry)
-            folder /= part
-        source = VERL.joinpath(file).read_text()
+        source, changed = VERL.joinpath(file).read_text(), tmp_path / "verl" / file
         assert old in source
-        folder.write_text(source.replace(old, new))
+        changed.unlink()
+        changed.write_text(source.replace(old, new))
     done = python(
         """
         import json, sys

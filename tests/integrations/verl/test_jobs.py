@@ -6,11 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
-
-pytest.importorskip("ray")
-
 import ray
+from omegaconf import OmegaConf
 
 from rl_accel.features import BalanceFlags, DraftsFlags
 from rl_accel.integrations.verl import balance, drafts
@@ -30,6 +27,11 @@ def start(kind, *args):
     return ray.remote(kind).options(num_cpus=0).remote(*args)
 
 
+def configuration(max_num_seqs=4, **trainer):
+    rollout = {"name": "vllm", "max_num_seqs": max_num_seqs}
+    return OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}})
+
+
 class Worker:
     def __init__(self, server):
         self.server = server
@@ -45,9 +47,7 @@ class Balancer:
 
 def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(kill, tmp_path, caplog):
     workers, balancer = [start(Worker, name) for name in "ab"], start(Balancer)
-    trainer = {"use_v1": True, "v1": {"trainer_mode": "sync"}, "rl_accel_telemetry": str(tmp_path / "kept.jsonl")}
-    rollout = {"name": "vllm", "max_num_seqs": 4}
-    config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}})
+    config = configuration(use_v1=True, v1={"trainer_mode": "sync"}, rl_accel_telemetry=str(tmp_path / "kept.jsonl"))
     observer = Observer(config, workers, SimpleNamespace(_load_balancer=balancer))
     found = [observer(1, TIMINGS)]
     kill(workers[1])
@@ -87,9 +87,7 @@ def test_a_resumed_run_knows_the_lengths_of_its_checkpoint(tmp_path, monkeypatch
 
     def run(step=0, **trainer):
         """Return what a run that begins after ``step`` knows, and its router."""
-        trainer = {"default_local_dir": str(tmp_path), "resume_mode": "auto", **trainer}
-        rollout = {"name": "vllm", "max_num_seqs": 4}
-        config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}})
+        config = configuration(**{"default_local_dir": str(tmp_path), "resume_mode": "auto", **trainer})
         monkeypatch.setattr(config_intake, "_trainer", lambda: SimpleNamespace(config=config, global_steps=step))
         router = BalancedRouter.options(num_cpus=0).remote({"r0": server})
         client = SimpleNamespace(_load_balancer=router)
@@ -117,9 +115,8 @@ def test_a_resumed_run_knows_the_lengths_of_its_checkpoint(tmp_path, monkeypatch
 
 def test_slots_of_a_worker_that_dies_are_free(kill):
     dying, living = start(AgentLoops), start(AgentLoops)
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "max_num_seqs": 1}}})
     router = BalancedRouter.options(num_cpus=0).remote({"r0": start(Nothing)})
-    ray.get(router.set_up.remote(engine_of(config), {}, 1, BalanceFlags(), True, False))
+    ray.get(router.set_up.remote(engine_of(configuration(1)), {}, 1, BalanceFlags(), True, False))
     ray.get([router.acquire_server.remote(ticket, dying) for ticket in ("a", "b")])  # one is ready in the engine
     waiting = router.acquire_server.remote("c", living)
     kill(dying)

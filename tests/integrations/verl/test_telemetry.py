@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from omegaconf import OmegaConf
@@ -14,23 +15,15 @@ from rl_accel.telemetry.server_counters import Reading
 from rl_accel.telemetry.stage_clock import Response
 
 
-class Router:
-    """A load balancer that has one server and asks for no fields of a request."""
-
-    def __getattr__(self, name):
-        answers = {"acquire_server": ("server-7", object())}
-
-        async def remote(**_):
-            return answers.get(name, ())
-
-        return SimpleNamespace(remote=remote)
-
-
 class Worker:
     """What verl's worker does to a response, as far as it matters here."""
 
     def __init__(self):
-        self.llm_client = LLMServerClient(None, Router())
+        balancer = mock.Mock()  # it has one server and asks for no fields of a request
+        balancer.acquire_server.remote = mock.AsyncMock(return_value=("server-7", object()))
+        balancer.require_acquire_fields.remote = mock.AsyncMock(return_value=())
+        balancer.require_release_fields.remote = mock.AsyncMock(return_value=())
+        self.llm_client = LLMServerClient(None, balancer)
 
     async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, **kwargs):
         await self.llm_client._acquire_server("request")

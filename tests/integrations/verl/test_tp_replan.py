@@ -6,8 +6,6 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed")
-
 from rl_accel.errors import ConfigError
 from rl_accel.features import TpReplanFlags
 from rl_accel.integrations.ray import restart_note

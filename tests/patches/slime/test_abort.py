@@ -4,14 +4,10 @@ import asyncio
 import importlib
 import json
 import logging
-import os
 import statistics
 import sys
-import threading
 import time
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -21,17 +17,13 @@ from rl_accel.patches.slime import abort
 from rl_accel.switch import SwitchState
 
 (PATCH,) = abort.SWITCHES
-ROOT = os.environ.get("SLIME_ROOT", "")
+
 DOUBLED = [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3, 3, 3]
 
 
 @pytest.fixture
-def control(monkeypatch):
+def control(slime_root, monkeypatch):
     """slime's module with the function, and a client for its requests."""
-    if not ROOT:
-        pytest.skip("slime itself is absent: SLIME_ROOT names no checkout of it")
-    if ROOT not in sys.path:
-        sys.path.insert(0, ROOT)
     from slime.utils import http_utils
 
     monkeypatch.setattr(http_utils, "_http_client", None)
@@ -43,7 +35,7 @@ def control(monkeypatch):
 
 @dataclass
 class Server:
-    """A server that answers a look with ``load()``, or with an error if that is None. ``calls`` lists aborts and these answers."""
+    """What answers a look with ``load()``, or with an error if that is None. ``calls`` lists aborts and these answers."""
 
     load: object
     aborts_fail: bool = False
@@ -51,36 +43,16 @@ class Server:
     url: str = ""
     first_abort: float | None = None
 
-
-@contextmanager
-def serving(server):
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert (self.path, body) == ("/abort_request", {"abort_all": True})
-            server.calls.append("abort")
-            server.first_abort = server.first_abort or time.monotonic()
-            self.answer(500 if server.aborts_fail else 200, {})
-
-        def do_GET(self):
-            assert self.path.startswith("/v1/loads?include=core")
-            server.calls.append(server.load())
-            code = 500 if server.calls[-1] is None else 200
-            self.answer(code, {"loads": [{"num_running_reqs": server.calls[-1], "num_waiting_reqs": 0}]})
-
-        def answer(self, code, body):
-            self.send_response(code)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}).start()
-        server.url = f"http://127.0.0.1:{http.server_port}"
-        yield server
-        http.shutdown()
+    def answer(self, path, given):
+        if given is not None:
+            assert (path, given) == ("/abort_request", {"abort_all": True})
+            self.calls.append("abort")
+            self.first_abort = self.first_abort or time.monotonic()
+            return None if self.aborts_fail else "{}"
+        assert path.startswith("/v1/loads?include=core")
+        load = self.load()
+        self.calls.append(load)
+        return load if load is None else json.dumps({"loads": [{"num_running_reqs": load, "num_waiting_reqs": 0}]})
 
 
 @pytest.fixture
@@ -96,13 +68,17 @@ def sleeps(monkeypatch):
     return asked
 
 
-def stop(control, *servers):
-    """Serves ``servers`` while slime's function ``control`` stops them, as at the end of a rollout."""
-    with ExitStack() as stack:
+@pytest.fixture
+def stop(control, web_server):
+    """``stop(server, ...)``: slime's function stops these servers, as at the end of a rollout."""
+
+    def call(*servers):
         for server in servers:
             server.calls.clear()
-            stack.enter_context(serving(server))
-        asyncio.run(control([server.url for server in servers]))
+            server.url = web_server(server.answer)
+        asyncio.run(control.abort_servers_until_idle([server.url for server in servers]))
+
+    return call
 
 
 def played(*loads, **how):
@@ -121,7 +97,7 @@ def played(*loads, **how):
         pytest.param(played(3, None, 0), id="a look fails"),
     ],
 )
-def test_only_the_seconds_between_two_looks_differ_from_slimes(control, sleeps, caplog, server):
+def test_only_the_seconds_between_two_looks_differ_from_slimes(control, stop, sleeps, caplog, server):
     """The outer function, which slime's rollout imports by name, stays slime's and calls the patched one."""
     outer, runs = control.abort_servers_until_idle, []
     for patched in (False, True):
@@ -130,7 +106,7 @@ def test_only_the_seconds_between_two_looks_differ_from_slimes(control, sleeps, 
         sleeps.clear()
         caplog.clear()
         with caplog.at_level(logging.INFO, logger=control.logger.name):
-            stop(outer, server)
+            stop(server)
         log = [r.getMessage().replace(server.url, "URL") for r in caplog.records if r.name == control.logger.name]
         runs.append((list(server.calls), log, [seconds for seconds in sleeps if seconds != 1]))  # 1: retries of a post
     (calls, log, stock), (calls_patched, log_patched, ours) = runs
@@ -140,16 +116,16 @@ def test_only_the_seconds_between_two_looks_differ_from_slimes(control, sleeps, 
     assert control.abort_servers_until_idle is outer
 
 
-def test_each_server_and_each_rollout_begins_with_a_short_sleep(control, sleeps):
+def test_each_server_and_each_rollout_begins_with_a_short_sleep(stop, sleeps):
     PATCH.apply()
     for _ in range(2):
         sleeps.clear()
-        stop(control.abort_servers_until_idle, played(1, 0), played(2, 2, 2, 0), played(0))
+        stop(played(1, 0), played(2, 2, 2, 0), played(0))
         assert sorted(sleeps) == [0.05, 0.05, 0.1, 0.2]
 
 
 @pytest.mark.slow
-def test_returns_when_the_load_is_zero_and_not_before(control):
+def test_returns_when_the_load_is_zero_and_not_before(stop):
     """``pytest -s`` prints the seconds of both, for a server whose requests end 0.1 s after the first abort."""
     seconds = {PATCH.revert: [], PATCH.apply: []}
     for change in [*seconds] * 5:
@@ -157,7 +133,7 @@ def test_returns_when_the_load_is_zero_and_not_before(control):
         server = Server(None)
         server.load = lambda server=server: int(time.monotonic() < server.first_abort + 0.1)
         began = time.monotonic()
-        stop(control.abort_servers_until_idle, server)
+        stop(server)
         seconds[change].append(time.monotonic() - began)
         looks = [call for call in server.calls if call != "abort"]
         assert looks == [1] * (len(looks) - 1) + [0]
@@ -166,8 +142,9 @@ def test_returns_when_the_load_is_zero_and_not_before(control):
     print(f"\nmedians of five: stock {stock:.2f} s, with the patch {ours:.2f} s, {stock / ours:.1f}x")
 
 
-def test_a_rollout_that_is_cancelled_meanwhile_ends(control):
+def test_a_rollout_that_is_cancelled_meanwhile_ends(control, web_server):
     PATCH.apply()
+    server = Server(lambda: 1)
 
     async def cancelled(url):
         task = asyncio.create_task(control.abort_servers_until_idle([url]))
@@ -175,8 +152,8 @@ def test_a_rollout_that_is_cancelled_meanwhile_ends(control):
         task.cancel()
         await task
 
-    with serving(Server(lambda: 1)) as server, pytest.raises(asyncio.CancelledError):
-        asyncio.run(cancelled(server.url))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled(web_server(server.answer)))
     assert server.calls.count(1) > 1
 
 

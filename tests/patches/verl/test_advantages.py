@@ -4,28 +4,26 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from verl.trainer.ppo import core_algos
 
 from rl_accel.patches.verl import advantages
 from rl_accel.patches.verl.verl_run import WHITENING_ESTIMATORS
 from rl_accel.telemetry import metrics
 
-core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
-SWITCHES = {patch.name.removeprefix("verl."): patch for patch in advantages.SWITCHES}
 CONFIG = OmegaConf.create({"gamma": 0.98, "norm_adv_by_std_in_grpo": True})
 
 
 @pytest.fixture
 def apply():
-    """Apply patches by name; they are reverted at the end whatever happens."""
-    applied = []
+    """Apply the patches, with no numbers waiting; they are reverted at the end whatever happens."""
 
-    def apply(*names: str) -> None:
-        for name in names:
-            applied.append(SWITCHES[name])
-            SWITCHES[name].apply(None)
+    def apply() -> None:
+        for patch in advantages.SWITCHES:
+            patch.apply(None)
+        metrics.drain()
 
     yield apply
-    for patch in reversed(applied):
+    for patch in reversed(advantages.SWITCHES):
         patch.revert()
 
 
@@ -52,16 +50,11 @@ def advantages_of(seed: int, estimator: str) -> tuple[torch.Tensor, torch.Tensor
     return found["advantages"], found["returns"]
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
 @pytest.mark.slow  # imports verl's Ray trainer
 @pytest.mark.parametrize("name", WHITENING_ESTIMATORS)
-def test_bits_of_the_function_it_replaces_where_verl_calls_it(apply, name):
+def test_bits_of_the_function_it_replaces_where_verl_calls_it(apply, same_bits, name):
     expected = [advantages_of(seed, name) for seed in range(100)]
-    apply(*SWITCHES)
-    metrics.drain()
+    apply()
     for seed, wanted in enumerate(expected):
         found = advantages_of(seed, name)
         assert same_bits(found[0], wanted[0]), f"advantages of case {seed}"
@@ -93,8 +86,7 @@ def test_outside_the_domain_verls_own_function_does_the_work_and_its_errors_are_
     arguments = {"token_level_rewards": torch.randn(4, 2), "response_mask": torch.ones(4, 2, dtype=torch.int64)}
     arguments |= {"index": np.array([0, 0, 1, 1]), "config": CONFIG, **change}
     expected = outcome_of(name, arguments)
-    apply(*SWITCHES)
-    metrics.drain()
+    apply()
     found = outcome_of(name, arguments)
     assert metrics.drain()["rl_accel/advantages/stock_calls"] >= 1
     for ours, theirs in zip(found, expected, strict=True):

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from verl.trainer.ppo.v1 import replay_buffer
 
 from rl_accel.errors import PatchRefused
 from rl_accel.features import SamplerFlags
@@ -23,7 +24,6 @@ from rl_accel.patches.verl import sampler
 from rl_accel.switch import SwitchState
 from rl_accel.telemetry import metrics
 
-replay_buffer = pytest.importorskip("verl.trainer.ppo.v1.replay_buffer")
 (PATCH,) = sampler.SWITCHES
 FATE = st.sampled_from(["teaches", "is constant", "fails"])
 FATES = st.lists(FATE, max_size=20).map(lambda fates: ["teaches", *fates])

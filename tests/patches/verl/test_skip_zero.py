@@ -15,8 +15,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("verl", reason="verl is not installed")
-
 from rl_accel.errors import ConfigError, PatchRefused
 from rl_accel.features import SkipZeroFlags
 from rl_accel.patches.verl import skip_zero

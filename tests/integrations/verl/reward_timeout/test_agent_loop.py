@@ -1,11 +1,9 @@
 """Responses of a validation are marked on their way to the reward worker, and nowhere else."""
 
 import asyncio
+from unittest import mock
 
 import pytest
-
-pytest.importorskip("verl", reason="verl is not installed")
-
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, AgentLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
@@ -14,21 +12,10 @@ from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION, Val
 WorkerTQ = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 
 
-class RewardWorker:
-    """Keeps what it is sent."""
-
-    def __init__(self):
-        self.sent = []
-        self.compute_score = self
-
-    async def remote(self, data):
-        self.sent.append(data)
-        return {"reward_score": 0.5, "reward_extra_info": {}}
-
-
 @pytest.mark.parametrize("verls", [WorkerTQ, AgentLoopWorker])
 async def test_only_validation_is_marked_and_only_for_the_reward_worker(verls, configure, monkeypatch):
-    reward_worker = RewardWorker()
+    reward_worker = mock.Mock()
+    reward_worker.compute_score.remote = mock.AsyncMock(return_value={"reward_score": 0.5, "reward_extra_info": {}})
     # the constructor wants a cluster; scoring wants these
     worker = object.__new__(type("Worker", (ValidationTag, verls), {}))
     worker.config, worker.background_tasks = configure(), set()
@@ -51,6 +38,7 @@ async def test_only_validation_is_marked_and_only_for_the_reward_worker(verls, c
     for kwargs in columns[:2]:
         await scored(kwargs)
     await asyncio.gather(*map(scored, columns[2:]))
-    sent = [(data.non_tensor_batch["uid"][0], VALIDATION in data.non_tensor_batch) for data in reward_worker.sent]
+    columns_sent = [call.args[0].non_tensor_batch for call in reward_worker.compute_score.remote.await_args_list]
+    sent = [(row["uid"][0], VALIDATION in row) for row in columns_sent]
     assert sorted(sent) == [("training", False), ("training", False), ("validation", True), ("validation", True)]
     assert not any(VALIDATION in kwargs for kwargs in columns), "what is stored of the response is not marked"

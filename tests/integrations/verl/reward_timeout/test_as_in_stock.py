@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed")
-
 pytestmark = pytest.mark.slow
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"

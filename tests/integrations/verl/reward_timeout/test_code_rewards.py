@@ -7,9 +7,6 @@ import socket
 import time
 
 import pytest
-
-pytest.importorskip("verl", reason="verl is not installed")
-
 from verl.utils.reward_score import default_compute_score
 
 from rl_accel.reward.sandbox import bubblewrap_problem

@@ -1,14 +1,12 @@
 """Rewards of real responses through verl's own loading of managers and functions: the same as without us, but for time."""
 
+import contextlib
 import re
 import time
 
 import pytest
 
 from rl_accel.errors import ConfigError
-
-pytest.importorskip("verl", reason="verl is not installed")
-
 from rl_accel.patches.verl import config_intake
 
 pytestmark = pytest.mark.slow
@@ -33,7 +31,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     return {"score": (1.0 if right else 0.25) + bonus, "acc": right, "pred": solution_str, "length": len(solution_str)}
 """
 
-NUMBER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {}\n"
 
 ASYNC = """
 import asyncio
@@ -106,14 +103,6 @@ def test_every_manager_of_verls_gives_the_rewards_of_stock(configure, manager_of
         assert manager.held.timeout is None, "its own limit would strike"
 
 
-@pytest.mark.parametrize("value", ["0.75", "True", "2", "__import__('numpy').float32(0.5)"])
-def test_a_plain_number_stays_what_it_is(configure, responses, score, stock, value):
-    ours = score(configure(NUMBER.format(value)), responses("7"))
-    theirs = score(stock(), responses("7"))
-    assert ours == theirs
-    assert type(ours[0]["reward_score"]) is type(theirs[0]["reward_score"])
-
-
 def test_an_async_function_is_cancelled_at_its_limit(configure, manager_of, responses, score):
     manager = manager_of(configure(ASYNC, {**QUICK, "maximum": 0.5}))
     began = time.monotonic()
@@ -150,14 +139,22 @@ class Mine(RewardManagerBase):
 """
 
 
-def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configure, responses, score, tmp_path):
-    path = tmp_path / "mine.py"
-    keys = {"source": "importlib", "name": "Mine", "module.path": str(path)}
-    keys = {f"reward.reward_manager.{key}": value for key, value in keys.items()}
-    path.write_text("AWAITS = True\n" + CUSTOM)
-    assert score(configure(SYNC, keys=keys), responses("8"))[0]["reward_score"] == 2.0
-    path.write_text("AWAITS = False\n" + CUSTOM)
-    (refused,) = score(configure(SYNC, keys=keys), responses("8"))
+@pytest.fixture
+def mine(tmp_path):
+    """``mine(source)``: keys that make the class Mine of this source the reward manager."""
+
+    def write(source):
+        (tmp_path / "mine.py").write_text(source)
+        keys = {"source": "importlib", "name": "Mine", "module.path": str(tmp_path / "mine.py")}
+        return {f"reward.reward_manager.{key}": value for key, value in keys.items()}
+
+    return write
+
+
+def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configure, responses, score, mine):
+    awaits = configure(SYNC, keys=mine("AWAITS = True\n" + CUSTOM))
+    assert score(awaits, responses("8"))[0]["reward_score"] == 2.0
+    (refused,) = score(configure(SYNC, keys=mine("AWAITS = False\n" + CUSTOM)), responses("8"))
     assert isinstance(refused, ConfigError)
     assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
 
@@ -172,20 +169,11 @@ def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configur
         ("await self.loop.run_in_executor(None, my_own_score)", False),
     ],
 )
-def test_a_manager_whose_source_never_awaits_is_refused_at_the_start(configured, tmp_path, scored, refused):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        f"class Mine:\n    async def run_single(self, data):\n        return {{'reward_score': {scored}}}\n"
-    )
-    keys = {"source": "importlib", "name": "Mine", "module.path": str(path)}
-    keys = {f"reward.reward_manager.{key}": value for key, value in keys.items()}
+def test_a_manager_whose_source_never_awaits_is_refused_at_the_start(configured, mine, scored, refused):
+    keys = mine(f"class Mine:\n    async def run_single(self, data):\n        return {{'reward_score': {scored}}}\n")
     config = configured({"rl_accel.reward_timeout.enable": True, **keys})
-    if refused:
-        with pytest.raises(
-            ConfigError, match=r"reward_manager\.name = a manager that awaits its compute_score.*found Mine of"
-        ):
-            config_intake.in_driver(config)
-    else:
+    wanted = r"reward_manager\.name = a manager that awaits its compute_score.*found Mine of"
+    with pytest.raises(ConfigError, match=wanted) if refused else contextlib.nullcontext():
         config_intake.in_driver(config)
 
 

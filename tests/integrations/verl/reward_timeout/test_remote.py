@@ -7,9 +7,6 @@ from collections import Counter
 
 import psutil
 import pytest
-
-pytest.importorskip("verl", reason="verl is not installed")
-
 import ray
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager
 
