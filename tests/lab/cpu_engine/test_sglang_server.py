@@ -1,19 +1,42 @@
 """The CPU server speaks SGLang's HTTP: answers, aborts, closed connections and refusals; a process of its own."""
 
-import asyncio
+import functools
+import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import httpx
 import pytest
 
 from rl_accel.__main__ import cli
-from rl_accel.patches.slime import requests
 
 pytestmark = pytest.mark.slow
 
 PACE = ("--seconds-per-step", "0.005", "--max-running-requests", "8", "--context-length", "256")
 PROMPT = [10, 11, 12]
 ENDLESS = {"max_new_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def serve(clean_environment, model_folder):
+    """``serve("--seconds-per-step", "0.01")`` returns the address of a server; the same options share one."""
+    with ExitStack() as running:
+
+        @functools.cache
+        def start(*options):
+            command = [sys.executable, "-m", "rl_accel", "serve-cpu", "--model", str(model_folder), *options]
+            process = running.enter_context(
+                subprocess.Popen(command, env=clean_environment, stdout=subprocess.PIPE, text=True)
+            )
+            running.callback(process.terminate)
+            line = process.stdout.readline()
+            found = re.search(r"at (http://\S+)", line)
+            assert found is not None, f"the server did not start: {line!r}"
+            return found[1]
+
+        yield start
 
 
 @pytest.fixture
@@ -84,69 +107,6 @@ def test_a_request_is_aborted_by_id_with_all_others_or_by_its_connection_and_lat
     with httpx.Client(base_url=client.base_url, timeout=0.2) as hasty, pytest.raises(httpx.ReadTimeout):
         hasty.post("/generate", json={"input_ids": PROMPT, "sampling_params": ENDLESS})
     wait_for(lambda: load(client)["num_total_reqs"] == 0, "the end of the request")
-
-
-class Watcher:
-    """Sees what becomes of a request, and ends it after so many tries that failed."""
-
-    def __init__(self, patience=99):
-        self.patience, self.seen = patience, []
-
-    def begin(self):
-        return "r0"
-
-    async def failed(self):
-        self.seen.append("failed")
-        if len(self.seen) == self.patience:
-            raise ConnectionError("the server is dead")
-
-    def end(self, request_id, answer):
-        assert request_id == "r0"
-        self.seen.append(answer)
-
-
-def test_a_watched_request_carries_an_id_by_which_it_can_be_aborted(client, wait_for):
-    """The patch of slime's ``post``, over a plain HTTP client: what a rollout function does to stop one response."""
-    watcher = Watcher()
-
-    async def plain(target, payload, max_retries=60, headers=None):
-        return await asyncio.to_thread(lambda: client.post(target, json=payload).json())
-
-    async def play():
-        requests.WATCHER.set(watcher)
-        body = {"input_ids": PROMPT, "sampling_params": ENDLESS}
-        task = asyncio.create_task(requests._make(plain, None)("/generate", body))
-        await asyncio.to_thread(wait_for, lambda: load(client)["num_running_reqs"] == 1, "the request")
-        client.post("/abort_request", json={"rid": "r0"})
-        assert watcher.seen == [await task]
-        assert "rid" not in body
-
-    asyncio.run(play())
-    meta = watcher.seen[0]["meta_info"]
-    assert (meta["finish_reason"]["type"], meta["num_retractions"]) == ("abort", 0)
-
-
-def test_a_try_that_failed_is_shown_to_the_watcher_which_may_end_it(monkeypatch):
-    pauses = []
-
-    async def pause(seconds):
-        pauses.append(seconds)
-
-    async def broken(url, payload, max_retries=60, headers=None):
-        assert max_retries == 1
-        raise OSError("refused")
-
-    async def send(watcher, tries):
-        requests.WATCHER.set(watcher)
-        await requests._make(broken, None)("http://x/generate", {}, tries)
-
-    monkeypatch.setattr(requests.asyncio, "sleep", pause)
-    for patience, tries, error, failures in ((99, 2, "refused", 2), (3, 60, "is dead", 3)):
-        watcher = Watcher(patience)
-        with pytest.raises(OSError, match=error):
-            asyncio.run(send(watcher, tries))
-        assert watcher.seen == ["failed"] * failures + [None]
-    assert set(pauses) == {1}
 
 
 @pytest.mark.parametrize(
