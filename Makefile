@@ -100,7 +100,7 @@ test-fast: $(DEV)  ## the quick subset; 2 to 3 minutes
 test-all: $(DEV)  ## also exhaustive repetitions, random kills, wheels, recipes for GPUs; with MINUTES=n they begin in the first n
 	$(PYTEST) $(if $(MINUTES),--full-within $(MINUTES))
 
-test-slime: $(DEV)  ## with SLIME_ROOT=<checkout of slime>: our patches and adapters in the real slime, and slime's own tests
+test-slime: $(DEV) $(SGLANG)/.ready  ## with SLIME_ROOT=<checkout of slime>: our parts in the real slime on real SGLang, and slime's own tests
 	@test -d "$(SLIME_ROOT)/slime" || { echo "SLIME_ROOT must name a checkout of slime, found '$(SLIME_ROOT)'"; exit 2; }
 	$(PIP) --no-deps -r requirements/slime.txt
 	SLIME_ROOT=$(abspath $(SLIME_ROOT)) $(PYTEST) tests/patches/slime tests/integrations/slime tests/lab/ab/test_gpu_recipes.py

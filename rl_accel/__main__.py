@@ -12,7 +12,6 @@ from rl_accel import __version__
 from rl_accel.errors import RlAccelError
 
 _LAZY = {
-    "serve-cpu": ("lab.cpu_engine.sglang_server", "A small model behind SGLang's HTTP endpoints, on this CPU."),
     "slime-config": ("integrations.slime.custom_config", "Write or check the YAML for slime's --custom-config-path."),
     "profile": ("telemetry.profile", "Where a step's time went in a run, and which flag would save most."),
     "plan": ("plan.command", "What the features would do to a step of your run, before you spend a GPU hour."),
@@ -36,7 +35,6 @@ _LAZY_BENCH = {
 
 _EXTRAS = {
     "report": ("matplotlib", "jinja2", "scipy", "pandas"),
-    "serve": ("transformers", "starlette", "uvicorn"),
     "verl": ("verl",),
 }
 """Mapping from an optional dependency group (``pip install '.[report]'``) to packages that the group installs."""

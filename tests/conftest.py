@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import string
 import subprocess
@@ -27,6 +26,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import settings
 
+from rl_accel.lab import sglang_servers
 from rl_accel.lab.ab.runner import RAY_DID_NOT_START
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing here
@@ -368,7 +368,7 @@ def make_model() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory, make_model) -> Path:
-    """A random Qwen2 whose responses end after some 60 tokens; and a tokenizer with a token for each character."""
+    """A random Qwen2 whose responses end after some 30 tokens; and a tokenizer with a token for each character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -380,38 +380,26 @@ def model_folder(tmp_path_factory, make_model) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>"
     ).save_pretrained(folder)
-    model = make_model(eos_token_id=2, pad_token_id=0, bos_token_id=None)
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 16384}
+    model = make_model(eos_token_id=2, pad_token_id=0, bos_token_id=None, **sizes)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def start_server(clean_environment, model_folder) -> Iterator[Callable[..., tuple[str, subprocess.Popen[str]]]]:
-    """``start_server("--seconds-per-step", "0.01")`` starts a server and returns its address and its process."""
-    running: list[subprocess.Popen[str]] = []
+def start_server(model_folder) -> Iterator[Callable[..., tuple[str, "subprocess.Popen[bytes]"]]]:
+    """``start_server(max_total_tokens=600)`` starts a real SGLang server and returns its address and its process.
 
-    def start(*options: str) -> tuple[str, subprocess.Popen[str]]:
-        command = [sys.executable, "-m", "rl_accel", "serve-cpu", "--model", str(model_folder), *options]
-        process = subprocess.Popen(command, env=clean_environment, stdout=subprocess.PIPE, text=True)
-        running.append(process)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"at (http://\S+)", line)
-        assert found is not None, f"the server did not start: {line!r}"
-        return found[1], process
-
-    yield start
-    for process in running:
-        process.terminate()
-        try:
-            process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+    Tests are skipped without SGLang. A start takes 45 seconds of processor time, and a server 1.5 GB.
+    """
+    if reason := sglang_servers.why_not():
+        pytest.skip(reason)
+    with ExitStack() as servers:
+        yield lambda **options: servers.enter_context(sglang_servers.sglang_server(model_folder, **options))
 
 
 @pytest.fixture(scope="session")
 def serve(start_server) -> Callable[..., str]:
-    """``serve("--seconds-per-step", "0.01")`` returns the address of a server; the same options share one."""
-    return functools.cache(lambda *options: start_server(*options)[0])
+    """``serve(max_total_tokens=600)`` returns the address of a server; the same options share one."""
+    return functools.cache(lambda **options: start_server(**options)[0])

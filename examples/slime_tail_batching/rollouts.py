@@ -1,28 +1,25 @@
 """Make rollouts with slime's own code over a tiny model on this CPU: ``python rollouts.py steps=10 arm=tail task=FOLDER``.
 
 There is no trainer: what is compared is how long a rollout takes, which tokens are kept, and which prompts are lost. The
-server is ``rl-accel serve-cpu``, which speaks SGLang's HTTP, behind a real ``sglang-router``; slime's rollout function, data
-source and graders run as they are.
+server is SGLang itself, of the environment that ``make sglang`` builds, behind the real ``sglang-router``; slime's rollout
+function, data source and graders run as they are.
 """
 
 import json
 import logging
 import os
-import re
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pandas as pd
 
-from rl_accel.lab.cpu_engine.router import sglang_router
+from rl_accel.lab.sglang_servers import sglang_router, sglang_server
 
 PROMPTS, RESPONSES, LIMIT = 16, 4, 1024
-ARMS = ("over_sampling", "partial", "plain", "tail")
+ARMS = ("over_sampling", "sampler", "partial", "plain", "tail")
 
 
 def options(words):
@@ -31,23 +28,6 @@ def options(words):
     if given.get("arm") not in ARMS:
         raise SystemExit(f"arm wants one of {', '.join(ARMS)}, found {given.get('arm')!r}")
     return given
-
-
-@contextmanager
-def server(model, pace, seed):
-    """Run ``rl-accel serve-cpu`` and yield its address."""
-    command = [sys.executable, "-m", "rl_accel", "serve-cpu", "--model", str(model)]
-    command += ["--seconds-per-step", pace, "--random-seed", seed, "--max-running-requests", "256"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        line = process.stdout.readline()
-        found = re.search(r"at (http://\S+)", line)
-        if found is None:
-            raise SystemExit(f"the server did not start: {line!r}")
-        yield found[1]
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def arguments(url, task, arm, steps, seed):
@@ -83,7 +63,7 @@ def arguments(url, task, arm, steps, seed):
         dump_details=None,
         rollout_batch_size=PROMPTS,
         n_samples_per_prompt=RESPONSES,
-        over_sampling_batch_size=PROMPTS if arm == "plain" else PROMPTS * 5 // 4,
+        over_sampling_batch_size=PROMPTS if arm in ("plain", "tail") else PROMPTS * 5 // 4,
         buffer_filter_path=None,
         dynamic_sampling_filter_path=None,
         rollout_sample_filter_path=None,
@@ -107,18 +87,18 @@ def arguments(url, task, arm, steps, seed):
         eval_function_path="slime.rollout.sglang_rollout.generate_rollout",
         data_source_path="slime.rollout.data_source.RolloutDataSourceWithBuffer",
     )
-    if arm == "tail":
+    if arm in ("tail", "sampler"):
         from rl_accel.integrations.slime.custom_config import make
 
         # What slime does with the file of --custom-config-path.
-        args.__dict__.update(make(["tail_batching"], {}), over_sampling_batch_size=PROMPTS)
+        args.__dict__.update(make(["tail_batching" if arm == "tail" else "sampler"], {}))
     return args
 
 
 def counts(url):
     """Tokens that the server has generated so far."""
-    text = httpx.get(f"{url}/metrics").text
-    return float(re.search(r"^sglang:generation_tokens_total (\S+)", text, re.MULTILINE)[1])
+    lines = httpx.get(f"{url}/metrics", timeout=None).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("sglang:generation_tokens_total"))
 
 
 def main():
@@ -136,7 +116,7 @@ def main():
         for index, row in enumerate(frame.itertuples())
     ]
     (task / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with server(task / "model", given.get("pace", "0.005"), str(seed)) as url, sglang_router([url]) as router:
+    with sglang_server(task / "model", random_seed=seed) as (url, _), sglang_router([url]) as router:
         args = arguments(router, task, arm, steps, seed)
         roll_out(args, url, steps, Path(os.environ["VERL_FILE_LOGGER_PATH"]))
 

@@ -112,11 +112,6 @@ class Engine:
         requests."""
         return self._call(lambda: self._abort(lambda request: request.request_id == request_id))
 
-    def abort_all(self) -> "Future[int]":
-        """Ends every request as "aborted". The returned future resolves to the number of ended requests. Requests submitted
-        later run as usual."""
-        return self._call(lambda: self._abort(lambda request: True))
-
     def pause(self) -> "Future[int]":
         """Ends every request as "aborted", and holds requests that are submitted later until :meth:`resume`. The returned future
         resolves to the number of ended requests."""

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 from rl_accel.errors import PatchRefused
-from rl_accel.integrations.verl import engines
 from rl_accel.post_import import when_imported
 
 TRIED = ("0.5.12.post1",)
@@ -55,6 +54,8 @@ def activate() -> None:
     sys.meta_path.insert(0, _Stubs())
     when_imported("sglang.srt.utils.patch_torch", _send_cpu_tensors)
     when_imported("sglang.srt.configs.utils", _skip_images)
+    when_imported("sglang.srt.utils.common", _name_requests)
+    when_imported("sglang.srt.layers.logits_processor", _pin_no_memory)
     when_imported("sglang.srt.entrypoints.engine", _prepare_children)
 
 
@@ -126,6 +127,28 @@ def _skip_images(utils: Any) -> None:
     utils.register_image_processor = lambda *_: None  # transformers has no image processors without torchvision
 
 
+def _name_requests(common: Any) -> None:
+    """Makes SGLang count HTTP requests by their own path. SGLang looks for a route's path, which routers of FastAPI do not have."""
+    _require(common, "_get_fastapi_request_path")
+    common._get_fastapi_request_path = lambda request: (request.url.path, True)
+
+
+class _Unpinned(ModuleType):
+    """The module torch, but ``tensor`` ignores ``pin_memory``."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules["torch"], name)
+
+    def tensor(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return sys.modules["torch"].tensor(*args, **kwargs)
+
+
+def _pin_no_memory(logits_processor: Any) -> None:
+    """Makes SGLang read a retracted request again, whose log-probabilities it would put into memory that only GPUs pin."""
+    _require(logits_processor, "torch")
+    logits_processor.torch = _Unpinned("torch")
+
+
 def _prepare_children(engine: Any) -> None:
     _require(engine, *_CHILDREN)
     for name in _CHILDREN:
@@ -162,6 +185,10 @@ def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
 
     ``get(key, default)`` returns the value of a setting.
     """
+    from rl_accel.integrations.verl import (
+        engines,
+    )  # SGLang's servers must not import prometheus_client before SGLang does
+
     rollout, version = "actor_rollout_ref.rollout", installed_version()
     if reason := engines.why_not("SGLang", version, TRIED):
         yield f"{rollout}.name=hf_cpu", f"SGLang {reason}; `make sglang` builds its environment"

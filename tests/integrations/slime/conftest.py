@@ -27,7 +27,7 @@ def prompts_file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def router(slime_root) -> Iterator[Callable[..., str]]:
     """``router(url, ...)`` returns the address of a real sglang-router before those servers; the same servers have one."""
-    from rl_accel.lab.cpu_engine.router import sglang_router
+    from rl_accel.lab.sglang_servers import sglang_router
 
     with ExitStack() as routers:
         yield functools.cache(lambda *urls: routers.enter_context(sglang_router(urls)))

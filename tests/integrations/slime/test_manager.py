@@ -19,7 +19,7 @@ def run(slime_root, serve, router, model_folder, prompts_file, clean_environment
     pytest.importorskip("sglang", reason="sglang, which slime's parser imports, is absent")
     here = Path(__file__).parent
     environment = {**clean_environment, "PYTHONPATH": os.pathsep.join([str(slime_root), str(here / "plugins")])}
-    url = router(serve("--seconds-per-step", "0.002", "--max-running-requests", "256", "--context-length", "512"))
+    url = router(serve())
     with tempfile.TemporaryDirectory(prefix="rla", dir="/tmp", ignore_cleanup_errors=True) as folder:
         done = subprocess.run(
             [sys.executable, *map(str, (here / "manager.py", url, model_folder, prompts_file, folder))],

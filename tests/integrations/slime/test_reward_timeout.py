@@ -17,7 +17,6 @@ from rl_accel.integrations.slime.custom_config import HOOKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("end_grading")]
 
-PACE = ("--seconds-per-step", "0.002", "--max-running-requests", "256", "--context-length", "512")
 GRADERS = "slime_test_graders"
 FAST = {"enable": True, "maximum": 3.0, "minimum": 0.5, "slack": 0.2, "min_correct": 2, "probe_share": 0.0}
 
@@ -315,7 +314,7 @@ def start(start, serve):
     def make(flags=None, **changes):
         section = {**FAST, "grader": f"{GRADERS}.by_row", "score_errors": True, **(flags or {})}
         changes["rl_accel"] = {**changes.get("rl_accel", {}), "reward_timeout": section}
-        return start(serve(*PACE), **{**HOOKS["reward_timeout"], "rollout_max_response_len": 16, **changes})
+        return start(serve(), **{**HOOKS["reward_timeout"], "rollout_max_response_len": 16, **changes})
 
     return make
 

@@ -1,17 +1,27 @@
-"""The sampler in slime's own rollout with over-sampling, turned on by the file of ``rl-accel slime-config``."""
+"""The sampler in slime's own rollout with over-sampling, turned on by the file of ``rl-accel slime-config``, on real SGLang."""
 
 import asyncio
+import itertools
+import statistics
+import time
 
 import httpx
 import pytest
 
 from rl_accel.integrations.slime import custom_config
+from rl_accel.patches.slime import abort
 
 pytestmark = pytest.mark.slow
 
+(PATCH,) = abort.SWITCHES
+
+
+def requests_on(url):
+    return httpx.get(f"{url}/v1/loads", timeout=None).json()["loads"][0]["num_total_reqs"]
+
 
 def test_a_rollout_ends_without_slimes_pause_and_with_a_whole_batch(start, serve, monkeypatch):
-    url = serve("--seconds-per-step", "0.002", "--max-running-requests", "256")
+    url = serve()
     args, _, rollout = start(url, over_sampling_batch_size=16, **custom_config.make(["sampler"], {}))
     from slime.backends.sglang_utils import server_control
 
@@ -34,5 +44,41 @@ def test_a_rollout_ends_without_slimes_pause_and_with_a_whole_batch(start, serve
         looks.clear()
         output = rollout(rollout_id)
         assert [len(group) for group in output.samples] == [args.n_samples_per_prompt] * args.rollout_batch_size
-        assert looks[-1] == httpx.get(f"{url}/v1/loads", timeout=None).json()["loads"][0]["num_total_reqs"] == 0
+        assert looks[-1] == requests_on(url) == 0
         assert [seconds for seconds in slept if seconds][:2] == [0.05, 0.1]
+
+
+def test_slimes_function_ends_the_requests_of_a_server_and_returns_when_it_is_idle(start, serve):
+    """``pytest -s`` prints the seconds of slime's function without and with the patch."""
+    url = serve()
+    start(url)  # slime's HTTP client
+    from slime.backends.sglang_utils import server_control
+    from slime.utils.async_utils import run
+    from slime.utils.http_utils import post
+
+    seconds = {PATCH.revert: [], PATCH.apply: []}
+    body = {"input_ids": [10, 11, 12], "sampling_params": {"max_new_tokens": 16_000, "ignore_eos": True}}
+
+    async def play():
+        answers = [asyncio.create_task(post(f"{url}/generate", body)) for _ in range(16)]
+        while await asyncio.to_thread(requests_on, url) < 16:
+            await asyncio.sleep(0.05)
+        began = time.monotonic()
+        await server_control.abort_servers_until_idle([url])
+        spent = time.monotonic() - began
+        assert await asyncio.to_thread(requests_on, url) == 0
+        return spent, [(await answer)["meta_info"]["finish_reason"]["type"] for answer in answers]
+
+    try:
+        for change in itertools.chain.from_iterable([[*seconds]] * 3):
+            change()
+            spent, reasons = run(play())
+            seconds[change].append(spent)
+            assert reasons == ["abort"] * 16
+    finally:
+        PATCH.revert()
+    stock, ours = seconds.values()
+    assert max(ours) < 3
+    print(
+        f"\nseconds: stock {stock}, with the patch {ours}; medians {statistics.median(stock):.2f}, {statistics.median(ours):.2f}"
+    )

@@ -1,4 +1,4 @@
-"""Tail batching in slime's own rollout code, where SLIME_ROOT names a checkout, over a real model on the CPU server."""
+"""Tail batching in slime's own rollout code, where SLIME_ROOT names a checkout, on real SGLang servers behind the real router."""
 
 import copy
 import itertools
@@ -7,14 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from rl_accel.features import TAIL_BATCHING
 from rl_accel.rollout.saved import ResumeError
 
 pytestmark = pytest.mark.slow
-
-PACE = ("--seconds-per-step", "0.002", "--max-running-requests", "256", "--context-length", "200000")
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def plugins(slime_root):
 def start(start, serve, plugins):
     """``start(*urls, **changes)`` with tail batching; the data is shuffled unless told otherwise."""
     usual = {**TAIL_BATCHING.slime.arguments, "rl_accel": {"tail_batching": True}, "rollout_shuffle": True}
-    return lambda *urls, **changes: start(*(urls or [serve(*PACE)]), **{**usual, **changes})
+    return lambda *urls, **changes: start(*(urls or [serve()]), **{**usual, **changes})
 
 
 def leaves(item):
@@ -102,19 +101,17 @@ def test_rounds_return_exact_batches_and_train_every_prompt_once(start):
 def test_a_cancelled_response_is_stopped_at_the_server_and_its_tokens_are_counted(start, plugins):
     args, _, rollout = start(custom_generate_function_path=f"{plugins.__name__}.endless", rollout_shuffle=False)
     plugins.SLOW_ROWS.update({1, 4})
-    url = f"{args.server}/metrics"
 
-    def count(name):
-        lines = httpx.get(url).text.splitlines()
-        return float(next(line.split()[1] for line in lines if line.startswith(f"sglang:{name}")))
+    def generated():
+        lines = httpx.get(f"{args.server}/metrics", timeout=None).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("sglang:generation_tokens_total"))
 
-    before = {name: count(name) for name in ("generation_tokens_total", "num_aborted_requests_total")}
+    before = generated()
     output = rollout(0)
     assert output.metrics["rl_accel/tail_batching/prompts_deferred"] == 2
-    assert count("num_aborted_requests_total") - before["num_aborted_requests_total"] >= 2 * 5
+    assert requests_on(args.server) == 0
     # Aborted requests answer with what they have, so the count is exact: it is the server's own.
-    generated = count("generation_tokens_total") - before["generation_tokens_total"]
-    assert output.metrics["rl_accel/tail_batching/tokens_generated"] == generated
+    assert 0 < output.metrics["rl_accel/tail_batching/tokens_generated"] == generated() - before < plugins.ENDLESS
 
 
 def test_judges_of_dropped_samples_are_not_waited_for_even_if_they_cannot_be_cancelled(start, plugins, monkeypatch):
@@ -201,10 +198,7 @@ def test_a_response_that_fails_is_retried_then_reported_and_the_rollout_goes_on(
     function = f"{plugins.__name__}.{generate}"
     args, _, rollout = start(custom_generate_function_path=function, rollout_shuffle=False, rl_accel=flags)
     plugins.BROKEN_ROWS.add(6)
-    check_batch(args, rollout(0))
-    if limit is None:  # else a long round has to wait for it
-        plugins.BROKEN_ROWS.clear()
-    for rollout_id in range(1, 6):
+    for rollout_id in range(6):  # one of them is long, and has to wait for it
         check_batch(args, rollout(rollout_id))
     failed = {prompt_id: line["errors"] for line in ledger(args) for prompt_id in line["failed"]}
     assert list(failed) == list(failed["1:7"]) == ["1:7"]
@@ -223,45 +217,42 @@ def test_what_a_generate_function_gives_up_is_handed_over_as_slime_would(start, 
     assert ledger(args)[0]["errors"]["1:6"].endswith("the generate function aborted the response after 4 tokens")
 
 
-def test_a_dead_server_costs_only_what_it_was_generating(start, start_server, plugins):
-    servers = dict(start_server(*PACE, "--random-seed", str(number)) for number in range(2))
+def test_dead_servers_cost_what_they_were_generating_and_a_run_without_any_is_resumed(start, start_server, plugins):
+    """The first server dies as a whole. Of the second, the process with the model dies, after which SGLang ends the others."""
+    servers = dict(start_server() for _ in range(2))
     args, source, rollout = start(*servers, num_rollout=15, rl_accel=NO_RETRY)
-    dead = set()
+    dead = []
 
     def kill_the_busiest():
-        url = max(servers, key=requests_on)
-        servers[url].kill()
-        dead.add(url)
+        dead.append(max(servers, key=requests_on))
+        servers[dead[0]].kill()
 
     plugins.THEN[10] = kill_the_busiest  # of fifty responses, so that it has many to lose
     lost = 0
-    for rollout_id in range(15):
+    for rollout_id in range(4):
         output = rollout(rollout_id)
         check_batch(args, output)
-        assert [requests_on(url) for url in servers if url not in dead] == [0] * (2 - len(dead))
+        assert [requests_on(url) for url in servers.keys() - dead] == [0]
         lost += output.metrics["rl_accel/tail_batching/responses_failed"]
     assert lost >= 1
-    assert len(dead) == 1
-    assert servers_of(args) == servers.keys() - dead
-    assert [line["failed"] for line in ledger(args)] == [{}] * 15
-    check_every_prompt_trained_once(args)
-    assert source.supply.payloads == {}
+    (last,) = servers.keys() - dead
+    assert servers_of(args) == {last}
+    source.save(3)
 
+    def kill_the_model():
+        children = psutil.Process(servers[last].pid).children()
+        next(child for child in children if child.name().startswith("sglang::sched")).kill()
 
-def test_without_a_server_a_run_ends_with_a_line_and_resumed_it_trains_every_prompt_once(start, start_server, plugins):
-    url, process = start_server(*PACE, "--random-seed", "2")
-    args, source, rollout = start(url, num_rollout=15, rl_accel=NO_RETRY)
-    rollout(0)
-    source.save(0)
-    plugins.THEN[len(plugins.SEEN) + 10] = process.kill
+    plugins.THEN[len(plugins.SEEN) + 10] = kill_the_model
     with pytest.raises(RuntimeError, match=r"tail_batching: no rollout server is left .*\. Start again with --load"):
-        rollout(1)
+        rollout(4)
     args, source, rollout = start(num_rollout=15, load=args.save)
-    source.load(0)
-    for rollout_id in range(1, 15):
+    source.load(3)
+    for rollout_id in range(4, 15):
         check_batch(args, rollout(rollout_id))
     assert [line["failed"] for line in ledger(args)] == [{}] * 15
     check_every_prompt_trained_once(args)
+    assert source.supply.payloads == {}
 
 
 @pytest.mark.parametrize(("losses", "failed"), [(3, []), (0, ["1:7"])])

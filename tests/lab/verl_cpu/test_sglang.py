@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.multiprocessing
 from omegaconf import OmegaConf
 
@@ -83,7 +84,22 @@ def test_tensors_of_a_cpu_pass_and_those_of_a_gpu_are_changed_as_before(monkeypa
     assert module._modify_tuple((1, 2), 1, str) == (1, "2")
 
 
-@pytest.mark.parametrize("repair", [sglang._send_cpu_tensors, sglang._skip_images, sglang._prepare_children])
+def test_memory_is_not_pinned():
+    module = SimpleNamespace(__name__="logits_processor", torch=torch)
+    sglang._pin_no_memory(module)
+    assert module.torch.tensor([1], dtype=module.torch.int64, pin_memory=True).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "repair",
+    [
+        sglang._send_cpu_tensors,
+        sglang._skip_images,
+        sglang._name_requests,
+        sglang._pin_no_memory,
+        sglang._prepare_children,
+    ],
+)
 def test_a_sglang_that_lacks_what_is_repaired_is_named(repair):
     with pytest.raises(RlAccelError, match=r"this SGLang has no changed\.\w+"):
         repair(SimpleNamespace(__name__="changed"))

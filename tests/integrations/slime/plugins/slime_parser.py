@@ -13,7 +13,7 @@ def parsed(router: str, model: object, prompts: object, **flags: Any) -> argpars
     import slime.utils.arguments as slime_arguments
 
     host, port = router.removeprefix("http://").split(":")
-    usual = {"hf_checkpoint": model, "prompt_data": prompts, "label_key": "label", "rollout_max_response_len": 128}
+    usual = {"hf_checkpoint": model, "prompt_data": prompts, "label_key": "label", "rollout_max_response_len": 64}
     usual |= {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "custom_rm_path": "slime_test_plugins.score"}
     usual |= {"sglang_router_ip": host, "sglang_router_port": port}
     words = ["train.py"]

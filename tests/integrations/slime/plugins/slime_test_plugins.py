@@ -7,6 +7,8 @@ from collections.abc import Callable
 SEEN: list[tuple] = []
 THEN: dict[int, Callable[[], None]] = {}
 """Functions by the number of entries after which each is called."""
+ENDLESS = 16_000
+"""Tokens of a response that ends in no test."""
 ROWS = SLOW_ROWS, STUBBORN_ROWS, BROKEN_ROWS, CONSTANT_ROWS = set[int](), set[int](), set[int](), set[int]()
 
 
@@ -75,14 +77,15 @@ async def refused(args, sample, sampling_params):
 
     if row_of(sample) in BROKEN_ROWS:
         url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-        await post(url, {"input_ids": [5000], "sampling_params": sampling_params}, max_retries=1)
+        too_long = {**sampling_params, "max_new_tokens": 100_000}
+        await post(url, {"input_ids": [5], "sampling_params": too_long}, max_retries=1)
     return await own(args, sample, sampling_params)
 
 
 async def endless(args, sample, sampling_params):
     """slime's own function, but responses of SLOW_ROWS do not end."""
     if row_of(sample) in SLOW_ROWS:
-        sampling_params = {**sampling_params, "ignore_eos": True, "max_new_tokens": 100_000}
+        sampling_params = {**sampling_params, "ignore_eos": True, "max_new_tokens": ENDLESS}
     return await own(args, sample, sampling_params)
 
 
@@ -97,7 +100,7 @@ async def gives_up(args, sample, sampling_params):
 
     if row_of(sample) not in BROKEN_ROWS:
         return await own(args, sample, sampling_params)
-    sample = await own(args, sample, {**sampling_params, "max_new_tokens": 4})
+    sample = await own(args, sample, {**sampling_params, "max_new_tokens": 4, "ignore_eos": True})
     sample.status = Sample.Status.ABORTED
     sample.reward = 0.0 if row_of(sample) == 6 else None
     sample.remove_sample = row_of(sample) == 7

@@ -1,0 +1,131 @@
+"""Real SGLang servers on this CPU, and the real ``sglang-router`` before them: what slime's rollout code talks to.
+
+A server runs in the environment that ``make sglang`` builds, and the router in this one: HTTP is between them. As a program, this
+module is SGLang's own ``launch_server`` with the repairs of :mod:`rl_accel.lab.verl_cpu.sglang`:
+``.venv-sglang/bin/python -m rl_accel.lab.sglang_servers --model-path FOLDER --device cpu``.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+from rl_accel.errors import RlAccelError
+from rl_accel.lab.verl_cpu import sglang
+
+PYTHON = Path(os.environ.get("SGLANG_PYTHON", Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"))
+"""Python of the environment with SGLang."""
+
+_START_SECONDS = 600.0
+"""Maximum seconds until a process serves. SGLang imports itself in three processes: 45 seconds of processor time."""
+_OPTIONS = {
+    "host": "127.0.0.1",
+    "mem-fraction-static": 0.1,
+    "max-total-tokens": 131072,
+    "max-running-requests": 256,
+    "log-level": "warning",
+}
+
+
+def why_not() -> str:
+    """Returns the reason why no SGLang server can run here, or ''."""
+    return "" if PYTHON.exists() else f"SGLang is absent: there is no {PYTHON}, which `make sglang` builds"
+
+
+@contextmanager
+def sglang_server(model: Path, **options: object) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """Runs an SGLang server of the model in the folder ``model`` during the ``with`` block. Yields its address and its process.
+
+    Args:
+        model: folder with weights and a tokenizer, as transformers saves them.
+        options: further flags of SGLang's server, such as ``max_total_tokens=600``.
+
+    Raises:
+        RlAccelError: there is no SGLang, or the server did not start. The message contains the end of the server's output.
+    """
+    if reason := why_not():
+        raise RlAccelError(reason)
+    (port,) = _free_ports(1)
+    flags = {**_OPTIONS, "port": port, "model-path": model}
+    flags |= {name: value for name, value in sglang.ENGINE_KWARGS.items() if isinstance(value, str)}
+    flags |= {name.replace("_", "-"): value for name, value in options.items()}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    command = [str(PYTHON), "-m", __name__, *words, "--skip-server-warmup", "--enable-metrics", "--sleep-on-idle"]
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # packages of this environment
+    env = {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    url = f"http://127.0.0.1:{port}"
+    with _running(command, url, lambda client: client.get("/health").is_success, env) as process:
+        yield url, process
+
+
+@contextmanager
+def sglang_router(servers: Sequence[str]) -> Iterator[str]:
+    """Runs a router in front of the servers at the addresses ``servers`` during the ``with`` block. Yields the address of the
+    router.
+
+    Raises:
+        RlAccelError: the router did not start or does not list all servers. The message contains the end of the router's output.
+    """
+    port, prometheus = _free_ports(2)
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-port", str(prometheus), "--worker-urls", *servers, "--log-level", "warn"]
+    command += ["--disable-circuit-breaker", "--disable-health-check"]  # slime sets the same two options
+
+    def lists_all(client: httpx.Client) -> bool:
+        answer = client.get("/workers")
+        return answer.is_success and len(answer.json()["workers"]) == len(servers)
+
+    with _running(command, url, lists_all):
+        yield url
+
+
+@contextmanager
+def _running(
+    command: Sequence[str], url: str, serves: Callable[[httpx.Client], bool], env: dict[str, str] | None = None
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Runs the Python module ``command[2]``, and waits until ``serves(client)`` is true. Kills it at the end, children included."""
+    with (
+        tempfile.TemporaryFile("w+") as output,  # an unread pipe would fill up and block the process
+        subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True) as process,
+    ):
+        try:
+            if not _begins(process, url, serves):
+                output.seek(0)
+                raise RlAccelError(f"{command[2]} does not serve at {url}: {output.read()[-2000:]}")
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _begins(process: "subprocess.Popen[bytes]", url: str, serves: Callable[[httpx.Client], bool]) -> bool:
+    deadline = time.monotonic() + _START_SECONDS
+    with httpx.Client(base_url=url) as client:
+        while time.monotonic() < deadline and process.poll() is None:
+            with suppress(httpx.TransportError):
+                if serves(client):
+                    return True
+            time.sleep(0.2)
+    return False
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+
+
+if __name__ == "__main__":
+    sglang.activate()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+
+    run_server(prepare_server_args(sys.argv[1:]))
