@@ -185,9 +185,8 @@ def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
 
     ``get(key, default)`` returns the value of a setting.
     """
-    from rl_accel.integrations.verl import (
-        engines,
-    )  # SGLang's servers must not import prometheus_client before SGLang does
+    # This imports prometheus_client. In SGLang's servers, SGLang itself must be the first to do so.
+    from rl_accel.integrations.verl import engines
 
     rollout, version = "actor_rollout_ref.rollout", installed_version()
     if reason := engines.why_not("SGLang", version, TRIED):
