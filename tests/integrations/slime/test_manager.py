@@ -18,7 +18,8 @@ def run(slime_root, serve, router, model_folder, prompts_file, clean_environment
     """What ``manager.py`` prints, and under ``folder`` the folder that it has written to."""
     pytest.importorskip("sglang", reason="sglang, which slime's parser imports, is absent")
     here = Path(__file__).parent
-    environment = {**clean_environment, "PYTHONPATH": os.pathsep.join([str(slime_root), str(here / "plugins")])}
+    path = [str(slime_root), str(here / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**clean_environment, "PYTHONPATH": os.pathsep.join(path)}
     url = router(serve())
     with tempfile.TemporaryDirectory(prefix="rla", dir="/tmp", ignore_cleanup_errors=True) as folder:
         done = subprocess.run(
