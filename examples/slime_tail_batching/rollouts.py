@@ -1,6 +1,6 @@
 """Make rollouts with slime's own code over a tiny model on this CPU: ``python rollouts.py steps=10 arm=tail task=FOLDER``.
 
-There is no trainer: what is compared is how long a rollout takes, which tokens are kept, and which prompts are lost. The
+There is no trainer. The report compares the seconds of rollouts, the tokens kept and the prompts lost. The
 server is SGLang itself, of the environment that ``make sglang`` builds, behind the real ``sglang-router``; slime's rollout
 function, data source and graders run as they are.
 """
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import httpx
 import pandas as pd
 
-from rl_accel.lab.sglang_servers import sglang_router, sglang_server
+from rl_accel.lab.sglang_servers import sglang_router, sglang_server, why_not
 
 PROMPTS, RESPONSES, LIMIT = 16, 4, 1024
 ARMS = ("over_sampling", "sampler", "partial", "plain", "tail")
@@ -90,7 +90,7 @@ def arguments(url, task, arm, steps, seed):
     if arm in ("tail", "sampler"):
         from rl_accel.integrations.slime.custom_config import make
 
-        # What slime does with the file of --custom-config-path.
+        # slime, too, sets these attributes from the file of --custom-config-path.
         args.__dict__.update(make(["tail_batching" if arm == "tail" else "sampler"], {}))
     return args
 
@@ -106,6 +106,8 @@ def main():
     root = os.environ.get("SLIME_ROOT", "")
     if not (Path(root) / "slime" / "rollout").is_dir():
         raise SystemExit(f"SLIME_ROOT must name a checkout of https://github.com/THUDM/slime, found {root!r}")
+    if reason := why_not():
+        raise SystemExit(reason)
     sys.path[:0] = [root, str(Path(__file__).parent)]
     logging.basicConfig(level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -1,7 +1,8 @@
-"""Real SGLang servers on this CPU, and the real ``sglang-router`` before them: what slime's rollout code talks to.
+"""Starts real SGLang servers on this CPU and the real ``sglang-router`` in front of them, for slime's rollout code.
 
-A server runs in the environment that ``make sglang`` builds, and the router in this one: HTTP is between them. As a program, this
-module is SGLang's own ``launch_server`` with the repairs of :mod:`rl_accel.lab.verl_cpu.sglang`:
+A server runs in the environment that ``make sglang`` builds, the router in the environment of this process. They exchange HTTP
+requests. Run as a program, this module starts SGLang's own ``launch_server`` with the repairs of
+:mod:`rl_accel.lab.verl_cpu.sglang`:
 ``.venv-sglang/bin/python -m rl_accel.lab.sglang_servers --model-path FOLDER --device cpu``.
 """
 
@@ -20,6 +21,7 @@ import httpx
 
 from rl_accel.errors import RlAccelError
 from rl_accel.lab.verl_cpu import sglang
+from rl_accel.processes import end_with_parent
 
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"))
 """Python of the environment with SGLang."""
@@ -92,10 +94,20 @@ def sglang_router(servers: Sequence[str]) -> Iterator[str]:
 def _running(
     command: Sequence[str], url: str, serves: Callable[[httpx.Client], bool], env: dict[str, str] | None = None
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Runs the Python module ``command[2]``, and waits until ``serves(client)`` is true. Kills it at the end, children included."""
+    """Runs the Python module ``command[2]`` and yields its process once ``serves(client)`` is true.
+
+    Kills the process and its children at the end of the block. Ends the process if this process is killed.
+    """
     with (
         tempfile.TemporaryFile("w+") as output,  # an unread pipe would fill up and block the process
-        subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True) as process,
+        subprocess.Popen(
+            command,
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_parent(os.getpid()),
+        ) as process,
     ):
         try:
             if not _begins(process, url, serves):

@@ -295,7 +295,7 @@ class RolloutServers:
 
     def end_calls_of_dead(self) -> None:
         """Kills servers with a dead engine. Otherwise, calls that wait for the engine might never end."""
-        if dead := asyncio.run(find_dead(self._manager.get_replicas())):
+        if dead := self._find_dead():
             names = ", ".join(replica.server_address for replica in dead)
             logger.error("rl-accel: rollout server %s is dead; calls that still wait for it are ended", names)
             _end_servers(dead)
@@ -371,12 +371,9 @@ class RolloutServers:
 
         def watch() -> None:
             while not over.wait(WATCH_SECONDS):
-                try:
-                    dead = asyncio.run(find_dead(self._manager.get_replicas()))
-                except Exception:  # only this thread can end a hanging block, so the checks must go on
-                    logger.exception("rl-accel: whether rollout servers live could not be found out; trying again")
-                    continue
-                if dead and not over.wait(WATCH_SECONDS):  # otherwise the block has ended within the grace period
+                if (dead := self._find_dead()) and not over.wait(
+                    WATCH_SECONDS
+                ):  # otherwise the block has ended within the grace period
                     logger.error("rl-accel: a rollout server died and left calls without an answer; they are ended")
                     end(dead)
                     return
@@ -386,6 +383,14 @@ class RolloutServers:
             yield
         finally:
             over.set()
+
+    def _find_dead(self) -> list[RolloutReplica]:
+        """Returns the dead replicas. An error is only logged, and no replica is returned: the caller will ask again."""
+        try:
+            return asyncio.run(find_dead(self._manager.get_replicas()))
+        except Exception:
+            logger.exception("rl-accel: whether rollout servers live could not be found out; trying again")
+            return []
 
     def _end_training_workers(self, _dead: list[RolloutReplica]) -> None:
         for worker in (worker for replica in self._manager.get_replicas() for worker in replica.workers):

@@ -519,7 +519,7 @@ class TestWorkers:
         with pytest.raises(RuntimeError, match="every agent-loop worker has died"):
             workers.launch(Job("c", {}, (7,), 1))
 
-    def test_at_the_end_of_a_round_the_workers_know_before_the_engines_stop(self, monkeypatch):
+    def test_at_the_end_of_a_round_the_workers_know_before_the_engines_stop(self, monkeypatch, wait_for):
         monkeypatch.setattr(f"{Workers.__module__}.DELIVERY_SECONDS", 600.0)
         one = start(Worker)
         engines = Engines(one)
@@ -530,6 +530,7 @@ class TestWorkers:
         workers.launch(Job("a", {}, (0, 1), 1))
         assert workers.wait(0.1) == []
         assert engines.told.pop() == ("end_calls_of_dead", []), "nothing happens, so it may be a dead engine"
+        wait_for(lambda: ray.get(one.look.remote()), "the start, which Ray may deliver after a later call")
         workers.cancel([0, 1])
         workers.end_round()
         assert engines.told[1:] == [("abort", [[Job(f"{RUN}a", {}, (0, 1), 1), 0, 1, "stop"]])]
