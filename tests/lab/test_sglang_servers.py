@@ -36,7 +36,7 @@ def test_a_server_ends_with_its_block_and_with_a_process_that_is_killed(killed, 
 
 def test_a_server_that_does_not_start_or_is_absent_is_named(tmp_path, monkeypatch):
     command = [sys.executable, "-m", "no_such_server"]
-    never = sglang_servers._running(command, "http://x", lambda client: True)
+    never = sglang_servers._running(command, "http://x", lambda client: False)
     with pytest.raises(RlAccelError, match=r"no_such_server does not serve at http://x: .*No module named"), never:
         pass
     monkeypatch.setattr(sglang_servers, "PYTHON", tmp_path / "python")
