@@ -141,13 +141,13 @@ def killed_at() -> Callable[[int, Callable[[], object]], bool]:
 
 @pytest.fixture
 def wait_for() -> Callable[..., Any]:
-    """``wait_for(condition, "what")`` waits until the condition holds, and returns it; fails after 30 seconds."""
+    """``wait_for(condition, "what")`` waits until the condition holds, and returns it; fails after 120 seconds."""
 
     def wait(condition: Callable[[], Any], what: str) -> Any:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not (found := condition()):
             if time.monotonic() > deadline:
-                pytest.fail(f"waited 30 s for {what}")
+                pytest.fail(f"waited 120 s for {what}")
             time.sleep(0.02)
         return found
 
