@@ -62,17 +62,22 @@ def resolve(layers: Sequence[Layer]) -> Flags:
                 if not isinstance(value, bool):
                     raise ConfigError(f"{source}: rl_accel.{AUTO} wants bool, found {_describe(value)}")
                 auto = value
-            elif key in given:
-                given[key] |= _checked_section(key, value, source)
-            else:
+                continue
+            name, _, flag = key.partition(".")  # {"gae.backend": "numba"} is {"gae": {"backend": "numba"}}
+            if name not in given:
                 raise ConfigError(f"{source}: unknown key {_unknown('rl_accel', key, (AUTO, *given))}")
+            given[name] |= _checked_section(name, {flag: value} if flag else value, source)
     sections = {feature.name: feature.flags(**given[feature.name]) for feature in FEATURES}
     for name, section in sections.items():
         if hasattr(section, "validate"):
             try:
                 section.validate()
             except ValueError as error:
-                named = [source for source, flags in layers if name in as_mapping(flags, source)]
+                named = [
+                    source
+                    for source, flags in layers
+                    if any(key.partition(".")[0] == name for key in as_mapping(flags, source))
+                ]
                 raise ConfigError(f"{' and '.join(named)}: rl_accel.{name}: {error}") from error
     return Flags(auto, sections)
 

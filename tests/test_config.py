@@ -58,6 +58,9 @@ def test_the_prompt_ratio_is_a_number_or_auto(given, kept):
         ({"tail_batching": {"max_deferrals": 0}}, r"tail_batching\.max_deferrals wants at least 1, found 0"),
         ({"tail_batching": {"max_retries": -1}}, r"tail_batching\.max_retries wants at least 0, found -1"),
         ({"tail_batching": {"queue_threshold": 0}}, r"queue_threshold wants at least 1, found 0"),
+        ({"gae.enable": "True"}, r"rl_accel\.gae\.enable wants bool or null, found 'True'"),
+        ({"gae": True, "gae.bakend": "loop"}, r"rl_accel\.gae\.bakend \(did you mean rl_accel\.gae\.backend"),
+        ({"tail_batching.prompt_ratio": float("inf")}, r"prompt_ratio must be finite"),
         ({"auto": 1}, r"rl_accel\.auto wants bool, found 1 \(int\)"),
         ({"tail_batching": {"domain_quotas": {"math": 0}}}, r"domain_quotas\['math'\] must be at least 1, found 0"),
         (["gae"], r"rl_accel wants a mapping of flags, found \['gae'\] \(list\)"),
@@ -73,6 +76,9 @@ def test_the_environment_takes_inline_yaml_and_json_or_a_path_and_may_be_empty(t
     for text in ("gae: true", '{"gae": {"enable": true}}', "gae:\n  enable: true\n"):
         monkeypatch.setenv("RL_ACCEL_CONFIG", text)
         assert resolve([("test", read_environment())])[GAE].enable is True
+    monkeypatch.setenv("RL_ACCEL_CONFIG", "{gae: true, gae.backend: numba}")
+    flags = resolve([("test", read_environment())])[GAE]
+    assert (flags.enable, flags.backend) == (True, "numba")
     for text in ("", "   "):
         monkeypatch.setenv("RL_ACCEL_CONFIG", text)
         assert read_environment() == {}
