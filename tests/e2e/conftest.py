@@ -12,6 +12,7 @@ import pandas as pd
 import psutil
 import pytest
 import yaml
+from filelock import FileLock
 
 from rl_accel.lab.ab.recipe import load, plan_runs, prepare_command
 from rl_accel.lab.ab.runner import Stop, last_lines, prepare, ray_temp_dir, supervised
@@ -106,10 +107,15 @@ def read_processes() -> Callable[[Path], list[Features]]:
 @pytest.fixture(scope="session")
 def workspace(repo, tmp_path_factory, clean_environment) -> Path:
     """A folder with the recipe's model and data in it."""
-    out = tmp_path_factory.mktemp("e2e")
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all workers: the model is taught once
     recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
-    command, env = prepare_command(load(recipe_file), recipe_file.parent, out)
-    prepare(command, {**clean_environment, **env}, recipe_file.parent, out / "prepare.log", Stop())
+    command, env = prepare_command(load(recipe_file), recipe_file.parent, shared)
+    with FileLock(shared / "prepare.lock"):
+        prepare(command, {**clean_environment, **env}, recipe_file.parent, shared / "prepare.log", Stop())
+    out = tmp_path_factory.mktemp("e2e")
+    (out / "task").symlink_to(shared / "task")
     return out
 
 

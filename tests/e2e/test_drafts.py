@@ -1,6 +1,7 @@
 """Drafts on real vLLM under verl: two replicas, tail batching with its aborts, weight updates, prompts that come again.
 
-Balance is on as well, with fewer slots than responses, and moves some of them.
+Balance is on as well, with fewer slots than responses, and moves some of them. In make test, test_drafts_vllm.py has drafts on real
+vLLM without verl.
 """
 
 from pathlib import Path
@@ -14,6 +15,7 @@ from rl_accel.drafts.index import SOURCES
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.vllm,
+    pytest.mark.full,
     pytest.mark.timeout(1500),
     pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module"),
 ]

@@ -1,7 +1,8 @@
 """One run of the recipe of tail batching, with the graders of the code recipe, reward limits, telemetry and validations.
 
 Its model has the long tail that the recipe promises, each trained prompt is in the ledger once, each trained response has the
-score of the grader itself, and the stage clock accounts for every response and second.
+score of the grader itself, and the stage clock accounts for every response and second. Each feature alone is shown in make test,
+by test_tail_batching.py and test_reward_timeout.py.
 """
 
 import json
@@ -18,7 +19,7 @@ from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.profile import read_run
 from rl_accel.telemetry.stage_clock import read_kept
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
 STEPS, P0, R0, VALIDATED = 5, 16, 4, 4
 LAUNCHED = {"short": 20 * 5, "long": P0 * R0, "final": P0 * R0}

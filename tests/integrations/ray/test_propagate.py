@@ -54,12 +54,12 @@ report("before", child=True)
 rl_accel.disable()
 report("off")
 rl_accel.enable(gae=True)
-report("on", child=True)
+report("on")
 """
     found = reports(script, FOLDER=str(short_tmp))
-    for label in ("before", "on"):
-        assert gae_states(found[label]["own"]) == gae_states(found[label]["child"]) == APPLIED
-        assert found[label]["own"]["pid"] != found[label]["child"]["pid"]
+    before = found["before"]
+    assert gae_states(before["own"]) == gae_states(before["child"]) == gae_states(found["on"]["own"]) == APPLIED
+    assert before["own"]["pid"] != before["child"]["pid"]
     assert gae_states(found["off"]["own"]) == ("off", [])
 
 

@@ -6,6 +6,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_every_check_of_replicas_py_passes(python, model_folder, short_tmp):
     """One cluster for all: the traceback names the check that failed."""
     source = Path(__file__).with_name("replicas.py").read_text()

@@ -201,7 +201,8 @@ def test_without_being_named_it_changes_nothing_but_the_time(seconds, fates, bat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keys", "seconds"), [(2000, 6), pytest.param(20_000, 30, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("keys", "seconds"), [(2000, 6), (20_000, 30)])
 def test_a_real_queue_costs_little_delay_and_at_most_5_percent_of_a_core(short_tmp, python, keys, seconds):
     """What ``sample_from_queue.py`` measures, with ``keys`` keys for ``seconds``, then with a small store.
 

@@ -1,4 +1,7 @@
-"""verl's real reward workers in a real Ray job: killed, cancelled, and what the numbers say of it."""
+"""verl's real reward workers in a real Ray job: killed, cancelled, and what the numbers say of it.
+
+In make test, tests/e2e/test_reward_timeout.py kills the same processes under the real trainer.
+"""
 
 import asyncio
 import contextlib
@@ -13,7 +16,7 @@ from verl.experimental.reward_loop.reward_loop import RewardLoopManager
 from rl_accel.integrations.ray import reward_anchors
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("job")]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.usefixtures("job")]
 
 GRADED = """
 import os, time
