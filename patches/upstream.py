@@ -55,7 +55,7 @@ class Place:
     def is_live(self) -> bool:
         """Returns whether looking up ``where`` still finds ``owner``. False if the module was unloaded or imported again."""
         try:
-            return _owner(self.where)[0] is self.owner
+            return _locate(self.where).owner is self.owner
         except PatchRefused:
             return False
 
@@ -68,10 +68,9 @@ def find(where: str) -> Place:
         NotInThisVersion: there is no object at this location. Inherited attributes do not count.
         PatchRefused: the module is not imported, or the object is not held by a dict, class or module.
     """
-    owner, name, keyed = _owner(where)
-    place = Place(where, owner, name, keyed)
+    place = _locate(where)
     if place.read() is None:
-        inherited = not keyed and isinstance(owner, type) and hasattr(owner, name)
+        inherited = not place.keyed and isinstance(place.owner, type) and hasattr(place.owner, place.name)
         raise NotInThisVersion(f"{where} {'is inherited, not defined there' if inherited else 'does not exist'}")
     return place
 
@@ -104,11 +103,8 @@ def require_own(function: Any, target: str) -> None:
         PatchRefused: a layer is from another package than ``target`` and is no decorator of torch or the standard library, or the
             innermost layer is no Python function. The message describes this layer.
     """
-    layers = [function]
-    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None and all(
-        inner is not layer for layer in layers
-    ):
-        layers.append(inner)
+    layers: list[Any] = []
+    layers.append(inspect.unwrap(function, stop=layers.append))
     for layer in layers:
         package = _package(_home(layer))
         is_decorator = layer is not layers[-1] and package in _DECORATOR_HOMES
@@ -182,7 +178,7 @@ def describe(item: Any) -> str:
     return f"{_home(inner)}.{name}"
 
 
-def _owner(where: str) -> tuple[Any, str, bool]:
+def _locate(where: str) -> Place:
     match = _FORM.fullmatch(where)
     if match is None:
         raise ValueError(f"a place is 'pkg.mod:attr', 'pkg.mod:Class.attr' or 'pkg.mod:DICT[key]', found {where!r}")
@@ -198,10 +194,10 @@ def _owner(where: str) -> tuple[Any, str, bool]:
     if attribute is None:
         if not isinstance(owner, dict):
             raise PatchRefused(f"{where}: wanted a dict, found {type(owner).__name__}")
-        return owner, match["key"], True
+        return Place(where, owner, match["key"], keyed=True)
     if not isinstance(owner, type | ModuleType):
         raise PatchRefused(f"{where}: wanted a class or module to hold it, found {type(owner).__name__}")
-    return owner, attribute, False
+    return Place(where, owner, attribute, keyed=False)
 
 
 def _package(where: str) -> str:

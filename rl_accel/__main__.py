@@ -28,7 +28,6 @@ _LAZY_BENCH = {
         "lab.bench.drafts",
         "What drafts from earlier responses would save in a run of verl, by its rollout files.",
     ),
-    "rounds": ("lab.bench.rounds", "How long simulated rounds of `rl-accel plan` take."),
     "tail": ("lab.bench.tail", "Tail batching: what its rounds cost on verl, without a model."),
 }
 """Mapping from the name of a subcommand to its module below ``rl_accel`` and its one-line help text."""

@@ -103,27 +103,6 @@ class Workload(Protocol):
         """Draws the durations of ``count`` reward computations in seconds, shape [count]. Returns None if rewards take no time."""
 
 
-@dataclass(frozen=True)
-class ReplayedLengths:
-    """Workload that replays the response lengths in ``table``, shape [P, R], in tokens. After the last prompt comes the first."""
-
-    table: Ints
-    prompt_tokens: int = 0
-
-    def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Returns the lengths in tokens of the first ``responses`` responses of each prompt. Returns shape [P, R].
-
-        Raises:
-            ValueError: the table has fewer responses per prompt.
-        """
-        if responses > self.table.shape[1]:
-            raise ValueError(f"responses must be at most the {self.table.shape[1]} of each prompt, found {responses}")
-        return self.table[np.array(prompts) % len(self.table), :responses]
-
-    def reward_seconds(self, count: int, rng: np.random.Generator) -> None:
-        """Returns None: rewards take no time."""
-
-
 class Request:
     """A response in a simulated engine. A waiting request has ``tokens`` tokens so far, and its ``began`` is 0.
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
-from rl_accel.rollout.simulation import Cluster, EngineModel, Player, ReplayedLengths, play_rounds
+from rl_accel.rollout.simulation import Cluster, EngineModel, Player, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
@@ -30,6 +30,19 @@ class Drawn:
         return None if self.rewards is None else rng.choice(self.rewards, count)
 
 
+class Replayed:
+    """The lengths of a table, [P, R]. After the last prompt comes the first."""
+
+    def __init__(self, table, prompt_tokens=0):
+        self.table, self.prompt_tokens = np.array(table), prompt_tokens
+
+    def lengths(self, prompts, responses, rng):
+        return self.table[np.array(prompts) % len(self.table), :responses]
+
+    def reward_seconds(self, count, rng):
+        return None
+
+
 def seconds_of(rounds):
     return [played.metrics.rollout_seconds for played in rounds]
 
@@ -37,9 +50,7 @@ def seconds_of(rounds):
 @given(table=LENGTHS, replicas=st.integers(1, 5))
 def test_without_a_feature_rollouts_take_exactly_the_longest_of_each(table, replicas):
     steps = len(table) // 4
-    played = play_rounds(
-        TailRun(4, 3, PLAIN), EngineModel({1: PACE}), replicas, ReplayedLengths(np.array(table)), steps
-    )
+    played = play_rounds(TailRun(4, 3, PLAIN), EngineModel({1: PACE}), replicas, Replayed(table), steps)
     longest = [PACE * max(max(row) for row in table[4 * step : 4 * step + 4]) for step in range(steps)]
     assert seconds_of(played) == pytest.approx(longest)
     assert sum(played_round.metrics.tokens_wasted for played_round in played) == 0
@@ -84,17 +95,17 @@ def test_rounds_always_end_with_whole_batches(seed, slots, cache, response_ratio
     ids=["a step takes what is said for the requests that run", "what has no place waits", "the host's work delays"],
 )
 def test_ends_of_three_responses(engine, lengths, ends):
-    (played,) = play_rounds(TailRun(1, 3, PLAIN), engine, 1, ReplayedLengths(np.array([lengths])), 1)
+    (played,) = play_rounds(TailRun(1, 3, PLAIN), engine, 1, Replayed([lengths]), 1)
     assert (played.ends, played.metrics.rollout_seconds) == (pytest.approx(ends), pytest.approx(max(ends)))
 
 
 def test_cached_tokens_slow_a_step_down_and_a_full_cache_preempts_the_request_that_began_last():
-    workload = ReplayedLengths(np.array([[100]]), prompt_tokens=50)
+    workload = Replayed([[100]], prompt_tokens=50)
     (played,) = play_rounds(TailRun(1, 1, PLAIN), EngineModel({1: 0.01}, 1e-4), 1, workload, 1)
     assert played.metrics.rollout_seconds == pytest.approx(100 * 0.01 + 1e-4 * (100 * 50 + 100 * 100 / 2))
     assert played.peak_tokens == pytest.approx(150)
     engine = EngineModel({1: 0.01}, prompt_token_seconds=0.001, cache_tokens=100)
-    (played,) = play_rounds(TailRun(1, 2, PLAIN), engine, 1, ReplayedLengths(np.array([[80, 80]]), prompt_tokens=10), 1)
+    (played,) = play_rounds(TailRun(1, 2, PLAIN), engine, 1, Replayed([[80, 80]], prompt_tokens=10), 1)
     # Both read 10 tokens of a prompt and go on for 40; the second one waits 40 steps, is read again and does its last 40.
     assert played.preemptions == 1
     assert played.ends == pytest.approx([0.02 + 0.8, 0.02 + 0.8 + 0.05 + 0.4])
@@ -108,7 +119,7 @@ def test_a_router_says_where_requests_go_and_knows_their_prompts_and_how_far_the
             self.launched = self.loads
 
     engine = EngineModel({1: 0.01, 4: 0.04})
-    player = Player(TailRun(2, 2, PLAIN), LastReplica(engine, 3), ReplayedLengths(np.full((2, 2), 10)), seed=0)
+    player = Player(TailRun(2, 2, PLAIN), LastReplica(engine, 3), Replayed(np.full((2, 2), 10)), seed=0)
     assert player.play(1).metrics.rollout_seconds == pytest.approx(0.4)
     assert (player.cluster.prompts, player.cluster.launched) == ([0, 0, 1, 1], [0, 0, 4])
     cluster = Cluster(engine, 2)
@@ -144,7 +155,6 @@ def test_the_replica_with_the_fewest_gets_a_request_and_what_is_stopped_says_how
         (lambda: EngineModel({1: 1.0}, slots=0), "slots must be at least 1, found 0"),
         (lambda: EngineModel({1: 1.0}, cached_token_seconds=-1.0), "cached_token_seconds must be at least 0"),
         (lambda: Cluster(EngineModel({1: 1.0}), 0), "replicas must be at least 1"),
-        (lambda: ReplayedLengths(np.ones((1, 2), int)).lengths([0], 3, None), "at most the 2 of each"),
     ],
 )
 def test_impossible_sizes_are_refused(wrong, words):

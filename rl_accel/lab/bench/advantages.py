@@ -5,6 +5,7 @@ If a replacement returns other bits than verl's function, the function gets no t
 
 import gc
 import importlib
+import pkgutil
 import time
 from collections.abc import Callable
 from statistics import median
@@ -70,13 +71,13 @@ def measure(rows: int, tokens: int) -> list[dict[str, Any]]:
     records = []
     for patch in track(everything, description=f"{rows} x {tokens}", transient=True):
         arguments = {name: data[name] for name in patch.params if name in data}
-        expected, stock_s = _timed(_bound(patch), arguments)
+        expected, stock_s = _timed(pkgutil.resolve_name(patch.target), arguments)
         applied = []
         try:
             for other in everything:
                 other.apply(None)
                 applied.append(other)
-            result, fast_s = _timed(_bound(patch), arguments)
+            result, fast_s = _timed(pkgutil.resolve_name(patch.target), arguments)
         finally:
             for other in reversed(applied):
                 other.revert()
@@ -92,12 +93,6 @@ def measure(rows: int, tokens: int) -> list[dict[str, Any]]:
         del expected, result
         gc.collect()
     return records
-
-
-def _bound(patch: Any) -> Callable[..., Any]:
-    module, _, name = patch.target.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
 
 
 def _timed(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, float]:

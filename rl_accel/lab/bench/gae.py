@@ -7,7 +7,7 @@ other, and cuts off the padding. rl-accel's kernel needs no padding.
 
 import contextlib
 import ctypes
-import json
+import importlib
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -26,9 +26,8 @@ from rl_accel.lab.bench.measure import (
     console_of_benchmark,
     interleaved,
     met,
-    output_folder,
     peak_extra_bytes,
-    results_files,
+    results_file,
 )
 from rl_accel.ops import gae, gae_of_lists
 
@@ -130,7 +129,9 @@ def bench_gae(out: Path | None, batch: int | None, tokens: int | None, lengths: 
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch sees no CUDA device here")
     console = console_of_benchmark()
-    output_folder(out)
+    if out is not None:
+        importlib.import_module("matplotlib")  # a missing module must fail before minutes of measuring, not after
+        out.mkdir(parents=True, exist_ok=True)
     if lengths is not None:
         try:
             right = bench_lengths(lengths, device, out, console)
@@ -150,9 +151,8 @@ def bench_gae(out: Path | None, batch: int | None, tokens: int | None, lengths: 
         console.print(verdict(rows[0]))
     _show_goals(rows, console)
     if out is not None:
-        results = {"device": device, "shapes": rows}
-        with results_files(out, "gae", results, console, (8, 5.5)) as (_, (axes,)):
-            _plot(rows, axes)
+        results_file(out, "gae.json", {"device": device, "shapes": rows}, console)
+        _plot(rows, out / "gae.png")
     if len(sound) < len(contestants(device)):
         raise SystemExit(1)
 
@@ -322,7 +322,11 @@ def _label(row: dict[str, Any]) -> str:
     return f"{row['batch']} x {row['tokens']}"
 
 
-def _plot(rows: list[dict[str, Any]], axes: Any) -> None:
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
     batch = 256 if any(row["batch"] == 256 for row in rows) else rows[0]["batch"]
     chosen = sorted((row for row in rows if row["batch"] == batch), key=lambda row: int(row["tokens"]))
     for name in dict.fromkeys(name for row in chosen for name in row["seconds"]):
@@ -332,6 +336,7 @@ def _plot(rows: list[dict[str, Any]], axes: Any) -> None:
     axes.set(xscale="log", yscale="log", xlabel="tokens T", ylabel="seconds", title=f"GAE over [{batch}, T]")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
+    figure.savefig(path, dpi=130)
 
 
 def read_lengths(source: str) -> list[int]:
@@ -417,7 +422,7 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
         console.print(f"memory: {results['memory']:.1f}x less; goal at least the padding, {padding:.1f}x: {word}")
     if out is not None:
         results["seconds"] = {name: timing.median for name, timing in timings.items()}
-        (out / "gae_lengths.json").write_text(json.dumps(results, indent=1))
+        results_file(out, "gae_lengths.json", results, console)
     return True
 
 

@@ -1,12 +1,10 @@
 """Helpers of the benchmarks: measure time and memory of functions in one process, and write result files."""
 
-import contextlib
 import gc
-import importlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,30 +94,10 @@ def met(holds: bool) -> str:
     return "met" if holds else "NOT met"
 
 
-def output_folder(out: Path | None) -> None:
-    """Creates the folder ``out`` for result files, unless ``out`` is None. Called before a benchmark measures anything.
-
-    Raises:
-        ModuleNotFoundError: matplotlib, which draws the results, is not installed.
-    """
-    if out is not None:
-        importlib.import_module("matplotlib")
-        out.mkdir(parents=True, exist_ok=True)
-
-
-@contextlib.contextmanager
-def results_files(
-    out: Path, name: str, results: Any, console: Console, size: tuple[float, float], columns: int = 1
-) -> Iterator[tuple[Any, Any]]:
-    """Writes ``results`` to ``name.json`` in the folder ``out``. Yields a matplotlib figure and its axes to draw on, and saves the
-    figure as ``name.png``."""
-    (out / f"{name}.json").write_text(json.dumps(results, indent=1))
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    yield figure, figure.subplots(1, columns, squeeze=False)[0]
-    figure.savefig(out / f"{name}.png", dpi=130)
-    console.print(f"{out / name}.json, {out / name}.png", soft_wrap=True, markup=False)
+def results_file(out: Path, name: str, results: Any, console: Console) -> None:
+    """Writes ``results`` as JSON to the file ``name`` in the folder ``out``, and prints the path of the file."""
+    (out / name).write_text(json.dumps(results, indent=1))
+    console.print(str(out / name), soft_wrap=True, markup=False)
 
 
 def _once(function: Callable[[], Any], seconds: list[float]) -> None:

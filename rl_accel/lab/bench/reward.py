@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.lab.bench.measure import console_of_benchmark, met, output_folder, results_files
+from rl_accel.lab.bench.measure import console_of_benchmark, met, results_file
 from rl_accel.ops.inputs import usable_cores
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
@@ -351,7 +351,7 @@ def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
 
 
 @click.command("reward")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for reward.json and reward.png.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for reward.json.")
 @click.option("--responses", type=click.IntRange(min=1), default=RESPONSES, show_default=True, help="Of a prompt.")
 @click.option(
     "--epochs", type=click.IntRange(min=1), default=EPOCHS, show_default=True, help="How often each prompt comes."
@@ -373,7 +373,8 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
     status 1. A missed ratio is shown but does not change the exit status, because machines are shared and noisy.
     """
     console = console_of_benchmark()
-    output_folder(out)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     cores = usable_cores()
     slots = 2 * cores
     settings = policies(scale)
@@ -408,8 +409,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
         given = {**size, "workers": slots, "cores": cores, "scale": scale, "spread": spread}
         policy = {name: asdict(value) for name, value in settings.items()}
         results = {"given": {**given, "overhead_s": overhead, "call_s": call}, "policies": policy, "found": rows}
-        with results_files(out, "reward", results, console, (10, 4), columns=2) as (figure, axes):
-            _plot(rows, scale, figure, axes)
+        results_file(out, "reward.json", results, console)
     if red:
         raise SystemExit(1)
 
@@ -459,19 +459,3 @@ def _show(rows: Mapping[str, Any], console: Console) -> bool:
             style="red" if word == "NOT met" else None,
         )
     return red
-
-
-def _plot(rows: Mapping[str, Any], scale: float, figure: Any, axes_of: Any) -> None:
-    total, step = axes_of
-    colors = {"fixed": "#c9c9c9", "adaptive": "#3b78b5"}
-    for place, condition in enumerate(rows.values()):
-        for offset, (name, row) in zip((-0.2, 0.2), condition["arms"].items(), strict=True):
-            label = {"fixed": "fixed limit", "adaptive": "adaptive limit"}[name] if place == 0 else None
-            for axes, value, shown in ((total, row["seconds"], label), (step, row["step_s"], None)):
-                bars = axes.bar(place + offset, value, 0.38, color=colors[name], label=shown)
-                axes.bar_label(bars, fmt="%.3g")
-    for axes, title in ((total, "seconds of all executions"), (step, "seconds of a step's rewards")):
-        names = ["{}\nload average {:.0f} to {:.0f}".format(name, *row["load_average"]) for name, row in rows.items()]
-        axes.set(xticks=range(len(rows)), xticklabels=names, title=f"{title} (times scaled by {scale:g})")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncol=2, frameon=False)

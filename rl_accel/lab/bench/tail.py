@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
-from rl_accel.lab.bench.measure import console_of_benchmark, met, output_folder, results_files
+from rl_accel.lab.bench.measure import console_of_benchmark, met, results_file
 
 LOADS = ((32, 16, 3), (128, 16, 2), (512, 16, 1))
 """Batch sizes of the benchmark. Each tuple holds the number of prompts in a batch (P0), the number of responses per prompt
@@ -29,7 +29,7 @@ LONGEST_S = 900.0
 
 
 @click.command("tail")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for tail.json and tail.png.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for tail.json.")
 def bench_tail(out: Path | None) -> None:
     """Measure the overhead of tail batching in rollout rounds on verl, without a model.
 
@@ -42,7 +42,8 @@ def bench_tail(out: Path | None) -> None:
     exit status, because machines are shared and noisy.
     """
     console = console_of_benchmark()
-    output_folder(out)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     missing = [name for name in ("verl", "transfer_queue", "ray") if importlib.util.find_spec(name) is None]
     if missing:
         raise click.ClickException(f"this benchmark runs on verl, and {', '.join(missing)} is not installed here")
@@ -64,8 +65,7 @@ def bench_tail(out: Path | None) -> None:
     if sizes:
         _show_load(sizes, console)
         if out is not None:
-            with results_files(out, "tail", {"load": sizes}, console, (5.5, 4.5)) as (_, (axes,)):
-                _plot(sizes, axes)
+            results_file(out, "tail.json", {"load": sizes}, console)
     if problem:
         raise SystemExit(1)
 
@@ -135,17 +135,3 @@ def _show_load(sizes: list[dict[str, Any]], console: Console) -> None:
 
 def _mean(size: dict[str, Any], name: str) -> float:
     return float(sum(row[name] for row in size["rounds"]) / len(size["rounds"]))
-
-
-def _plot(sizes: list[dict[str, Any]], axes: Any) -> None:
-    responses = [size["prompts"] * size["responses"] for size in sizes]
-    for name, label in (("trainer_cpu_s", "trainer process, CPU"), ("after_last_s", "after the last response")):
-        axes.plot(responses, [_mean(size, name) for size in sizes], marker="o", label=label)
-    axes.axhline(LOAD_GOAL_S, color="black", linestyle=":", label="goal")
-    axes.set(
-        xscale="log", yscale="log", xlabel="P0 x R0", ylabel="seconds a round", title="Rounds on verl without a model"
-    )
-    axes.set_xticks(responses, labels=[str(count) for count in responses])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend()

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from rl_accel.errors import ConfigError
 from rl_accel.lab.cpu_engine.sampling import derive_seed
 from rl_accel.lab.verl_cpu import WORKER_PYTHON, sglang, vllm
 from rl_accel.patches.patch import Patch
+from rl_accel.patches.verl.verl_run import VerlRun
 
 _CPUS_A_RANK = 3
 """Number of CPUs that verl reserves for each rank of its colocated worker groups."""
@@ -165,12 +164,8 @@ def check_config(config: Any) -> None:
 
 def find_problems(config: Any) -> Iterator[tuple[str, str]]:
     """Yields ``(override, reason)`` for each setting in ``config`` that cannot work on a CPU. The override corrects the setting."""
-
-    def get(key: str, default: Any = None) -> Any:
-        value = OmegaConf.select(config, key, default=default)
-        return default if value is None else value
-
-    rollout = "actor_rollout_ref.rollout"
+    run, rollout = VerlRun(config), "actor_rollout_ref.rollout"
+    get = run.get
     if get(f"{rollout}.name") in _WHEELS:
         yield from _WHEELS[get(f"{rollout}.name")].find_problems(get)
     else:
@@ -180,18 +175,17 @@ def find_problems(config: Any) -> Iterator[tuple[str, str]]:
     for key in ("data_parallel_size", "pipeline_model_parallel_size"):
         if get(f"{rollout}.{key}", 1) != 1:
             yield f"{rollout}.{key}=1", "a rollout replica is one process"
-    tp, ranks = get(f"{rollout}.tensor_model_parallel_size", 1), _ranks(get)
-    if ranks and ranks % tp:
-        yield f"{rollout}.tensor_model_parallel_size=1", f"{ranks} ranks cannot share servers by {tp}"
-    yield from _engine_problems(get)
+    if run.gpus % (tp := get(f"{rollout}.tensor_model_parallel_size", 1)):
+        yield f"{rollout}.tensor_model_parallel_size=1", f"{run.gpus} ranks cannot share servers by {tp}"
+    yield from _engine_problems(run)
     for model in ("actor_rollout_ref.model", "critic.model"):
-        if model.startswith("critic") and not _uses_critic(get):
+        if model.startswith("critic") and not run.has_critic:
             continue
         attention = get(f"{model}.override_config.attn_implementation")
         if attention not in ("sdpa", "eager"):
             yield f"+{model}.override_config.attn_implementation=sdpa", "flash attention needs a GPU"
     yield from _lora_problems(get)
-    yield from _ray_problems(get)
+    yield from _ray_problems(get, run.gpus)
     if os.environ.get("VERL_ENGINE_DEVICE") != "cuda":
         yield "VERL_ENGINE_DEVICE=cuda (environment)", "the FSDP engine is registered with verl under this name only"
 
@@ -209,18 +203,10 @@ def _hf_cpu_problems(get: Callable[..., Any], rollout: str) -> Iterator[tuple[st
         yield f"{rollout}.engine_kwargs.hf_cpu.kv_tokens={least}", f"one request may need {longest} tokens"
 
 
-def _ranks(get: Callable[..., Any]) -> int:
-    return int(get("trainer.n_gpus_per_node", 0) * get("trainer.nnodes", 1))
-
-
-def _uses_critic(get: Callable[..., Any]) -> bool:
-    enable = get("critic.enable")
-    return bool(enable) if enable is not None else get("algorithm.adv_estimator") == "gae"
-
-
-def _engine_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+def _engine_problems(run: VerlRun) -> Iterator[tuple[str, str]]:
+    get = run.get
     for section, engine, who in _ENGINES:
-        if who == "critic" and not _uses_critic(get):
+        if who == "critic" and not run.has_critic:
             continue
         for key in (f"{section}.strategy", f"{section}.{engine}.strategy"):
             if get(key) != "fsdp2":
@@ -243,7 +229,7 @@ def _lora_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
             yield f"{model}.lora.merge=True", "vLLM's CPU build waits for ever for an adapter that is not merged"
 
 
-def _ray_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+def _ray_problems(get: Callable[..., Any], ranks: int) -> Iterator[tuple[str, str]]:
     import ray
 
     if ray.is_initialized():
@@ -254,7 +240,6 @@ def _ray_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
             if get(f"ray_kwargs.ray_init.{key}") is not None:
                 yield f"ray_kwargs.ray_init.{key}=null", "Ray takes none for a cluster that runs already"
         return
-    ranks = _ranks(get)
     standalone = get("actor_rollout_ref.rollout.nnodes", 0) * get("actor_rollout_ref.rollout.n_gpus_per_node", 0)
     if get("ray_kwargs.ray_init.num_gpus", 0) < ranks + standalone:
         yield (
