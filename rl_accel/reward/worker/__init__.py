@@ -141,22 +141,16 @@ def dumps(value: Any) -> bytes:
     """Returns ``value`` pickled. Uses cloudpickle if pickle fails or if ``value`` refers to this process's ``__main__``.
 
     Raises:
-        Exception: neither pickle nor cloudpickle can pickle ``value``.
+        Exception: cloudpickle cannot pickle ``value`` either.
     """
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         if b"__main__" not in data:
             return data
-    except Exception as error:
-        cause: Exception | None = error
-    else:
-        cause = None
-    try:
-        import cloudpickle
-    except ImportError:
-        if cause is None:
-            return data
-        raise cause from None
+    except Exception:
+        pass  # cloudpickle says why, if it fails as well
+    import cloudpickle
+
     plain: bytes = cloudpickle.dumps(value)
     return plain
 

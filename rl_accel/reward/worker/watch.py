@@ -101,9 +101,7 @@ class Watch:
     _waited: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds that each thread of the execution has waited for a processor, by the thread's folder in /proc."""
     _paused: float = field(default=0.0, init=False)
-    """Sum of seconds by which checks of the limits came late.
-
-    In these seconds, this process had no processor either, or the machine was suspended."""
+    """Sum of seconds by which checks of the limits came late: this process had no processor, or the machine was suspended."""
     _cpu_before: float = field(default=0.0, init=False)
     _began: float = field(default_factory=time.monotonic, init=False)
     _looked: bool = field(default=False, init=False)
@@ -125,14 +123,14 @@ class Watch:
         _waits_before.update({thread: _seconds_waited(thread) for pid in living for thread in _threads(pid)})
 
     def _tell_whether_it_waits(self) -> None:
-        """Tells the trainer process, which sends the requests, whether the execution mostly waits.
-
-        The execution mostly waits if it has spent most of its time waiting for something other than a processor.
-        """
-        wall = time.monotonic() - self._began
-        cpu = cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before
+        """Tells the trainer process whether the execution has mostly waited for something other than a processor."""
+        wall, cpu = time.monotonic() - self._began, self._cpu()
         self.channel.send({"alive": True, "waits": cpu + self._waited_of(wall, cpu) < wall / 2})
         self._tell_at = self._began + 2 * wall
+
+    def _cpu(self) -> float:
+        """Returns the CPU seconds of the execution's processes so far, living and ended."""
+        return max(0.0, cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before)
 
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
         """Waits until the execution ends, answers or exceeds a limit.
@@ -155,32 +153,24 @@ class Watch:
         """
         stopped, status = self._until_end(child)
         wall = time.monotonic() - self._began
-        if status is None and not self._looked:
-            return "", None, {"wall": wall, "cpu": 0.0, "waited": 0.0}
-        if status is None:
+        if status is not None:
+            kill_all(self.spared)
+            for sink in self._sinks():
+                sink.read()  # the bytes that are still in the pipe
+        elif self._looked:
             self._exceeded(child)  # updates the waits of the threads
-            cpu = max(0.0, cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before)
-            return "", None, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
-        kill_all(self.spared)
-        cpu = max(0.0, cpu_of_ended() - self._cpu_before)
-        if not (stopped or self.lives_on) and os.WIFSIGNALED(status) and cpu > self.limits["cpu"]:
+        else:
+            return "", None, {"wall": wall, "cpu": 0.0, "waited": 0.0}
+        cpu = self._cpu()
+        if not (stopped or self.lives_on) and os.WIFSIGNALED(status or 0) and cpu > self.limits["cpu"]:
             stopped = "cpu"  # the kernel's limit acted first, because this process had no processor
-        for sink in self._sinks():
-            sink.read()  # the bytes that are still in the pipe
         return stopped, status, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
 
     def _sinks(self) -> list[Sink]:
         return [self.report] if self.output is None else [self.report, self.output]
 
     def _until_end(self, child: int) -> tuple[str, int | None]:
-        """Waits until the execution ends, answers or must be stopped. ``child`` is the pid of its first process.
-
-        Returns:
-            A tuple ``(stopped, status)``.
-            stopped: name of the exceeded limit, "cancelled" if a message asks to stop the execution, or "".
-            status: status of ``child`` from ``os.waitpid`` if ``child`` has ended, -1 if the execution must be stopped, None if
-            ``child`` has answered and lives on.
-        """
+        """Waits like :meth:`until_over`, and returns ``stopped`` and ``status`` of that method. Kills nothing."""
         sinks = {sink.descriptor: sink for sink in self._sinks()}
         ended = os.pidfd_open(child)
         poll = select.poll()
