@@ -10,7 +10,6 @@ store creates a new actor. Grading never waits for the actor.
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
 import time
 import weakref
@@ -119,24 +118,23 @@ def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
 _clients: weakref.WeakSet["StoreClient"] = weakref.WeakSet()
 
 
-def _flush_here(_actor: Any) -> None:
+def flush_here(_actor: Any = None) -> None:
     """Sends the counts of this process to the store. Blocks for at most a few seconds: do not call this on an event loop."""
-    flushes = [asyncio.run_coroutine_threadsafe(client.flush(), client.loop) for client in _clients if client.loop]
+    loops = [(client, client.loop) for client in _clients if client.loop and ray.is_initialized()]
+    flushes = [asyncio.run_coroutine_threadsafe(client.flush(), loop) for client, loop in loops if loop.is_running()]
     concurrent.futures.wait(flushes, _REPLY_SECONDS)
 
 
 def flush(actors: Sequence[Any]) -> None:
     """Makes the processes of the Ray ``actors`` send their counts to the store of the job. Waits for at most a few seconds."""
-    calls = [actor.__ray_call__.remote(_flush_here) for actor in actors]
+    calls = [actor.__ray_call__.remote(flush_here) for actor in actors]
     ray.wait(calls, num_returns=len(calls), timeout=_REPLY_SECONDS)
 
 
 class StoreClient:
     """Synchronises anchors (run times of the longest correct executions) and counts of this process with the store of the Ray job.
 
-    A background task does so every second. The task runs on the event loop on which :meth:`use` is called.
-
-    Outside a Ray job, there is no store and nothing is exchanged.
+    A background task does so every second, on the event loop on which :meth:`use` is called. Without Ray, it does nothing.
 
     Args:
         replica: this process's own copy of the anchors and counts.
@@ -164,21 +162,9 @@ class StoreClient:
             self.loop = asyncio.get_running_loop()
             self._task = self.loop.create_task(self._keep_up())
 
-    async def close(self) -> None:
-        """Ends the periodic exchange with the store, then makes a last exchange."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        if ray.is_initialized():
-            await self._exchange()
-
     async def flush(self) -> None:
-        """Sends all counts of this process to the store.
-
-        Makes two exchanges, because the first exchange may only end an earlier call that lacks the latest counts.
-        """
-        for _ in range(2):
+        """Sends all counts of this process to the store."""
+        for _ in range(2):  # the first exchange may only end an earlier call that lacks the latest counts
             await self._exchange()
 
     async def _keep_up(self) -> None:
