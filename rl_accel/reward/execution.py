@@ -236,10 +236,7 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) ->
 
 
 def _children() -> set[int]:
-    """Returns the pids of all child processes of this thread that nobody has waited for.
-
-    Returns an empty set if the kernel does not report child processes.
-    """
+    """Returns the pids of this thread's children that nobody has waited for; nothing if the kernel does not report them."""
     try:
         with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
             return set(map(int, file.read().split()))

@@ -82,10 +82,7 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
 
 
 def _warm_up(arguments: Any) -> None:
-    """Grades a made-up sample in the worker process, so that slime's own grader does its lazy imports.
-
-    The forks of the worker process then need not repeat these imports.
-    """
+    """Grades a made-up sample, so that slime's own grader does its lazy imports before the worker process is forked."""
     metadata: dict[str, Any] = {"instruction_id_list": [], "kwargs": []}
     sample = Sample(prompt="", response="</think>\\boxed{\\frac{1}{2}}", label="0.51", metadata=metadata)
     if arguments.rm_type and not arguments.rm_type.endswith("remote_rm"):

@@ -108,10 +108,7 @@ def find_grader(target: str, arguments: dict[str, Any] | None) -> Grader:
 
 
 def _load(path: str) -> Any:
-    """Executes the Python file ``path`` and returns the resulting module.
-
-    The module is not added to ``sys.modules``, because the file may have the name of a package that the file imports.
-    """
+    """Imports the file ``path``, outside ``sys.modules``: the file may have the name of a package that the file imports."""
     spec = importlib.util.spec_from_file_location(f"grader_{abs(hash(path))}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")

@@ -97,9 +97,9 @@ class Keeper:
         return decode(report.data)[0]
 
     def _call(self, request: WorkerRequest, payload: bytes, process: socket.socket, child: int) -> bool:
-        """Lets the grader process ``child`` execute a request, and sends the result to the trainer process.
+        """Lets the grader process ``child`` execute a request over the socket ``process``, and sends the result.
 
-        ``process`` is the socket to the grader process. Returns False if the grader process was stopped or died, else True.
+        Returns False if the grader process was stopped or died, else True.
         """
         limits = {"wall": request.limits["wall"], "cpu": request.limits["cpu"]}
         report = Sink(process.fileno())
@@ -119,11 +119,7 @@ class Keeper:
         return False
 
     def _live(self, calls: Channel) -> NoReturn:
-        """Runs in the grader process: imports the grader if necessary, reports to the keeper, then serves calls.
-
-        If this process becomes the template of the grader, it serves no calls, but forks a keeper whenever the trainer process
-        wants another worker.
-        """
+        """Runs in the grader process: imports the grader if necessary, reports to the keeper, serves calls or forks keepers."""
         try:
             os.setsid()
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -164,10 +160,7 @@ class Keeper:
         return find_grader(self._start.target, pickle.loads(self._arguments) if self._arguments else None)
 
     def _serve_forks(self, grader: Grader) -> None:
-        """Runs in the template, the process that has imported the grader.
-
-        Forks a keeper (a process that supervises a grader process) for each socket that the trainer process sends.
-        """
+        """Runs in the template: forks a keeper of the imported grader for each socket that the trainer process sends."""
         gc.collect()
         gc.freeze()  # garbage collection in a fork would copy every page
         start, control = self._start, self._channel.control
@@ -211,11 +204,8 @@ def _wait_for(descriptors: Iterable[int]) -> set[int]:
 
 
 def _fork_is_safe(connections_before: set[str]) -> bool:
-    """True if the import of the grader has left only one thread, no child process and no new connection.
-
-    Makes a trial fork before it counts threads. OpenBLAS, which numpy loads, ends its threads when a process forks, and restarts
-    these threads later.
-    """
+    """True if the import of the grader has left only one thread, no child process and no new connection."""
+    # A trial fork: OpenBLAS, which numpy loads, ends its threads when a process forks, and restarts them later.
     if trial := os.fork():
         os.waitpid(trial, 0)
     else:
@@ -224,10 +214,7 @@ def _fork_is_safe(connections_before: set[str]) -> bool:
 
 
 def _connections() -> set[str]:
-    """Returns number and target of all open file descriptors that two processes must not share.
-
-    These are all file descriptors except those of read-only files.
-    """
+    """Returns number and target of all open file descriptors that two processes must not share: all except read-only files."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

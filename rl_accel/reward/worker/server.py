@@ -43,9 +43,7 @@ from .keeper import Keeper
 from .watch import Sink, Watch, descendants, kill_all, threads_of_user
 
 END_SECONDS = 3.0
-"""Seconds in which a worker must end its program and itself after the end of the trainer process, which sends the requests.
-
-Then the worker is killed."""
+"""Seconds after the end of the trainer process in which a worker must end its program and itself, before it is killed."""
 OUTPUT_KEPT = 10_000
 PRELOAD = (
     "bisect collections copy datetime decimal fractions functools heapq importlib io itertools json math operator os random re"
@@ -53,8 +51,7 @@ PRELOAD = (
 )
 """Modules that programs usually import. The worker imports these modules once, before it forks a process for each program."""
 _REPORT = 200
-"""Lowest file descriptor allowed for the pipe of the report. A program that closes low file descriptors leaves the
-pipe open."""
+"""Lowest file descriptor for the pipe of the report, so that a program that closes low file descriptors leaves it open."""
 
 
 def main(descriptor: int) -> None:
@@ -289,10 +286,7 @@ def _limit(which: int, value: float) -> None:
 
 
 def _address_space() -> int:
-    """Returns the size in bytes of the address space that this process has inherited from the worker.
-
-    The imports of a grader may take gigabytes of address space.
-    """
+    """Bytes of address space that this process has inherited from the worker. The imports of a grader may take gigabytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -308,10 +302,7 @@ def _import(start: Start, payload: bytes) -> Grader | None:
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
-    """Creates a pipe. Returns the file descriptors of its reading end, which ``stack`` closes, and of its writing end.
-
-    The caller must close the writing end.
-    """
+    """Creates a pipe. Returns its reading end, which ``stack`` closes, and its writing end, which the caller must close."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     stack.callback(os.close, reading)
     return reading, writing
