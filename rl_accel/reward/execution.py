@@ -33,8 +33,6 @@ done: a grader returned a value.
 error: the code raised an exception, or a program ended without a result.
 timeout, memory: the execution exceeded its time limit or its memory limit.
 killed: the execution exceeded another limit, the process of a grader died, or two workers died on the same request."""
-SetLimits = Callable[[float, float], None]
-"""Function that receives new time limits: wall seconds and CPU seconds, both counted from the start of the execution."""
 
 
 class LimitUpdates:
@@ -45,7 +43,7 @@ class LimitUpdates:
 
     def __init__(self) -> None:
         self._latest: tuple[float, float] | None = None
-        self._set_limits: SetLimits | None = None
+        self._set_limits: Callable[[float, float], None] | None = None
 
     def publish(self, wall: float, cpu: float) -> None:
         """Passes new limits to the subscriber: ``wall`` and ``cpu`` seconds, counted from the start of the execution.
@@ -58,7 +56,7 @@ class LimitUpdates:
                 self._set_limits(wall, cpu)
 
     @contextlib.contextmanager
-    def subscribed(self, set_limits: SetLimits) -> Iterator[None]:
+    def subscribed(self, set_limits: Callable[[float, float], None]) -> Iterator[None]:
         """Context manager that calls ``set_limits(wall, cpu)`` for all limits published within the block.
 
         If limits were published before the block, first calls ``set_limits`` with the latest of these limits.

@@ -45,10 +45,7 @@ def pack(values: dict[str, Any]) -> Packed:
 
 
 def pack_sample(sample: Any, whole: bool) -> Packed:
-    """Returns a sample for a grader process, packed by :func:`pack`.
-
-    If ``whole``, the packed sample has all fields except the large fields. Otherwise, only the fields for slime's own graders.
-    """
+    """Packs a sample for a grader process: if ``whole``, all fields but the large ones, else those for slime's own graders."""
     fields = sample.to_dict()
     names = [name for name in fields if name not in _HEAVY] if whole else _STOCK
     return pack({name: fields[name] for name in names})

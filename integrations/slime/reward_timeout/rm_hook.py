@@ -102,9 +102,6 @@ class GraderSpec:
 class Grading:
     """Grades samples on one event loop. Holds the grader processes, the executors, and the durations of correct gradings.
 
-    Args:
-        args: slime's arguments.
-
     Raises:
         ConfigError: a flag is wrong.
     """

@@ -84,13 +84,9 @@ def _lines(text: str) -> list[str]:
 
 
 def find_grader(target: str, arguments: dict[str, Any] | None) -> Grader:
-    """Imports and returns the grader function.
+    """Imports and returns the grader ``target`` ("module:function" or "/path/file.py:function").
 
-    Args:
-        target: "module:function" or "/path/file.py:function". Names the grader or, if ``arguments`` are given, a function that
-            returns the grader.
-        arguments: keyword arguments with which the function that returns the grader is called once; None if ``target`` names the
-            grader.
+    If ``arguments`` are given, ``target`` names a function that is called once with these arguments and returns the grader.
 
     Raises:
         BaseException: any error of the import or of the call. A TypeError if the result is not callable.
@@ -118,16 +114,10 @@ def _load(path: str) -> Any:
 
 
 def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], bytes]:
-    """Calls the grader.
+    """Calls the grader with the keyword arguments pickled in ``payload``.
 
-    Args:
-        grader: the grader function.
-        payload: pickled keyword arguments of the call.
-        plain: True for an isolated grader. :func:`_plain` then reduces the return value to types that are safe to unpickle.
-
-    Returns:
-        A dict with ``verdict`` and ``reason``, and bytes: the pickled return value or, if the grader raised an exception, the
-        pickled exception. With ``plain``, b"" replaces the exception.
+    Returns a dict with ``verdict`` and ``reason``, and the pickled return value or exception. With ``plain`` (for an isolated
+    grader), :func:`_plain` reduces the value to types that are safe to unpickle, and b"" replaces the exception.
     """
     try:
         value = grader(**pickle.loads(payload))

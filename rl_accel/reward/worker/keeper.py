@@ -32,12 +32,8 @@ from .watch import Sink, Watch, descendants, kill_all
 class Keeper:
     """Supervises one process that calls the grader. Watches each call, and replaces the process if it was stopped or died.
 
-    Args:
-        channel: socket to the trainer process, which sends the requests.
-        start: first message to the worker, with the settings.
-        arguments: payload of the first message: pickled arguments of a function that returns the grader, or b"".
-        grader: the grader, already imported, if this keeper is a fork of the template (the first process that has imported the
-            grader); else None.
+    ``start`` and ``arguments`` are the first message to the worker and its payload. ``grader`` is the imported grader if this
+    keeper is a fork of the template (the first process that has imported the grader); else None.
     """
 
     def __init__(self, channel: Channel, start: Start, arguments: bytes, grader: Grader | None = None) -> None:
@@ -103,7 +99,7 @@ class Keeper:
         """
         limits = {"wall": request.limits["wall"], "cpu": request.limits["cpu"]}
         report = Sink(process.fileno())
-        watch = Watch(limits, self._channel, (), report, lives_on=True)
+        watch = Watch(limits, self._channel, (), report)
         process.setblocking(True)
         with contextlib.suppress(OSError):  # the process has died, which the watch notices
             process.sendall(encode({}, payload))

@@ -130,7 +130,6 @@ class Server:
     """Request loop of a worker for untrusted code.
 
     Attributes:
-        channel: socket from which the requests come.
         start: first message to the worker, with its settings.
         folder: temporary folder of the worker.
         identity: user under which untrusted code runs; None: the user of the worker.
@@ -145,10 +144,7 @@ class Server:
     unseen_threads: int = 0
 
     def serve(self, payload: bytes) -> None:
-        """Imports the grader, or the modules for programs, and reports success or the error.
-
-        Then answers requests, one at a time, until the channel is closed.
-        """
+        """Imports the grader or the modules for programs, reports success or the error, then answers requests one at a time."""
         grader, problem = None, ""
         try:
             grader = _import(self.start, payload)

@@ -87,9 +87,9 @@ class Watch:
             threads). Messages from ``channel`` change this dict in place.
         channel: socket from which messages come that stop the execution or set new limits.
         spared: pids of children of this process that do not belong to the execution.
-        report, output: buffers for the result and for the printed text of the execution. ``output`` is None if the printed text is
-            not watched.
-        lives_on: True if the first process of the execution sends its answer as a message and continues to run afterwards.
+        report: buffer for the result of the execution.
+        output: buffer for its printed text. None for a trusted grader: its text is not watched, and its first process sends
+            the answer as a message and continues to run.
     """
 
     limits: dict[str, float]
@@ -97,7 +97,6 @@ class Watch:
     spared: Collection[int]
     report: Sink
     output: Sink | None = None
-    lives_on: bool = False
     _waited: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds that each thread of the execution has waited for a processor, by the thread's folder in /proc."""
     _paused: float = field(default=0.0, init=False)
@@ -111,6 +110,7 @@ class Watch:
     def __post_init__(self) -> None:
         _waits_before.clear()
         self._cpu_before = cpu_of_ended()
+        self._lives_on = self.output is None
 
     def _look_for_the_first_time(self) -> None:
         """Records the CPU seconds and processor waits of a trusted grader's processes so far, to subtract them later.
@@ -162,7 +162,7 @@ class Watch:
         else:
             return "", None, {"wall": wall, "cpu": 0.0, "waited": 0.0}
         cpu = self._cpu()
-        if not (stopped or self.lives_on) and os.WIFSIGNALED(status or 0) and cpu > self.limits["cpu"]:
+        if not (stopped or self._lives_on) and os.WIFSIGNALED(status or 0) and cpu > self.limits["cpu"]:
             stopped = "cpu"  # the kernel's limit acted first, because this process had no processor
         return stopped, status, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
 
@@ -189,7 +189,7 @@ class Watch:
                 for descriptor in ready & sinks.keys():
                     if not sinks[descriptor].read():
                         poll.unregister(descriptor)
-                if self.lives_on and self.report.whole:
+                if self._lives_on and self.report.whole:
                     return "", None
                 if any(sink.full for sink in sinks.values()):
                     return "output", -1
@@ -199,9 +199,9 @@ class Watch:
                 late = time.monotonic() - look_at
                 if late >= 0:
                     self._paused += late if late > LATE_SECONDS else 0.0
-                    if self.lives_on and not self._looked:
+                    if self._lives_on and not self._looked:
                         self._look_for_the_first_time()
-                    elif self.lives_on and time.monotonic() > self._tell_at:
+                    elif self._lives_on and time.monotonic() > self._tell_at:
                         self._tell_whether_it_waits()
                     elif exceeded := self._exceeded(child):
                         return exceeded, -1
