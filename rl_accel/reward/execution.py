@@ -20,9 +20,7 @@ T = TypeVar("T")
 HELD_SECONDS = 1.0
 """Seconds between two awaits of a coroutine grader above which a warning is logged, because the grader blocks the event loop."""
 _running: set["asyncio.Task[Any]"] = set()
-"""Tasks of coroutine graders that have not ended, including tasks that ignore their cancellation.
-
-This set keeps the tasks alive, because asyncio itself has only weak references to tasks."""
+"""Tasks of coroutine graders that have not ended, also if they ignore their cancellation. asyncio has only weak references."""
 _reported: set[str] = set()
 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
@@ -46,10 +44,7 @@ class LimitUpdates:
         self._set_limits: Callable[[float, float], None] | None = None
 
     def publish(self, wall: float, cpu: float) -> None:
-        """Passes new limits to the subscriber: ``wall`` and ``cpu`` seconds, counted from the start of the execution.
-
-        Without a subscriber, only stores the limits. Does nothing if both limits are unchanged.
-        """
+        """Stores new limits (seconds since the start of the execution). Passes them to a subscriber if one has changed."""
         if self._latest != (wall, cpu):
             self._latest = wall, cpu
             if self._set_limits is not None:
@@ -57,10 +52,7 @@ class LimitUpdates:
 
     @contextlib.contextmanager
     def subscribed(self, set_limits: Callable[[float, float], None]) -> Iterator[None]:
-        """Context manager that calls ``set_limits(wall, cpu)`` for all limits published within the block.
-
-        If limits were published before the block, first calls ``set_limits`` with the latest of these limits.
-        """
+        """Context manager that calls ``set_limits(wall, cpu)`` with the latest limits so far and with all new limits."""
         self._set_limits = set_limits
         try:
             if self._latest is not None:
@@ -168,18 +160,15 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
             task.cancel()
             _kill(started)
             give_up_threads()
-    verdict: Verdict = "error"
-    value, reason, raised = None, "", None
+    wall = loop.time() - began
     if not task.done():
-        verdict, reason = "timeout", "wall limit"
-    elif task.cancelled():
-        reason = "it was cancelled, and not by us"
-    elif error := task.exception():
-        reason = f"{type(error).__name__}: {error}"[:500]
+        return ExecutionResult("timeout", wall=wall, reason="wall limit")
+    if task.cancelled():
+        return ExecutionResult("error", wall=wall, reason="it was cancelled, and not by us")
+    if error := task.exception():
         raised = error if isinstance(error, Exception) else None
-    else:
-        verdict, value = "done", task.result()
-    return ExecutionResult(verdict, value, wall=loop.time() - began, reason=reason, error=raised)
+        return ExecutionResult("error", wall=wall, reason=f"{type(error).__name__}: {error}"[:500], error=raised)
+    return ExecutionResult("done", task.result(), wall)
 
 
 async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:

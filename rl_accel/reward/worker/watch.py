@@ -14,21 +14,13 @@ from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
-"""Maximum wall time of an execution, as a multiple of its wall limit.
-
-Seconds of waiting for a processor count against this maximum, but not against the wall limit."""
+"""Maximum wall time of an execution as a multiple of its wall limit, which itself leaves out waits for a processor."""
 LATE_SECONDS = 0.1
-"""Delay in seconds above which a check of the limits counts as late, because the machine was busy or suspended.
-
-The seconds of such a delay do not count against the wall limit."""
+"""Delay in seconds of a check of the limits above which the delay does not count, because the machine was busy or suspended."""
 ALIVE_SECONDS = 1.0
-"""Seconds between messages to the trainer process (which sends the requests) about an execution that waits for a processor.
-
-The messages say that the worker still watches the execution, although more seconds than the wall limit have passed."""
+"""Seconds between messages to the trainer process that an execution is watched that waits for a processor."""
 TELL_SECONDS = 0.1
-"""Seconds after the start of an execution until the worker first reports whether a trusted grader mostly waits.
-
-The reports go to the trainer process. The time of each further report is twice that of the previous report: 0.2 s, 0.4 s, ..."""
+"""Seconds until the worker first reports whether a trusted grader mostly waits; again after twice that time, and so on."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -113,11 +105,8 @@ class Watch:
         self._lives_on = self.output is None
 
     def _look_for_the_first_time(self) -> None:
-        """Records the CPU seconds and processor waits of a trusted grader's processes so far, to subtract them later.
-
-        Runs at the first check of the limits, not at the start of the execution, because most executions end before this check.
-        """
-        self._looked = True
+        """Records the CPU seconds and processor waits of a trusted grader's processes so far, to subtract them later."""
+        self._looked = True  # not at the start of the execution: most executions end before the first check
         living = descendants(self.spared)
         self._cpu_before = cpu_of_ended() + _cpu_of(living)
         _waits_before.update({thread: _seconds_waited(thread) for pid in living for thread in _threads(pid)})
