@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import dumps
+from . import Start, dumps
 
 Grader = Callable[..., Any]
 REPORT_BYTES = 1 << 16
@@ -83,22 +83,28 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def find_grader(target: str, arguments: dict[str, Any] | None) -> Grader:
-    """Imports and returns the grader ``target`` ("module:function" or "/path/file.py:function").
+def find_grader(start: Start, arguments: bytes) -> Grader:
+    """Imports and returns the grader that ``start`` names, with the path and the environment of ``start``.
 
-    If ``arguments`` are given, ``target`` names a function that is called once with these arguments and returns the grader.
+    With ``arguments`` (pickled), ``start`` names a function that is called once with these arguments and returns the grader.
 
     Raises:
         BaseException: any error of the import or of the call. A TypeError if the result is not callable.
     """
-    module, _, name = target.rpartition(":")
+    if start.path is not None:
+        sys.path[:] = start.path
+    os.environ.update(start.environment)
+    if start.setup:
+        module, _, name = start.setup.partition(":")
+        getattr(importlib.import_module(module), name)(start.environment)
+    module, _, name = start.target.rpartition(":")
     function: Any = _load(module) if module.endswith(".py") else importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
-    if arguments is not None:
-        function = function(**arguments)
+    if arguments:
+        function = function(**pickle.loads(arguments))
     if not callable(function):
-        raise TypeError(f"{target} must be a function, found {function!r}")
+        raise TypeError(f"{start.target} must be a function, found {function!r}")
     grader: Grader = function
     return grader
 

@@ -10,9 +10,7 @@ threads, connections or processes behind, forking is not safe, and every process
 import contextlib
 import fcntl
 import gc
-import importlib
 import os
-import pickle
 import random
 import select
 import signal
@@ -129,7 +127,7 @@ class Keeper:
             if self.grader is None:
                 connections = _connections()
                 try:
-                    self.grader = self._import()
+                    self.grader = find_grader(self.start, self.arguments)
                 except BaseException as error:
                     calls.send({"problem": problem_of(error), "shared": []})
                     os._exit(0)
@@ -147,15 +145,6 @@ class Keeper:
                 serving.run()
         finally:
             os._exit(0)
-
-    def _import(self) -> Grader:
-        if self.start.path is not None:
-            sys.path[:] = self.start.path
-        os.environ.update(self.start.environment)
-        if self.start.setup:
-            module, _, name = self.start.setup.partition(":")
-            getattr(importlib.import_module(module), name)(self.start.environment)
-        return find_grader(self.start.target, pickle.loads(self.arguments) if self.arguments else None)
 
     def _serve_forks(self, grader: Grader) -> None:
         """Runs in the template: forks a keeper of the imported grader for each socket that the trainer process sends."""
