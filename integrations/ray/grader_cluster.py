@@ -21,10 +21,7 @@ def environment() -> dict[str, str]:
 
 
 def connect_when_needed(environment: Mapping[str, str]) -> None:
-    """Makes ``ray.init`` use the namespace of the job if the grader in this process connects to Ray later. Does not import Ray.
-
-    ``environment``: environment variables for this process, as returned by :func:`environment`.
-    """
+    """Makes ``ray.init`` use the namespace in ``environment`` if the grader in this process connects to Ray later."""
     if namespace := environment.get(_NAMESPACE):
         when_imported("ray", functools.partial(_set_namespace, namespace))
 

@@ -10,12 +10,9 @@ store creates a new actor. Grading never waits for the actor.
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
-import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,6 @@ from rl_accel.switch import forget_when_off
 logger = logging.getLogger("rl_accel")
 
 EXCHANGE_SECONDS = 1.0
-SAVE_SECONDS = 30.0
 _PATIENCE_SECONDS = 10.0
 _REPLY_SECONDS = 5.0
 _COUNTS = (
@@ -52,45 +48,6 @@ _COUNTS = (
     "reward_workers_lost",
     "store_unreachable",
 )
-
-
-class AnchorStoreActor:
-    """Ray actor that holds an :class:`AnchorStore`."""
-
-    def __init__(self, path: str | None, flags: dict[str, Any]) -> None:
-        timeout = AdaptiveTimeout(RewardTimeoutFlags(**flags))
-        self._saved = time.monotonic()
-        try:
-            self._store = AnchorStore(Path(path) if path else None, timeout)
-        except (OSError, ValueError) as error:
-            # Ray would endlessly restart an actor whose constructor raises. Anchors are learned again within a few steps.
-            logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
-            self._store = AnchorStore(None, timeout)
-
-    def exchange(self, delta: AnchorDelta) -> Update:
-        """Calls :meth:`AnchorStore.exchange`. Saves the store if the last save is more than ``SAVE_SECONDS`` ago."""
-        update = self._store.exchange(delta)
-        if time.monotonic() - self._saved > SAVE_SECONDS:
-            self._save()
-        return update
-
-    def take_counts(self) -> tuple[str, dict[str, float]]:
-        """Returns the store's incarnation (an id that is new for each restarted store) and the counts since the last call.
-
-        The counts include the current number of ``anchors``. Saves the store. See :meth:`AnchorStore.take_counts`.
-        """
-        self._save()
-        return self._store.incarnation, {**self._store.take_counts(), "anchors": float(len(self._store))}
-
-    def _save(self) -> None:
-        """Saves the store to the file. A write error, such as a full disk, is only logged."""
-        self._saved = time.monotonic()
-        try:
-            self._store.save()
-        except OSError as error:
-            logger.warning("rl-accel: reward anchors could not be saved: %s", error)
-
-
 _handles: dict[Any, Any] = {}
 """Handles of all store actors that this process has used, by actor id. Ray ends an actor when the creator's handle is deleted."""
 forget_when_off.append(_handles.clear)
@@ -104,14 +61,12 @@ def store_name() -> str:
 def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
     """Returns the handle of the store actor of this Ray job. Creates the actor if there is none.
 
-    Args:
-        path: file of the store; None keeps the store in memory only.
-        flags: flags of ``reward_timeout``.
+    ``path`` is the file of the store; None keeps the store in memory only.
     """
     handle = (
-        ray.remote(AnchorStoreActor)
+        ray.remote(AnchorStore)
         .options(name=store_name(), get_if_exists=True, num_cpus=0, max_restarts=-1)
-        .remote(path, asdict(flags))
+        .remote(Path(path) if path else None, AdaptiveTimeout(flags))
     )
     return _handles.setdefault(handle._actor_id, handle)
 
@@ -119,28 +74,27 @@ def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
 _clients: weakref.WeakSet["StoreClient"] = weakref.WeakSet()
 
 
-def _flush_here(_actor: Any) -> None:
+def flush_here(_actor: Any = None) -> None:
     """Sends the counts of this process to the store. Blocks for at most a few seconds: do not call this on an event loop."""
-    flushes = [asyncio.run_coroutine_threadsafe(client.flush(), client.loop) for client in _clients if client.loop]
+    loops = [(client, client.loop) for client in _clients if client.loop and ray.is_initialized()]
+    flushes = [asyncio.run_coroutine_threadsafe(client.flush(), loop) for client, loop in loops if loop.is_running()]
     concurrent.futures.wait(flushes, _REPLY_SECONDS)
 
 
 def flush(actors: Sequence[Any]) -> None:
     """Makes the processes of the Ray ``actors`` send their counts to the store of the job. Waits for at most a few seconds."""
-    calls = [actor.__ray_call__.remote(_flush_here) for actor in actors]
+    calls = [actor.__ray_call__.remote(flush_here) for actor in actors]
     ray.wait(calls, num_returns=len(calls), timeout=_REPLY_SECONDS)
 
 
 class StoreClient:
     """Synchronises anchors (run times of the longest correct executions) and counts of this process with the store of the Ray job.
 
-    A background task does so every second. The task runs on the event loop on which :meth:`use` is called.
-
-    Outside a Ray job, there is no store and nothing is exchanged.
+    A background task does so every second, on the event loop on which :meth:`use` is called. Without Ray, it does nothing.
 
     Args:
         replica: this process's own copy of the anchors and counts.
-        path: file of the store; None keeps the store in memory only.
+        path: file of the store; None: memory only.
     """
 
     def __init__(self, replica: LocalAnchors, path: str | None) -> None:
@@ -164,21 +118,9 @@ class StoreClient:
             self.loop = asyncio.get_running_loop()
             self._task = self.loop.create_task(self._keep_up())
 
-    async def close(self) -> None:
-        """Ends the periodic exchange with the store, then makes a last exchange."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        if ray.is_initialized():
-            await self._exchange()
-
     async def flush(self) -> None:
-        """Sends all counts of this process to the store.
-
-        Makes two exchanges, because the first exchange may only end an earlier call that lacks the latest counts.
-        """
-        for _ in range(2):
+        """Sends all counts of this process to the store."""
+        for _ in range(2):  # the first exchange may only end an earlier call that lacks the latest counts
             await self._exchange()
 
     async def _keep_up(self) -> None:
@@ -238,16 +180,7 @@ class Collector:
         self._reply: Any = None
 
     def __call__(self, _step: int, _logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the counts since the last call by name, such as ``reward_timeout/executions``; {} before the first counts.
-
-        In addition to the counts of :class:`~rl_accel.reward.limited_executor.LimitedExecutor`, there are:
-        ``errors``: number of responses whose grader returned no score.
-        ``anchors``: number of known anchors (durations of the longest correct executions).
-        ``workers_replaced`` (verl): number of grader processes that died.
-        ``reward_workers_lost`` (verl): number of reward workers that died and were replaced.
-        ``store_restarts``: 1 if the store was restarted since the last call, else 0.
-        ``store_unreachable``: number of calls that the store did not answer.
-        """
+        """Returns the counts since the last call by name (``docs/reward-timeout.md``, Metrics); {} before the first counts."""
         if not ray.is_initialized():
             return {}
         try:

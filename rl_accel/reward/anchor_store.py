@@ -7,6 +7,7 @@ anchors from every replica.
 
 import json
 import logging
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from rl_accel.files import write_atomically
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple, longest
 
 logger = logging.getLogger("rl_accel")
+
+SAVE_SECONDS = 30.0
 
 
 @dataclass
@@ -112,36 +115,39 @@ class LocalAnchors:
 
 
 class AnchorStore:
-    """Central store of the anchors of all processes, and of the sums of their counts.
-
-    An anchor is the longest correct execution of a prompt and test case.
+    """Central store of the anchors (longest correct executions) of all processes, and of the sums of their counts.
 
     Args:
-        path: JSON file to which anchors are saved, and from which they are loaded if the file exists. None: memory only.
+        path: JSON file to which anchors are saved, and from which they are loaded if the file exists. None: memory only. A file
+            that cannot be read is logged and left as it is, and the anchors are learned anew.
         timeout: empty :class:`AdaptiveTimeout` that holds the anchors; None: a new one.
-
-    Raises:
-        ValueError: the file at ``path`` is damaged or has another version.
     """
 
     def __init__(self, path: Path | None = None, timeout: AdaptiveTimeout | None = None) -> None:
         self._timeout = AdaptiveTimeout() if timeout is None else timeout
         self.incarnation = uuid.uuid4().hex
-        self._version = 0
+        self._version = self._saved = 0
         self._changed: OrderedDict[str, int] = OrderedDict()
         self._counts: dict[str, float] = {}
         self._path = path
-        self._saved = 0
-        if path is not None and path.exists():
-            self._timeout.load_state_dict(json.loads(path.read_text()))
-            self._touch(self._timeout.anchors())
-            self._saved = self._version
+        self._saved_at = time.monotonic()
+        try:
+            if path is not None and path.exists():
+                self._timeout.load_state_dict(json.loads(path.read_text()))
+                self._touch(self._timeout.anchors())
+                self._saved = self._version
+        except (OSError, ValueError) as error:  # not raised: Ray would endlessly restart the actor that is this store
+            logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
+            self._path = None
 
     def __len__(self) -> int:
         return len(self._timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
-        """Merges the changes of a process. Returns the anchors that have changed since the last exchange with this process."""
+        """Merges the changes of a process. Returns the anchors that have changed since the last exchange with this process.
+
+        Saves the store if the last save is more than :data:`SAVE_SECONDS` ago.
+        """
         if delta.era > self._timeout.era:
             self._timeout.suspend(delta.era)
         if delta.era == self._timeout.era:
@@ -157,19 +163,29 @@ class AnchorStore:
             if self._changed[key] <= since:
                 break
             anchors[key] = self._timeout.get(key)
+        if time.monotonic() - self._saved_at > SAVE_SECONDS:
+            self.save()
         return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
-    def take_counts(self) -> dict[str, float]:
-        """Returns the sum of each count (such as "timeouts") over all processes since the last call, by name of the count."""
+    def take_counts(self) -> tuple[str, dict[str, float]]:
+        """Returns the store's incarnation, and the sums of all processes' counts (such as "timeouts") since the last call.
+
+        The counts include the current number of ``anchors``. Saves the store.
+        """
+        self.save()
         counts, self._counts = self._counts, {}
-        return counts
+        return self.incarnation, {**counts, "anchors": float(len(self))}
 
     def save(self) -> None:
-        """Writes all anchors (longest correct executions) atomically to the file of this store, if anything has changed."""
+        """Writes all anchors atomically to the file of this store, if any has changed. A write error is only logged."""
+        self._saved_at = time.monotonic()
         if self._path is None or self._saved == self._version:
             return
-        write_atomically(self._path, json.dumps(self._timeout.state_dict()))
-        self._saved = self._version
+        try:
+            write_atomically(self._path, json.dumps(self._timeout.state_dict()))
+            self._saved = self._version
+        except OSError as error:  # such as a full disk
+            logger.warning("rl-accel: reward anchors could not be saved: %s", error)
 
     def _touch(self, keys: "dict[str, AnchorTuple]") -> None:
         self._version += 1

@@ -20,9 +20,7 @@ T = TypeVar("T")
 HELD_SECONDS = 1.0
 """Seconds between two awaits of a coroutine grader above which a warning is logged, because the grader blocks the event loop."""
 _running: set["asyncio.Task[Any]"] = set()
-"""Tasks of coroutine graders that have not ended, including tasks that ignore their cancellation.
-
-This set keeps the tasks alive, because asyncio itself has only weak references to tasks."""
+"""Tasks of coroutine graders that have not ended, also if they ignore their cancellation. asyncio has only weak references."""
 _reported: set[str] = set()
 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
@@ -33,8 +31,6 @@ done: a grader returned a value.
 error: the code raised an exception, or a program ended without a result.
 timeout, memory: the execution exceeded its time limit or its memory limit.
 killed: the execution exceeded another limit, the process of a grader died, or two workers died on the same request."""
-SetLimits = Callable[[float, float], None]
-"""Function that receives new time limits: wall seconds and CPU seconds, both counted from the start of the execution."""
 
 
 class LimitUpdates:
@@ -45,24 +41,18 @@ class LimitUpdates:
 
     def __init__(self) -> None:
         self._latest: tuple[float, float] | None = None
-        self._set_limits: SetLimits | None = None
+        self._set_limits: Callable[[float, float], None] | None = None
 
     def publish(self, wall: float, cpu: float) -> None:
-        """Passes new limits to the subscriber: ``wall`` and ``cpu`` seconds, counted from the start of the execution.
-
-        Without a subscriber, only stores the limits. Does nothing if both limits are unchanged.
-        """
+        """Stores new limits (seconds since the start of the execution). Passes them to a subscriber if one has changed."""
         if self._latest != (wall, cpu):
             self._latest = wall, cpu
             if self._set_limits is not None:
                 self._set_limits(wall, cpu)
 
     @contextlib.contextmanager
-    def subscribed(self, set_limits: SetLimits) -> Iterator[None]:
-        """Context manager that calls ``set_limits(wall, cpu)`` for all limits published within the block.
-
-        If limits were published before the block, first calls ``set_limits`` with the latest of these limits.
-        """
+    def subscribed(self, set_limits: Callable[[float, float], None]) -> Iterator[None]:
+        """Context manager that calls ``set_limits(wall, cpu)`` with the latest limits so far and with all new limits."""
         self._set_limits = set_limits
         try:
             if self._latest is not None:
@@ -170,18 +160,15 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
             task.cancel()
             _kill(started)
             give_up_threads()
-    verdict: Verdict = "error"
-    value, reason, raised = None, "", None
+    wall = loop.time() - began
     if not task.done():
-        verdict, reason = "timeout", "wall limit"
-    elif task.cancelled():
-        reason = "it was cancelled, and not by us"
-    elif error := task.exception():
-        reason = f"{type(error).__name__}: {error}"[:500]
+        return ExecutionResult("timeout", wall=wall, reason="wall limit")
+    if task.cancelled():
+        return ExecutionResult("error", wall=wall, reason="it was cancelled, and not by us")
+    if error := task.exception():
         raised = error if isinstance(error, Exception) else None
-    else:
-        verdict, value = "done", task.result()
-    return ExecutionResult(verdict, value, wall=loop.time() - began, reason=reason, error=raised)
+        return ExecutionResult("error", wall=wall, reason=f"{type(error).__name__}: {error}"[:500], error=raised)
+    return ExecutionResult("done", task.result(), wall)
 
 
 async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:
@@ -236,10 +223,7 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) ->
 
 
 def _children() -> set[int]:
-    """Returns the pids of all child processes of this thread that nobody has waited for.
-
-    Returns an empty set if the kernel does not report child processes.
-    """
+    """Returns the pids of this thread's children that nobody has waited for; nothing if the kernel does not report them."""
     try:
         with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
             return set(map(int, file.read().split()))

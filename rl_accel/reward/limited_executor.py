@@ -33,10 +33,7 @@ _IN_VAIN = (8, 64, 512, 4096)
 
 
 def prompt_key(*parts: Any) -> str:
-    """Returns a digest that identifies a prompt in every epoch, run and process.
-
-    ``parts`` are the values that define the prompt, such as text and ground truth.
-    """
+    """Returns a digest of what defines a prompt, such as text and ground truth: the same in every epoch, run and process."""
     try:
         text = json.dumps(parts, default=repr, sort_keys=True)
     except (TypeError, ValueError):  # dict keys that JSON does not support or that cannot be sorted
@@ -144,8 +141,8 @@ class FairScheduler:
 class LimitedExecutor:
     """Runs at most ``slots`` executions at once under adaptive time limits; further calls wait for a slot.
 
-    The full budget is the longest allowed time. The anchor is the longest correct execution of a prompt and test case, from which
-    the policy (:class:`~rl_accel.reward.adaptive_timeout.AdaptiveTimeout`) derives an adaptive limit.
+    The policy (:class:`~rl_accel.reward.adaptive_timeout.AdaptiveTimeout`) gives each execution the full budget, or an adaptive
+    limit that it derives from the anchor (the longest correct execution) of the prompt and test case.
 
     All responses of a prompt are graded at about the same time, so most executions that hang start with the full budget, before an
     adaptive limit is known. Such an execution gets an adaptive limit, counted from its start, as soon as enough other executions of
@@ -155,18 +152,8 @@ class LimitedExecutor:
 
     An execution that has run for ``minimum`` seconds and still has no adaptive limit is late. Its prompt then gains priority.
 
-    Counts in ``replica``, each for executions with ``teach=True`` (training):
-
-    - ``executions``, ``correct``: all executions, and those with a correct result.
-    - ``timeouts``, ``timeouts_full``: executions stopped by a time limit, and those stopped by the full budget.
-    - ``killed``: executions stopped by a limit other than a time limit, or lost because the grader's process or two workers died.
-    - ``probes``: probes.
-    - ``cancelled``: executions whose call was cancelled. These executions count with ``teach=False`` too.
-    - ``seconds``, ``waited_seconds``: wall seconds of executions, and seconds that they waited for a slot.
-    - ``saved_seconds``: full budget minus wall seconds, summed over executions stopped by an adaptive limit.
-    - ``suspended``: suspensions of the limits.
-
-    A finished execution with ``teach=False`` (evaluation) counts as ``eval_executions`` only.
+    ``docs/reward-timeout.md`` (Metrics) lists the counts in ``replica``. A finished execution with ``teach=False`` (evaluation)
+    counts as ``eval_executions`` only.
 
     Args:
         replica: anchors and counts of this process.

@@ -51,7 +51,7 @@ class Case:
                 raise ValueError(f"a call wants [name, arguments], found {self.given!r}")
 
 
-class Sandbox:
+class Sandbox(WorkerPool):
     """Pool of warm worker processes for untrusted programs. A worker runs one program at a time, in a newly forked process.
 
     Use this class from one event loop.
@@ -75,7 +75,7 @@ class Sandbox:
     """
 
     def __init__(self, workers: int | None = None, isolation: str = "auto") -> None:
-        self._pool = WorkerPool(workers, Start(choose_isolation(isolation)))
+        super().__init__(workers, Start(choose_isolation(isolation)))
 
     async def run(self, code: str, case: Case, limits: Limits | None = None) -> ExecutionResult:
         """Runs the program ``code`` on the test case ``case``. Cancelling this call stops the program at once.
@@ -86,15 +86,11 @@ class Sandbox:
             SandboxError: no worker can be started, or the sandbox is closed.
         """
         limits = limits or Limits()
-        result, _ = await self._pool.run(limits, WorkerRequest(limits.numbers(), code, asdict(case)))
+        result, _ = await self._run(limits, WorkerRequest(limits.numbers(), code, asdict(case)))
         return result
 
-    async def close(self) -> None:
-        """Ends all worker processes. Running programs are stopped, and their callers get a SandboxError."""
-        await self._pool.close()
 
-
-class Graders:
+class Graders(WorkerPool):
     """Pool of worker processes that call a grader (a function that computes the reward of a response).
 
     Without isolation, the grader is trusted. A worker process imports the grader once and serves call after call, so that the
@@ -122,8 +118,7 @@ class Graders:
         arguments: None if ``target`` is the grader. Else ``target`` is a function that returns the grader; each worker calls
             ``target`` once with these keyword arguments, which are pickled.
         isolation: None for a trusted grader. Else "auto", "process" or "bubblewrap", as for a
-            :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read. Without root,
-            "process" does not hide files of this user either.
+            :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read.
         readable: files and folders that the grader reads at import or in a call.
         in_thread: True calls a trusted grader in a thread other than the main thread, because stock verl uses a thread pool.
         computing: number of worker processes of a trusted grader above which more processes, up to ``workers``, are started only
@@ -158,17 +153,8 @@ class Graders:
         path = installed_path() if isolation else sys.path
         start = Start(isolation, "", f"{where}:{name}", path, in_thread, False, dict(environment or {}), setup)
         payload = b"" if arguments is None else dumps(dict(arguments))
-        self._pool = WorkerPool(workers, start, payload, [str(Path(item).resolve()) for item in readable], computing)
+        super().__init__(workers, start, payload, [str(Path(item).resolve()) for item in readable], computing)
         self._trusted = not isolation
-
-    def warm_up(self) -> None:
-        """Starts the first worker process. Waits until this worker has imported the grader or has failed. Needs no event loop."""
-        self._pool.warm_up()
-
-    @property
-    def deaths(self) -> int:
-        """Number of worker processes that died, or that were killed because they did not answer."""
-        return self._pool.deaths
 
     async def call(self, kwargs: Mapping[str, Any], limits: Limits | None = None) -> ExecutionResult:
         """Calls the grader with the keyword arguments ``kwargs``.
@@ -182,7 +168,7 @@ class Graders:
         """
         payload = dumps(dict(kwargs))
         limits = limits or Limits()
-        result, pickled = await self._pool.run(limits, WorkerRequest(limits.numbers()), payload)
+        result, pickled = await self._run(limits, WorkerRequest(limits.numbers()), payload)
         if not pickled:
             return result
         try:
@@ -193,10 +179,6 @@ class Graders:
             reason = f"its value cannot be read: {type(error).__name__}: {error}"
             return replace(result, verdict="error", reason=reason)
         return replace(result, error=value) if result.verdict == "error" else replace(result, value=value)
-
-    async def close(self) -> None:
-        """Ends all worker processes. Running calls of the grader are stopped and raise a SandboxError."""
-        await self._pool.close()
 
 
 class _Plain(pickle.Unpickler):

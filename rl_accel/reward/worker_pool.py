@@ -33,9 +33,7 @@ _LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
 _GRACE_SECONDS = 10.0
 """Seconds to wait for a worker's message after the wall limit. Then the worker is killed with all its descendants."""
 _END_SECONDS = 8.0
-"""Seconds that :meth:`Worker.kill` waits until a worker and its program have ended.
-
-Then the supervising process :attr:`Worker.process` is killed, if the worker has such a process."""
+"""Seconds that :meth:`Worker.kill` waits for the end of a worker and its program before it kills :attr:`Worker.process`."""
 _START_SECONDS = 300.0
 """Seconds in which a new worker must be ready, including all imports of its grader."""
 _RETRY_PAUSE_SECONDS = 1.0
@@ -104,10 +102,9 @@ def _library_folders() -> list[str]:
 
 
 def _temporary_folder(isolation: str) -> str:
-    """Returns the folder for temporary files of workers.
+    """Returns the folder for temporary files of workers: the default folder, or /tmp for bubblewrap.
 
-    Returns /tmp for bubblewrap. Also returns /tmp if this process is root and other users cannot enter the default folder, because
-    programs then run as another user.
+    Also /tmp if this process is root and other users cannot enter the default folder: programs then run as another user.
     """
     folder = Path(tempfile.gettempdir()).resolve()
     is_closed = os.geteuid() == 0 and not all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
@@ -144,10 +141,7 @@ class Worker:
     def launch(
         start: Start, payload: bytes, readable: Sequence[str]
     ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-        """Starts the process of a worker. Arguments as for :class:`WorkerPool`.
-
-        Returns:
-            The new process and this process's end of the socket to the worker, which are the arguments for :meth:`of`.
+        """Starts a worker. Returns its supervising process and our end of its socket. Arguments as for :class:`WorkerPool`.
 
         Raises:
             SandboxError: the new process cannot be started.
@@ -186,9 +180,7 @@ class Worker:
         return cls(process, channel, *await asyncio.open_connection(sock=channel))
 
     async def fork(self) -> "Worker":
-        """Forks a new worker from this template (a process that has imported the grader). Returns the new worker.
-
-        The caller must then call :meth:`wait_ready` of the new worker.
+        """Forks a worker from this template (a process that has imported the grader). The caller calls its :meth:`wait_ready`.
 
         Raises:
             SandboxError: the template has died.
@@ -252,19 +244,13 @@ class Worker:
             return await asyncio.shield(self.answer)
 
     async def stop(self) -> None:
-        """Tells the worker to stop the current execution, and waits until the execution has stopped.
-
-        Raises: the same exceptions as :meth:`run`.
-        """
+        """Stops the current execution and waits until it has stopped. Raises the same exceptions as :meth:`run`."""
         assert self.answer is not None  # of the execution to stop
         self._send({"stop": True})
         await asyncio.wait_for(asyncio.shield(self.answer), _GRACE_SECONDS)
 
     async def kill(self) -> None:
-        """Tells the worker to stop its execution and to end.
-
-        If the worker's supervising process (:attr:`process`) does not end in time, kills this supervising process.
-        """
+        """Tells the worker to stop its execution and to end. Kills :attr:`process` if that does not end in time."""
         with contextlib.suppress(OSError):
             # close() would not suffice, because a fork of this process may hold the socket too. A worker that was forked from a
             # template closes its end of the socket when all its processes have ended.
@@ -375,17 +361,11 @@ class WorkerPool:
         poll.register(self._launched[1], select.POLLIN)
         poll.poll(_START_SECONDS * 1000)
 
-    async def run(self, limits: Limits, request: WorkerRequest, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
+    async def _run(self, limits: Limits, request: WorkerRequest, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
         """Runs a request on the next free worker. If this worker dies, runs the request once more on another worker.
 
-        Cancelling this call stops the execution.
-
-        Args:
-            limits: resource limits of the execution.
-            request, payload: request to the worker, and the payload of this message.
-
-        Returns:
-            The result of the execution, and the pickled value or exception of the grader (b"" if there is none).
+        Cancelling this call stops the execution. Returns the result of the execution, and the pickled value or exception of the
+        grader (b"" if there is none).
 
         Raises:
             SandboxError: no worker can be started, or the pool is closed.
@@ -424,14 +404,11 @@ class WorkerPool:
             await self._template.kill()
         self._template = None
         self._idle.clear()
-        while self._waiting:
-            self._refuse(SandboxError("the sandbox is closed"))
+        while place := self._next_waiting():
+            place.set_exception(SandboxError("the sandbox is closed"))
 
     async def _stop(self, worker: Worker) -> None:
-        """Stops the execution of a worker after its caller was cancelled.
-
-        The pool keeps the worker if the execution stops in time, because the start of a new worker may take long.
-        """
+        """Stops the execution of a cancelled caller. Keeps the worker if it stops in time: another may take long to start."""
         try:
             await worker.stop()
         except _LOST:
@@ -464,24 +441,24 @@ class WorkerPool:
         if worker.renews:
             self._do(self._welcome(worker))
             return
+        if place := self._next_waiting():
+            place.set_result(worker)
+        else:
+            self._idle.append(worker)
+
+    def _next_waiting(self) -> "asyncio.Future[Worker] | None":
+        """Removes and returns the future of the call that has waited longest for a worker; None if no call waits."""
         while self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():
-                return place.set_result(worker)
-        self._idle.append(worker)
+            if not (place := self._waiting.popleft()).done():
+                return place
+        return None
 
     def _refuse(self, error: SandboxError) -> None:
-        """Raises ``error`` in the call that has waited longest for a worker."""
-        while self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():
-                return place.set_exception(error)
+        if place := self._next_waiting():
+            place.set_exception(error)
 
     def _grow_soon(self) -> None:
-        """Starts another worker, at once or after a delay.
-
-        The delay applies to further workers of a trusted grader: they are started only if callers still wait after the delay.
-        """
+        """Starts another worker: for a trusted grader that has one already, only if callers still wait after a delay."""
         if self._starting + len(self._workers) == 0 or self._start.isolation:
             self._grow()
         elif self._growth is None:
@@ -494,9 +471,8 @@ class WorkerPool:
         room = most = self.size - count
         if not self._start.isolation:
             if not (self._template and self._workers):
-                room = min(
-                    room, 1 - self._starting
-                )  # the first worker may become the template; most graders need no second
+                # the first worker may become the template; most graders need no second
+                room = min(room, 1 - self._starting)
             if self._workers and not all(worker.waits for worker in self._workers):
                 room = min(room, self._computing - count)
         for _ in range(min(waiting, room)):
@@ -507,7 +483,6 @@ class WorkerPool:
 
     async def _add(self) -> None:
         """Starts a worker, as a fork of the template (a process that has imported the grader) if there is a template."""
-        worker = None
         try:
             if self._template and self._template.gone:
                 await self._end(self._template)
@@ -528,16 +503,11 @@ class WorkerPool:
                 self._grow_soon()
 
     async def _welcome(self, worker: Worker) -> None:
-        """Waits until a worker is ready, then gives the worker to the first waiting caller.
-
-        A template (a process that has imported the grader) is kept for later forks instead.
-        """
+        """Waits until a worker is ready. Keeps a template for later forks; another worker goes to the first waiting caller."""
         try:
             shared = await worker.wait_ready()
-        except BaseException as error:
+        except SandboxError as error:
             await self._end(worker)
-            if not isinstance(error, SandboxError):
-                raise
             return self._refuse(error)
         if shared and not self._warned:
             self._warned = True

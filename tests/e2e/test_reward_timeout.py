@@ -26,7 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     share = right / max(len(solution_str), 1)
     return {"score": share, "acc": share > 0.1, "length": len(solution_str)}
 """
-VICTIMS = {2: "ray::AnchorStoreActor", 3: "rl_accel/reward/worker", 5: "ray::RewardLoopWorker"}
+VICTIMS = {2: "ray::AnchorStore", 3: "rl_accel/reward/worker", 5: "ray::RewardLoopWorker"}
 """What is killed once so many steps are logged, by its command line."""
 
 

@@ -3,6 +3,7 @@ import random
 
 import pytest
 
+from rl_accel.reward import anchor_store
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import AnchorStore, LocalAnchors
 
@@ -38,7 +39,7 @@ def test_limits_that_one_suspends_are_suspended_for_all_and_learned_again(caplog
         exchange(replica, store)
     assert [replica.timeout.limit("d").reason for replica in (one, other)] == ["learning"] * 2
     assert [replica.timeout.get("c") for replica in (one, other)] == [(40.0, 40.0, 1)] * 2
-    assert store.take_counts() == {"suspended": 1.0}
+    assert store.take_counts() == (store.incarnation, {"suspended": 1.0, "anchors": 4.0})
     assert len(caplog.messages) == 1
 
 
@@ -68,11 +69,36 @@ def test_a_saved_store_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"format": "other", "version": 1, "anchors": {}})])
-def test_a_damaged_file_is_refused(tmp_path, content):
+def test_a_damaged_file_is_named_and_left_as_it_is(tmp_path, content, caplog):
     path = tmp_path / "anchors.json"
     path.write_text(content)
-    with pytest.raises(ValueError):
-        AnchorStore(path)
+    store, one = AnchorStore(path), LocalAnchors()
+    one.record("a", 1.0, 0.5, correct=True)
+    exchange(one, store)
+    store.save()
+    assert path.read_text() == content
+    (line,) = caplog.messages
+    assert f"reward anchors of {path} cannot be read and are learned anew" in line
+
+
+def test_a_store_saves_after_a_while_and_a_full_disk_does_not_end_it(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "anchors.json"
+    store, one = AnchorStore(path), LocalAnchors()
+    one.record("a", 1.0, 0.5, correct=True)
+    exchange(one, store)
+    assert not path.exists()
+    monkeypatch.setattr(anchor_store, "SAVE_SECONDS", -1.0)
+    exchange(one, store)
+    assert "a" in path.read_text()
+
+    def fail(path, text):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(anchor_store, "write_atomically", fail)
+    one.record("b", 1.0, 0.5, correct=True)
+    exchange(one, store)
+    assert "could not be saved: no space left" in caplog.text
+    assert store.take_counts()[1]["anchors"] == 2.0
 
 
 def test_a_store_keeps_no_more_than_its_capacity():
@@ -101,7 +127,7 @@ def test_all_agree_in_the_end_whatever_gets_lost(seed):
         elif dice.random() < 0.3:
             replica.put_back(replica.take_delta())
         elif dice.random() < 0.1:
-            counted.append(store.take_counts())
+            counted.append(store.take_counts()[1])
             store = AnchorStore()
         else:
             exchange(replica, store)
@@ -110,5 +136,5 @@ def test_all_agree_in_the_end_whatever_gets_lost(seed):
             exchange(replica, store)
     for replica in replicas:
         assert {key: anchor[:2] for key, anchor in replica.timeout.anchors().items()} == longest
-    counted += [store.take_counts(), store.take_counts()]
+    counted += [store.take_counts()[1], store.take_counts()[1]]
     assert sum(counts.get("executions", 0) for counts in counted) == executions, "each once, though exchanges failed"

@@ -237,7 +237,7 @@ async def test_a_slot_is_free_only_once_its_program_has_stopped(processes, close
         await asyncio.sleep(0)
     await asyncio.wait({task})
     assert task.cancelled()
-    assert len(sandbox._pool._idle) == 1
+    assert len(sandbox._idle) == 1
 
 
 async def test_programs_wait_for_a_free_worker_and_their_limit_starts_when_they_do(closed_later):

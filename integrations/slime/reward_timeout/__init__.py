@@ -32,9 +32,6 @@ SWITCHES = (
 def check(args: Any, flags: RewardTimeoutFlags) -> None:
     """Refuses settings that ``reward_timeout`` does not support.
 
-    Two examples: the function that marks evaluation samples is absent from ``--rollout-sample-hook-path``, or the user's grader is
-    rl-accel's own ``--custom-rm-path`` function.
-
     Raises:
         ConfigError: a setting is not supported. The message names slime's argument, the wanted and the found value.
     """

@@ -45,10 +45,7 @@ def pack(values: dict[str, Any]) -> Packed:
 
 
 def pack_sample(sample: Any, whole: bool) -> Packed:
-    """Returns a sample for a grader process, packed by :func:`pack`.
-
-    If ``whole``, the packed sample has all fields except the large fields. Otherwise, only the fields for slime's own graders.
-    """
+    """Packs a sample for a grader process: if ``whole``, all fields but the large ones, else those for slime's own graders."""
     fields = sample.to_dict()
     names = [name for name in fields if name not in _HEAVY] if whole else _STOCK
     return pack({name: fields[name] for name in names})
@@ -82,10 +79,7 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
 
 
 def _warm_up(arguments: Any) -> None:
-    """Grades a made-up sample in the worker process, so that slime's own grader does its lazy imports.
-
-    The forks of the worker process then need not repeat these imports.
-    """
+    """Grades a made-up sample, so that slime's own grader does its lazy imports before the worker process is forked."""
     metadata: dict[str, Any] = {"instruction_id_list": [], "kwargs": []}
     sample = Sample(prompt="", response="</think>\\boxed{\\frac{1}{2}}", label="0.51", metadata=metadata)
     if arguments.rm_type and not arguments.rm_type.endswith("remote_rm"):

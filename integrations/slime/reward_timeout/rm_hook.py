@@ -7,7 +7,6 @@ that can be killed (``grader_worker``).
 
 import ast
 import asyncio
-import concurrent.futures
 import copy
 import functools
 import inspect
@@ -26,7 +25,7 @@ from slime.utils.misc import load_function
 from rl_accel.errors import ConfigError
 from rl_accel.features import REWARD_TIMEOUT
 from rl_accel.integrations.ray import grader_cluster
-from rl_accel.integrations.ray.reward_anchors import Collector, StoreClient
+from rl_accel.integrations.ray.reward_anchors import Collector, StoreClient, flush_here
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.reward_timeout import RM_HOOK, check, grader_worker
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
@@ -46,7 +45,6 @@ _MOST_WORKERS = 16
 _MOST_AWAITED = 1 << 20
 """Number of slots for graders that run on slime's event loop. The number is in effect unlimited, because slime does not limit such
 graders either and because they cost this machine nothing."""
-_EXCHANGE_SECONDS = 5.0
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """True if the current asyncio task grades an evaluation sample. slime marks and grades a sample in the same task."""
@@ -103,9 +101,6 @@ class GraderSpec:
 
 class Grading:
     """Grades samples on one event loop. Holds the grader processes, the executors, and the durations of correct gradings.
-
-    Args:
-        args: slime's arguments.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -225,7 +220,6 @@ class Grading:
 
     async def close(self) -> None:
         """Ends all grader processes and the sandbox, including graders that are still running."""
-        await self.store_client.close()
         graders, self._graders = self._graders, {}
         for pool in graders.values():
             await pool.close()
@@ -286,12 +280,7 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
 
     Must not be called on an event loop, because this function blocks until the event loops have sent the counts of this process.
     """
-    exchanges = [
-        asyncio.run_coroutine_threadsafe(grading.store_client.close(), loop)
-        for loop, grading in list(OPEN.items())
-        if loop.is_running()
-    ]
-    concurrent.futures.wait(exchanges, _EXCHANGE_SECONDS)
+    flush_here()
     numbers = _collect(rollout.number, rollout.metrics)
     if not numbers and not OPEN:
         _say_that_nothing_was_graded(rollout.args.rollout_function_path)

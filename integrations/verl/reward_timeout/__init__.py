@@ -97,12 +97,8 @@ def _never_awaits(path: str, name: str) -> bool:
     """Returns True if a user's reward manager never awaits ``compute_score``, although our function of this name is async.
 
     In such a manager, the method ``run_single`` calls ``compute_score`` and awaits nothing but calls in threads. This function
-    reads the source code, because an import of the user's module here might have side effects. Returns False if the source code
-    of the class is not found.
-
-    Args:
-        path: file of the class, or ``pkg://`` and the name of a module.
-        name: name of the class.
+    reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module). An import could have side effects.
+    Returns False if the source code is not found.
     """
     try:
         module = path.removeprefix("pkg://").replace("/", ".")
@@ -111,13 +107,8 @@ def _never_awaits(path: str, name: str) -> bool:
     except (ImportError, OSError, SyntaxError, ValueError):
         return False
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
-    methods = [
-        node
-        for one in classes
-        for node in one.body
-        if isinstance(node, ast.AsyncFunctionDef) and node.name == "run_single"
-    ]
-    nodes = [node for method in methods for node in ast.walk(method)]
+    methods = [node for one in classes for node in one.body if isinstance(node, ast.AsyncFunctionDef)]
+    nodes = [node for method in methods if method.name == "run_single" for node in ast.walk(method)]
     awaited = [node.value for node in nodes if isinstance(node, ast.Await)]
     return any(_calls(node, "compute_score") for node in nodes) and all(
         _calls(value, "run_in_executor", "to_thread") for value in awaited

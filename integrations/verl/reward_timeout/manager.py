@@ -204,28 +204,20 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _function(self) -> Graders:
-        """Grader processes for a synchronous reward function.
-
-        A grader process calls the function outside its main thread, because verl also calls the function in a thread pool.
-        """
-        environment = grader_cluster.environment()
-        function = Graders(
+        """Grader processes for a synchronous reward function. They call it outside their main threads, as verl does."""
+        function = self._graders[self._target[0]] = Graders(
             self._target[0],
             self._slots,
             in_thread=True,
             computing=self._program_slots,
-            environment=environment,
+            environment=grader_cluster.environment(),
             setup=grader_cluster.SETUP,
         )
-        self._graders[self._target[0]] = function
         return function
 
     @functools.cached_property
     def _target(self) -> tuple[str, dict[str, Any]]:
-        """Import path of the reward function (``target`` of :class:`Graders`), and the configured ``reward_kwargs``.
-
-        These keyword arguments take precedence over the arguments of a call.
-        """
+        """Import path of the reward function, and the configured ``reward_kwargs``, which replace arguments of a call."""
         if self._is_verls_own:
             return _VERLS_OWN, {}
         custom = OmegaConf.select(self.config, "reward.custom_reward_function", default=None) or {}

@@ -27,7 +27,7 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "server": ("vLLMHttpServer", "SGLangHttpServer", "CPURolloutServer"),
     "agent-loop worker": ("AgentLoopWorker",),
     "reward worker": ("RewardLoopWorker",),
-    "anchor store": ("AnchorStoreActor",),
+    "anchor store": ("AnchorStore",),
     "trainer": ("TaskRunnerV1",),
 }
 """Mapping from the kind of a process to substrings of its command line (under vLLM, SGLang and the CPU engine)."""

@@ -42,7 +42,7 @@ class Start:
         folder: parent folder of the temporary folder in which untrusted code runs.
         target: import path of the grader, "module:function" or "/path/file.py:function"; "" to run programs.
         path: ``sys.path`` of the worker; None keeps the default.
-        in_thread: True calls a trusted grader outside the main thread, as frameworks do that call graders in an executor.
+        in_thread: True calls a trusted grader outside the main thread.
         environment: environment variables for a trusted grader, in addition to those of the trainer process.
         reseed: True seeds random numbers anew, so that they differ from those of earlier processes of the same grader.
         setup: name of a function, "module:function", that is called with ``environment`` before a process imports a trusted grader.
@@ -88,10 +88,7 @@ class PeerClosed(Exception):
 class Channel:
     """The worker's end of the socket to the trainer process, which sends the requests.
 
-    Args:
-        control: the socket.
-        reaper: file descriptor (pidfd) of the reaper, the process that supervises this process. If the reaper ends, the socket
-            counts as closed.
+    ``reaper`` is a pidfd of the process that supervises this process. If the reaper ends, the socket counts as closed.
     """
 
     def __init__(self, control: socket.socket, reaper: int | None = None) -> None:
@@ -103,22 +100,14 @@ class Channel:
             self._poll.register(descriptor, select.POLLIN)
 
     def next(self) -> tuple[Message, bytes]:
-        """Returns the next message and its payload. Waits until a message has come.
-
-        Raises:
-            PeerClosed: the other end of the socket is closed, or the reaper (supervising process) has ended.
-        """
+        """Waits for the next message and its payload. Raises PeerClosed if the other end is closed or the reaper has ended."""
         if self.reaper in {descriptor for descriptor, _ in self._poll.poll()}:
             raise PeerClosed
         head_size, size = SIZES.unpack(self._receive(SIZES.size))
         return json.loads(self._receive(head_size)), self._receive(size)
 
     def send(self, message: Message, payload: bytes = b"") -> None:
-        """Sends a message with a payload.
-
-        Raises:
-            PeerClosed: the other end of the socket is closed.
-        """
+        """Sends a message with a payload. Raises PeerClosed if the other end of the socket is closed."""
         try:
             self.control.sendall(encode(message, payload))
         except OSError as error:
@@ -141,22 +130,16 @@ def dumps(value: Any) -> bytes:
     """Returns ``value`` pickled. Uses cloudpickle if pickle fails or if ``value`` refers to this process's ``__main__``.
 
     Raises:
-        Exception: neither pickle nor cloudpickle can pickle ``value``.
+        Exception: cloudpickle cannot pickle ``value`` either.
     """
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         if b"__main__" not in data:
             return data
-    except Exception as error:
-        cause: Exception | None = error
-    else:
-        cause = None
-    try:
-        import cloudpickle
-    except ImportError:
-        if cause is None:
-            return data
-        raise cause from None
+    except Exception:
+        pass  # cloudpickle says why, if it fails as well
+    import cloudpickle
+
     plain: bytes = cloudpickle.dumps(value)
     return plain
 

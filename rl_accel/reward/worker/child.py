@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import dumps
+from . import Start, dumps
 
 Grader = Callable[..., Any]
 REPORT_BYTES = 1 << 16
@@ -83,35 +83,34 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def find_grader(target: str, arguments: dict[str, Any] | None) -> Grader:
-    """Imports and returns the grader function.
+def find_grader(start: Start, arguments: bytes) -> Grader:
+    """Imports and returns the grader that ``start`` names, with the path and the environment of ``start``.
 
-    Args:
-        target: "module:function" or "/path/file.py:function". Names the grader or, if ``arguments`` are given, a function that
-            returns the grader.
-        arguments: keyword arguments with which the function that returns the grader is called once; None if ``target`` names the
-            grader.
+    With ``arguments`` (pickled), ``start`` names a function that is called once with these arguments and returns the grader.
 
     Raises:
         BaseException: any error of the import or of the call. A TypeError if the result is not callable.
     """
-    module, _, name = target.rpartition(":")
+    if start.path is not None:
+        sys.path[:] = start.path
+    os.environ.update(start.environment)
+    if start.setup:
+        module, _, name = start.setup.partition(":")
+        getattr(importlib.import_module(module), name)(start.environment)
+    module, _, name = start.target.rpartition(":")
     function: Any = _load(module) if module.endswith(".py") else importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
-    if arguments is not None:
-        function = function(**arguments)
+    if arguments:
+        function = function(**pickle.loads(arguments))
     if not callable(function):
-        raise TypeError(f"{target} must be a function, found {function!r}")
+        raise TypeError(f"{start.target} must be a function, found {function!r}")
     grader: Grader = function
     return grader
 
 
 def _load(path: str) -> Any:
-    """Executes the Python file ``path`` and returns the resulting module.
-
-    The module is not added to ``sys.modules``, because the file may have the name of a package that the file imports.
-    """
+    """Imports the file ``path``, outside ``sys.modules``: the file may have the name of a package that the file imports."""
     spec = importlib.util.spec_from_file_location(f"grader_{abs(hash(path))}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
@@ -121,16 +120,10 @@ def _load(path: str) -> Any:
 
 
 def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], bytes]:
-    """Calls the grader.
+    """Calls the grader with the keyword arguments pickled in ``payload``.
 
-    Args:
-        grader: the grader function.
-        payload: pickled keyword arguments of the call.
-        plain: True for an isolated grader. :func:`_plain` then reduces the return value to types that are safe to unpickle.
-
-    Returns:
-        A dict with ``verdict`` and ``reason``, and bytes: the pickled return value or, if the grader raised an exception, the
-        pickled exception. With ``plain``, b"" replaces the exception.
+    Returns a dict with ``verdict`` and ``reason``, and the pickled return value or exception. With ``plain`` (for an isolated
+    grader), :func:`_plain` reduces the value to types that are safe to unpickle, and b"" replaces the exception.
     """
     try:
         value = grader(**pickle.loads(payload))

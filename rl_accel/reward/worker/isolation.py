@@ -29,11 +29,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Drops all capabilities of this process.
-
-    Raises:
-        OSError: the kernel does not allow this.
-    """
+    """Drops all capabilities of this process. Raises OSError if the kernel forbids it."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
     _check(_LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
@@ -70,20 +66,13 @@ def enter_pid_namespace() -> None:
 
 
 def mount_own_proc() -> None:
-    """Mounts a private /proc that shows only the processes of this process's PID namespace.
-
-    Raises:
-        OSError: the kernel does not allow this.
-    """
+    """Mounts a private /proc with the processes of this PID namespace only. Raises OSError if the kernel forbids it."""
     _own_mounts()
     _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
 def leave_network() -> bool:
-    """Moves this process to an empty network namespace, and to private shared memory and message queues.
-
-    Returns False if the kernel does not allow this.
-    """
+    """Gives this process an empty network, and shared memory and message queues of its own. False if the kernel forbids it."""
     with contextlib.suppress(OSError):
         _unshare(CLONE_NEWNET | CLONE_NEWIPC)
         return True
@@ -210,10 +199,7 @@ class Identity:
 
 
 def _may_change_user() -> bool:
-    """True if this process can change to each of the user ids in ``UIDS``.
-
-    Even root may be unable to do so in a container, for lack of capabilities or of mapped user ids.
-    """
+    """True if this process can become each user in ``UIDS``. In a container, root may lack capabilities or mapped user ids."""
     if os.geteuid() != 0:
         return False
     with open("/proc/self/status") as file:

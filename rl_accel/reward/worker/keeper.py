@@ -10,9 +10,7 @@ threads, connections or processes behind, forking is not safe, and every process
 import contextlib
 import fcntl
 import gc
-import importlib
 import os
-import pickle
 import random
 import select
 import signal
@@ -20,7 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from . import Channel, Message, PeerClosed, Start, WorkerRequest, decode, encode
@@ -29,30 +27,28 @@ from .isolation import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from .watch import Sink, Watch, descendants, kill_all
 
 
+@dataclass
 class Keeper:
     """Supervises one process that calls the grader. Watches each call, and replaces the process if it was stopped or died.
 
-    Args:
-        channel: socket to the trainer process, which sends the requests.
-        start: first message to the worker, with the settings.
-        arguments: payload of the first message: pickled arguments of a function that returns the grader, or b"".
-        grader: the grader, already imported, if this keeper is a fork of the template (the first process that has imported the
-            grader); else None.
+    ``start`` and ``arguments`` are the first message to the worker and its payload. ``grader`` is the imported grader if this
+    keeper is a fork of the template (the first process that has imported the grader); else None.
     """
 
-    def __init__(self, channel: Channel, start: Start, arguments: bytes, grader: Grader | None = None) -> None:
-        self._channel = channel
-        self._start = start
-        self._arguments = arguments
-        self._grader = grader
-        self._may_be_template = grader is None
+    channel: Channel
+    start: Start
+    arguments: bytes
+    grader: Grader | None = None
+
+    def __post_init__(self) -> None:
+        self._may_be_template = self.grader is None
 
     def serve(self) -> NoReturn:
         """Answers requests, one at a time, until the trainer process or the reaper (supervising process) has ended. Then exits."""
         try:
             while True:
                 self._serve_with_one_process()
-                self._start, self._may_be_template = replace(self._start, reseed=True), False
+                self.start, self._may_be_template = replace(self.start, reseed=True), False
         except PeerClosed:
             with contextlib.suppress(BaseException):
                 kill_all()
@@ -73,12 +69,12 @@ class Keeper:
         theirs.close()
         with ours:
             ready = self._wait_until_ready(ours, child)
-            self._channel.send(ready)
+            self.channel.send(ready)
             if ready.get("forks"):  # the process is a template, which reads the messages to the worker itself
-                _wait_for([os.pidfd_open(child), *self._channel.descriptors - {self._channel.control.fileno()}])
+                _wait_for([os.pidfd_open(child), *self.channel.descriptors - {self.channel.control.fileno()}])
             elif not ready["problem"]:
                 while True:
-                    request, payload = self._channel.next()
+                    request, payload = self.channel.next()
                     if "limits" in request and not self._call(WorkerRequest(**request), payload, ours, child):
                         return
         raise PeerClosed
@@ -87,9 +83,9 @@ class Keeper:
         """Waits for the first message of the new grader process (socket ``process``, pid ``child``) and returns this message."""
         report, ended = Sink(process.fileno()), os.pidfd_open(child)
         while not report.whole:
-            found = _wait_for([report.descriptor, ended, *self._channel.descriptors])
-            if found & self._channel.descriptors:
-                self._channel.next()  # raises PeerClosed, or returns a message for an ended execution
+            found = _wait_for([report.descriptor, ended, *self.channel.descriptors])
+            if found & self.channel.descriptors:
+                self.channel.next()  # raises PeerClosed, or returns a message for an ended execution
             elif (not report.read() or ended in found) and not report.whole:  # a child of it may hold the pipe open
                 os.close(ended)
                 return {"problem": "the process of the grader ended while it was imported", "shared": []}
@@ -97,13 +93,13 @@ class Keeper:
         return decode(report.data)[0]
 
     def _call(self, request: WorkerRequest, payload: bytes, process: socket.socket, child: int) -> bool:
-        """Lets the grader process ``child`` execute a request, and sends the result to the trainer process.
+        """Lets the grader process ``child`` execute a request over the socket ``process``, and sends the result.
 
-        ``process`` is the socket to the grader process. Returns False if the grader process was stopped or died, else True.
+        Returns False if the grader process was stopped or died, else True.
         """
         limits = {"wall": request.limits["wall"], "cpu": request.limits["cpu"]}
         report = Sink(process.fileno())
-        watch = Watch(limits, self._channel, (), report, lives_on=True)
+        watch = Watch(limits, self.channel, (), report)
         process.setblocking(True)
         with contextlib.suppress(OSError):  # the process has died, which the watch notices
             process.sendall(encode({}, payload))
@@ -111,19 +107,15 @@ class Keeper:
         stopped, status, seconds = watch.until_over(child)
         if status is None:
             head, body = decode(report.data)
-            self._channel.send({**head, **seconds}, body)
+            self.channel.send({**head, **seconds}, body)
             return True
         reason = f"{stopped} limit" if stopped else f"its process ended with {os.waitstatus_to_exitcode(status)}"
         verdict = "timeout" if stopped in ("wall", "cpu") else "killed"
-        self._channel.send({"verdict": verdict, "reason": reason, **seconds, "renews": True})
+        self.channel.send({"verdict": verdict, "reason": reason, **seconds, "renews": True})
         return False
 
     def _live(self, calls: Channel) -> NoReturn:
-        """Runs in the grader process: imports the grader if necessary, reports to the keeper, then serves calls.
-
-        If this process becomes the template of the grader, it serves no calls, but forks a keeper whenever the trainer process
-        wants another worker.
-        """
+        """Runs in the grader process: imports the grader if necessary, reports to the keeper, serves calls or forks keepers."""
         try:
             os.setsid()
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -131,22 +123,22 @@ class Keeper:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if not self._may_be_template:
-                self._channel.control.close()
-            if self._grader is None:
+                self.channel.control.close()
+            if self.grader is None:
                 connections = _connections()
                 try:
-                    self._grader = self._import()
+                    self.grader = find_grader(self.start, self.arguments)
                 except BaseException as error:
                     calls.send({"problem": problem_of(error), "shared": []})
                     os._exit(0)
                 if self._may_be_template and _fork_is_safe(connections):
                     calls.send({"problem": "", "shared": [], "forks": True})
-                    self._serve_forks(self._grader)
-            if self._start.reseed:
+                    self._serve_forks(self.grader)
+            if self.start.reseed:
                 _reseed()
             calls.send({"problem": "", "shared": []})
-            serving = threading.Thread(target=_serve_calls, args=(calls, self._grader))
-            if self._start.in_thread:
+            serving = threading.Thread(target=_serve_calls, args=(calls, self.grader))
+            if self.start.in_thread:
                 serving.start()
                 serving.join()
             else:
@@ -154,25 +146,13 @@ class Keeper:
         finally:
             os._exit(0)
 
-    def _import(self) -> Grader:
-        if self._start.path is not None:
-            sys.path[:] = self._start.path
-        os.environ.update(self._start.environment)
-        if self._start.setup:
-            module, _, name = self._start.setup.partition(":")
-            getattr(importlib.import_module(module), name)(self._start.environment)
-        return find_grader(self._start.target, pickle.loads(self._arguments) if self._arguments else None)
-
     def _serve_forks(self, grader: Grader) -> None:
-        """Runs in the template, the process that has imported the grader.
-
-        Forks a keeper (a process that supervises a grader process) for each socket that the trainer process sends.
-        """
+        """Runs in the template: forks a keeper of the imported grader for each socket that the trainer process sends."""
         gc.collect()
         gc.freeze()  # garbage collection in a fork would copy every page
-        start, control = self._start, self._channel.control
+        start, control = self.start, self.channel.control
         while True:
-            message, _ = self._channel.next()
+            message, _ = self.channel.next()
             if "fork" not in message:
                 continue
             _, (descriptor,), _, _ = socket.recv_fds(control, 1, 1)
@@ -182,7 +162,7 @@ class Keeper:
             if os.fork() == 0:
                 control.close()
                 prctl(PR_SET_CHILD_SUBREAPER, 1)
-                Keeper(Channel(socket.socket(fileno=descriptor), self._channel.reaper), start, b"", grader).serve()
+                Keeper(Channel(socket.socket(fileno=descriptor), self.channel.reaper), start, b"", grader).serve()
             os.close(descriptor)
             start = replace(start, reseed=True)
 
@@ -211,11 +191,8 @@ def _wait_for(descriptors: Iterable[int]) -> set[int]:
 
 
 def _fork_is_safe(connections_before: set[str]) -> bool:
-    """True if the import of the grader has left only one thread, no child process and no new connection.
-
-    Makes a trial fork before it counts threads. OpenBLAS, which numpy loads, ends its threads when a process forks, and restarts
-    these threads later.
-    """
+    """True if the import of the grader has left only one thread, no child process and no new connection."""
+    # A trial fork: OpenBLAS, which numpy loads, ends its threads when a process forks, and restarts them later.
     if trial := os.fork():
         os.waitpid(trial, 0)
     else:
@@ -224,10 +201,7 @@ def _fork_is_safe(connections_before: set[str]) -> bool:
 
 
 def _connections() -> set[str]:
-    """Returns number and target of all open file descriptors that two processes must not share.
-
-    These are all file descriptors except those of read-only files.
-    """
+    """Returns number and target of all open file descriptors that two processes must not share: all except read-only files."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

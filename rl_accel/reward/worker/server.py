@@ -11,7 +11,6 @@ import importlib
 import json
 import math
 import os
-import pickle
 import resource
 import select
 import signal
@@ -22,30 +21,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NoReturn
 
-from . import Channel, PeerClosed, Start, WorkerRequest
+from . import Channel, PeerClosed, Start, WorkerRequest, isolation
 from .child import REPORT_BYTES, Grader, find_grader, grade, problem_of, run_program, verdict_of
-from .isolation import (
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_DUMPABLE,
-    PR_SET_NO_NEW_PRIVS,
-    PR_SET_PDEATHSIG,
-    Identity,
-    drop_capabilities,
-    enter_pid_namespace,
-    leave_network,
-    let_interpreter_be_read,
-    mount_own_proc,
-    pid_namespace_works,
-    prctl,
-    remove,
-)
 from .keeper import Keeper
 from .watch import Sink, Watch, descendants, kill_all, threads_of_user
 
 END_SECONDS = 3.0
-"""Seconds in which a worker must end its program and itself after the end of the trainer process, which sends the requests.
-
-Then the worker is killed."""
+"""Seconds after the end of the trainer process in which a worker must end its program and itself, before it is killed."""
 OUTPUT_KEPT = 10_000
 PRELOAD = (
     "bisect collections copy datetime decimal fractions functools heapq importlib io itertools json math operator os random re"
@@ -53,8 +35,7 @@ PRELOAD = (
 )
 """Modules that programs usually import. The worker imports these modules once, before it forks a process for each program."""
 _REPORT = 200
-"""Lowest file descriptor allowed for the pipe of the report. A program that closes low file descriptors leaves the
-pipe open."""
+"""Lowest file descriptor for the pipe of the report, so that a program that closes low file descriptors leaves it open."""
 
 
 def main(descriptor: int) -> None:
@@ -70,7 +51,7 @@ def main(descriptor: int) -> None:
     identity, folder = None, ""
     try:
         if start.isolation == "process":
-            identity = Identity.take()
+            identity = isolation.Identity.take()
         if start.isolation:
             folder = tempfile.mkdtemp(prefix="rl-accel-sandbox-", dir=start.folder)
             os.chmod(folder, 0o711)
@@ -80,19 +61,19 @@ def main(descriptor: int) -> None:
         # This process is the first of its PID namespace: no process inside can kill it, and all of them end with it.
         Server(channel, start, folder).serve(payload)
         os._exit(0)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    isolation.prctl(isolation.PR_SET_CHILD_SUBREAPER, 1)
     unseen_threads = 0
-    if start.isolation and pid_namespace_works():
+    if start.isolation and isolation.pid_namespace_works():
         unseen_threads = threads_of_user()
-        enter_pid_namespace()
+        isolation.enter_pid_namespace()
     reaper = os.pidfd_open(os.getpid())
     worker = os.fork()
     if worker:
         _reap(worker, control, folder, identity)
     os.setsid()
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    isolation.prctl(isolation.PR_SET_CHILD_SUBREAPER, 1)
     if os.getpid() == 1:
-        mount_own_proc()
+        isolation.mount_own_proc()
     channel = Channel(control, reaper)
     if start.isolation:
         Server(channel, start, folder, identity, unseen_threads).serve(payload)
@@ -101,7 +82,7 @@ def main(descriptor: int) -> None:
     os._exit(0)
 
 
-def _reap(worker: int, control: socket.socket, folder: str, identity: Identity | None) -> NoReturn:
+def _reap(worker: int, control: socket.socket, folder: str, identity: isolation.Identity | None) -> NoReturn:
     """Runs in the reaper, the parent process of the worker. Waits until the worker or the trainer process ends, then cleans up.
 
     Kills all remaining descendants and removes the temporary folder of the worker. The reaper notices the end of the
@@ -122,7 +103,7 @@ def _reap(worker: int, control: socket.socket, folder: str, identity: Identity |
     with contextlib.suppress(OSError):
         os.kill(worker, signal.SIGKILL)
     kill_all()
-    remove(folder)
+    isolation.remove(folder)
     if identity:
         identity.remove_files()
     os._exit(0)
@@ -133,7 +114,6 @@ class Server:
     """Request loop of a worker for untrusted code.
 
     Attributes:
-        channel: socket from which the requests come.
         start: first message to the worker, with its settings.
         folder: temporary folder of the worker.
         identity: user under which untrusted code runs; None: the user of the worker.
@@ -144,29 +124,30 @@ class Server:
     channel: Channel
     start: Start
     folder: str
-    identity: Identity | None = None
+    identity: isolation.Identity | None = None
     unseen_threads: int = 0
 
     def serve(self, payload: bytes) -> None:
-        """Imports the grader, or the modules for programs, and reports success or the error.
-
-        Then answers requests, one at a time, until the channel is closed.
-        """
+        """Imports the grader or the modules for programs, reports success or the error, then answers requests one at a time."""
         grader, problem = None, ""
         try:
-            grader = _import(self.start, payload)
+            if self.start.target:
+                grader = find_grader(self.start, payload)
+            else:
+                for module in PRELOAD.split():
+                    importlib.import_module(module)
         except BaseException as error:
             problem = problem_of(error)
         wrapped = self.start.isolation == "bubblewrap"
         apart = {
-            "network": wrapped or leave_network(),
+            "network": wrapped or isolation.leave_network(),
             "processes": os.getpid() == 1,
             "files": wrapped or self.identity is not None,
         }
         if self.identity and not problem:
-            problem = let_interpreter_be_read()
+            problem = isolation.let_interpreter_be_read()
         if not self.identity:
-            prctl(PR_SET_DUMPABLE, 0)  # a program of the same user cannot attach to this process
+            isolation.prctl(isolation.PR_SET_DUMPABLE, 0)  # a program of the same user cannot attach to this process
         gc.collect()
         gc.freeze()  # garbage collection in a fork would copy every page
         spared = frozenset(descendants())  # processes started by the grader's import
@@ -177,7 +158,7 @@ class Server:
                 if "limits" in message:  # else the message is for an execution that has ended
                     self._execute(WorkerRequest(**message), payload, grader, spared)
         except PeerClosed:
-            remove(self.folder)  # the reaper removes the folder too, unless the reaper has ended
+            isolation.remove(self.folder)  # the reaper removes the folder too, unless the reaper has ended
 
     def _execute(self, request: WorkerRequest, payload: bytes, grader: Grader | None, spared: Collection[int]) -> None:
         """Executes a request and sends the result once all processes of the execution have ended.
@@ -188,7 +169,7 @@ class Server:
         limits = request.limits
         with contextlib.ExitStack() as stack:
             folder = os.path.join(self.folder, "run")
-            stack.callback(remove, folder)
+            stack.callback(isolation.remove, folder)
             os.mkdir(folder, 0o700)
             if self.identity:
                 stack.callback(self.identity.remove_files)
@@ -224,7 +205,8 @@ class Server:
                 with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                     file.write("1000")  # out of memory, the kernel kills this process before the trainer process
                 report = self._confine(request, folder, output, report)
-                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which resets this attribute
+                # after the change of user, which resets this attribute
+                isolation.prctl(isolation.PR_SET_PDEATHSIG, signal.SIGKILL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             except BaseException as error:
                 os.write(report, json.dumps({"verdict": "error", "reason": f"the sandbox failed: {error!r}"}).encode())
@@ -276,9 +258,9 @@ class Server:
             self.identity.become()
         else:
             _limit(resource.RLIMIT_NPROC, limits["processes"] + threads_of_user() + self.unseen_threads)
-            drop_capabilities()  # a user namespace gives capabilities
-            prctl(PR_SET_DUMPABLE, 1)  # as for any program; the worker itself has 0
-        prctl(PR_SET_NO_NEW_PRIVS, 1)
+            isolation.drop_capabilities()  # a user namespace gives capabilities
+            isolation.prctl(isolation.PR_SET_DUMPABLE, 1)  # as for any program; the worker itself has 0
+        isolation.prctl(isolation.PR_SET_NO_NEW_PRIVS, 1)
         return report
 
 
@@ -289,29 +271,13 @@ def _limit(which: int, value: float) -> None:
 
 
 def _address_space() -> int:
-    """Returns the size in bytes of the address space that this process has inherited from the worker.
-
-    The imports of a grader may take gigabytes of address space.
-    """
+    """Bytes of address space that this process has inherited from the worker. The imports of a grader may take gigabytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _import(start: Start, payload: bytes) -> Grader | None:
-    if start.path is not None:
-        sys.path[:] = start.path
-    if start.target:
-        return find_grader(start.target, pickle.loads(payload) if payload else None)
-    for module in PRELOAD.split():
-        importlib.import_module(module)
-    return None
-
-
 def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
-    """Creates a pipe. Returns the file descriptors of its reading end, which ``stack`` closes, and of its writing end.
-
-    The caller must close the writing end.
-    """
+    """Creates a pipe. Returns its reading end, which ``stack`` closes, and its writing end, which the caller must close."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     stack.callback(os.close, reading)
     return reading, writing

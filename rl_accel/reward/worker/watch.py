@@ -14,21 +14,13 @@ from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
-"""Maximum wall time of an execution, as a multiple of its wall limit.
-
-Seconds of waiting for a processor count against this maximum, but not against the wall limit."""
+"""Maximum wall time of an execution as a multiple of its wall limit, which itself leaves out waits for a processor."""
 LATE_SECONDS = 0.1
-"""Delay in seconds above which a check of the limits counts as late, because the machine was busy or suspended.
-
-The seconds of such a delay do not count against the wall limit."""
+"""Delay in seconds of a check of the limits above which the delay does not count, because the machine was busy or suspended."""
 ALIVE_SECONDS = 1.0
-"""Seconds between messages to the trainer process (which sends the requests) about an execution that waits for a processor.
-
-The messages say that the worker still watches the execution, although more seconds than the wall limit have passed."""
+"""Seconds between messages to the trainer process that an execution is watched that waits for a processor."""
 TELL_SECONDS = 0.1
-"""Seconds after the start of an execution until the worker first reports whether a trusted grader mostly waits.
-
-The reports go to the trainer process. The time of each further report is twice that of the previous report: 0.2 s, 0.4 s, ..."""
+"""Seconds until the worker first reports whether a trusted grader mostly waits; again after twice that time, and so on."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -87,9 +79,9 @@ class Watch:
             threads). Messages from ``channel`` change this dict in place.
         channel: socket from which messages come that stop the execution or set new limits.
         spared: pids of children of this process that do not belong to the execution.
-        report, output: buffers for the result and for the printed text of the execution. ``output`` is None if the printed text is
-            not watched.
-        lives_on: True if the first process of the execution sends its answer as a message and continues to run afterwards.
+        report: buffer for the result of the execution.
+        output: buffer for its printed text. None for a trusted grader: its text is not watched, and its first process sends
+            the answer as a message and continues to run.
     """
 
     limits: dict[str, float]
@@ -97,13 +89,10 @@ class Watch:
     spared: Collection[int]
     report: Sink
     output: Sink | None = None
-    lives_on: bool = False
     _waited: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds that each thread of the execution has waited for a processor, by the thread's folder in /proc."""
     _paused: float = field(default=0.0, init=False)
-    """Sum of seconds by which checks of the limits came late.
-
-    In these seconds, this process had no processor either, or the machine was suspended."""
+    """Sum of seconds by which checks of the limits came late: this process had no processor, or the machine was suspended."""
     _cpu_before: float = field(default=0.0, init=False)
     _began: float = field(default_factory=time.monotonic, init=False)
     _looked: bool = field(default=False, init=False)
@@ -113,26 +102,24 @@ class Watch:
     def __post_init__(self) -> None:
         _waits_before.clear()
         self._cpu_before = cpu_of_ended()
+        self._lives_on = self.output is None
 
     def _look_for_the_first_time(self) -> None:
-        """Records the CPU seconds and processor waits of a trusted grader's processes so far, to subtract them later.
-
-        Runs at the first check of the limits, not at the start of the execution, because most executions end before this check.
-        """
-        self._looked = True
+        """Records the CPU seconds and processor waits of a trusted grader's processes so far, to subtract them later."""
+        self._looked = True  # not at the start of the execution: most executions end before the first check
         living = descendants(self.spared)
         self._cpu_before = cpu_of_ended() + _cpu_of(living)
         _waits_before.update({thread: _seconds_waited(thread) for pid in living for thread in _threads(pid)})
 
     def _tell_whether_it_waits(self) -> None:
-        """Tells the trainer process, which sends the requests, whether the execution mostly waits.
-
-        The execution mostly waits if it has spent most of its time waiting for something other than a processor.
-        """
-        wall = time.monotonic() - self._began
-        cpu = cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before
+        """Tells the trainer process whether the execution has mostly waited for something other than a processor."""
+        wall, cpu = time.monotonic() - self._began, self._cpu()
         self.channel.send({"alive": True, "waits": cpu + self._waited_of(wall, cpu) < wall / 2})
         self._tell_at = self._began + 2 * wall
+
+    def _cpu(self) -> float:
+        """Returns the CPU seconds of the execution's processes so far, living and ended."""
+        return max(0.0, cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before)
 
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
         """Waits until the execution ends, answers or exceeds a limit.
@@ -155,32 +142,24 @@ class Watch:
         """
         stopped, status = self._until_end(child)
         wall = time.monotonic() - self._began
-        if status is None and not self._looked:
-            return "", None, {"wall": wall, "cpu": 0.0, "waited": 0.0}
-        if status is None:
+        if status is not None:
+            kill_all(self.spared)
+            for sink in self._sinks():
+                sink.read()  # the bytes that are still in the pipe
+        elif self._looked:
             self._exceeded(child)  # updates the waits of the threads
-            cpu = max(0.0, cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before)
-            return "", None, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
-        kill_all(self.spared)
-        cpu = max(0.0, cpu_of_ended() - self._cpu_before)
-        if not (stopped or self.lives_on) and os.WIFSIGNALED(status) and cpu > self.limits["cpu"]:
+        else:
+            return "", None, {"wall": wall, "cpu": 0.0, "waited": 0.0}
+        cpu = self._cpu()
+        if not (stopped or self._lives_on) and os.WIFSIGNALED(status or 0) and cpu > self.limits["cpu"]:
             stopped = "cpu"  # the kernel's limit acted first, because this process had no processor
-        for sink in self._sinks():
-            sink.read()  # the bytes that are still in the pipe
         return stopped, status, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
 
     def _sinks(self) -> list[Sink]:
         return [self.report] if self.output is None else [self.report, self.output]
 
     def _until_end(self, child: int) -> tuple[str, int | None]:
-        """Waits until the execution ends, answers or must be stopped. ``child`` is the pid of its first process.
-
-        Returns:
-            A tuple ``(stopped, status)``.
-            stopped: name of the exceeded limit, "cancelled" if a message asks to stop the execution, or "".
-            status: status of ``child`` from ``os.waitpid`` if ``child`` has ended, -1 if the execution must be stopped, None if
-            ``child`` has answered and lives on.
-        """
+        """Waits like :meth:`until_over`, and returns ``stopped`` and ``status`` of that method. Kills nothing."""
         sinks = {sink.descriptor: sink for sink in self._sinks()}
         ended = os.pidfd_open(child)
         poll = select.poll()
@@ -199,7 +178,7 @@ class Watch:
                 for descriptor in ready & sinks.keys():
                     if not sinks[descriptor].read():
                         poll.unregister(descriptor)
-                if self.lives_on and self.report.whole:
+                if self._lives_on and self.report.whole:
                     return "", None
                 if any(sink.full for sink in sinks.values()):
                     return "output", -1
@@ -209,9 +188,9 @@ class Watch:
                 late = time.monotonic() - look_at
                 if late >= 0:
                     self._paused += late if late > LATE_SECONDS else 0.0
-                    if self.lives_on and not self._looked:
+                    if self._lives_on and not self._looked:
                         self._look_for_the_first_time()
-                    elif self.lives_on and time.monotonic() > self._tell_at:
+                    elif self._lives_on and time.monotonic() > self._tell_at:
                         self._tell_whether_it_waits()
                     elif exceeded := self._exceeded(child):
                         return exceeded, -1

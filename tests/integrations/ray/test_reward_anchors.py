@@ -133,6 +133,6 @@ def test_changes_that_a_slow_store_takes_long_over_are_counted_once(monkeypatch)
         return replica.timeout.get("a")
 
     assert asyncio.run(main()) == (1.0, 1.0, 1)
-    counts = store.take_counts()
+    _, counts = store.take_counts()
     assert counts["executions"] == 1.0
     assert counts["store_unreachable"] > 0
