@@ -11,6 +11,7 @@ store creates a new actor. Grading never waits for the actor.
 import asyncio
 import concurrent.futures
 import logging
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,11 +73,13 @@ def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
 
 
 _clients: weakref.WeakSet["StoreClient"] = weakref.WeakSet()
+_clients_lock = threading.Lock()
 
 
 def flush_here(_actor: Any = None) -> None:
     """Sends the counts of this process to the store. Blocks for at most a few seconds: do not call this on an event loop."""
-    loops = [(client, client.loop) for client in _clients if client.loop and ray.is_initialized()]
+    with _clients_lock:
+        loops = [(client, client.loop) for client in _clients if client.loop and ray.is_initialized()]
     flushes = [asyncio.run_coroutine_threadsafe(client.flush(), loop) for client, loop in loops if loop.is_running()]
     concurrent.futures.wait(flushes, _REPLY_SECONDS)
 
@@ -106,7 +109,8 @@ class StoreClient:
         self._handle: Any = None
         self._call: tuple[AnchorDelta, asyncio.Future[Update]] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        _clients.add(self)
+        with _clients_lock:
+            _clients.add(self)
 
     def use(self) -> None:
         """Starts the periodic exchange with the store, or keeps a running exchange alive.

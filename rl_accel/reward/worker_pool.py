@@ -506,8 +506,10 @@ class WorkerPool:
         """Waits until a worker is ready. Keeps a template for later forks; another worker goes to the first waiting caller."""
         try:
             shared = await worker.wait_ready()
-        except SandboxError as error:
+        except BaseException as error:
             await self._end(worker)
+            if not isinstance(error, SandboxError):
+                raise
             return self._refuse(error)
         if shared and not self._warned:
             self._warned = True

@@ -14,11 +14,11 @@ from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
-"""Maximum wall time of an execution as a multiple of its wall limit, which itself leaves out waits for a processor."""
+"""Maximum wall time of an execution, as a multiple of its wall limit. Waits for a processor count against this maximum only."""
 LATE_SECONDS = 0.1
-"""Delay in seconds of a check of the limits above which the delay does not count, because the machine was busy or suspended."""
+"""Seconds above which a delayed check of the limits shows that the machine was busy or suspended. The delay does not count."""
 ALIVE_SECONDS = 1.0
-"""Seconds between messages to the trainer process that an execution is watched that waits for a processor."""
+"""Seconds between messages which tell the trainer process that the worker still watches an execution past its wall limit."""
 TELL_SECONDS = 0.1
 """Seconds until the worker first reports whether a trusted grader mostly waits; again after twice that time, and so on."""
 
