@@ -2,7 +2,7 @@
 
 All simulations share one set of constants. Without an option, the program prints the table of docs/plan.md. With
 ``--fit``, the program first fits the constants of ``rl_accel/rollout/data/h800.json`` to the table rows in FITTED with scipy and
-prints the constants. ``--scatter 10`` prints the spread of simulated values that are means over ten rounds.
+prints the constants. ``--scatter 10`` prints the spread of simulated means over ten rounds.
 """
 
 import argparse
@@ -207,7 +207,9 @@ def main() -> None:
     prints the spread of the simulated numbers instead."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", type=int, metavar="ROUNDS", default=0)
-    parser.add_argument("--scatter", type=int, metavar="ROUNDS", default=0, help="95% of 20 means of so many rounds")
+    parser.add_argument(
+        "--scatter", type=int, metavar="ROUNDS", default=0, help="print the range of 20 means over ROUNDS rounds"
+    )
     given = parser.parse_args()
     if given.scatter:
         for its in zip(*(rows(given.scatter, seed) for seed in range(20)), strict=True):

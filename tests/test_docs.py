@@ -110,7 +110,7 @@ LOGGED_BY = {
     "advantages": ["patches.parity:with_fallback"],
     "balance": ["rollout.balance:_Numbers.summary"],
     "gae": ["patches.parity:with_fallback", "patches.verl.gae:_make"],
-    "reward_timeout": ["integrations.ray.reward_anchors:Collector", "integrations.ray.reward_anchors:AnchorStoreActor"],
+    "reward_timeout": ["integrations.ray.reward_anchors:Collector", "reward.anchor_store:AnchorStore"],
     "sampler": ["patches.verl.sampler:_adaptive"],
     "telemetry": ["integrations.verl.telemetry:Observer.__call__", f"{CLOCK}completion", f"{CLOCK}generation"],
 }

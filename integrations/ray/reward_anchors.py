@@ -93,7 +93,8 @@ def flush(actors: Sequence[Any]) -> None:
 class StoreClient:
     """Synchronises anchors (run times of the longest correct executions) and counts of this process with the store of the Ray job.
 
-    A background task does so every second, on the event loop on which :meth:`use` is called. Without Ray, it does nothing.
+    A background task does so every second, on the event loop on which :meth:`use` is called. Outside a Ray job, nothing is
+    exchanged.
 
     Args:
         replica: this process's own copy of the anchors and counts.
@@ -184,7 +185,10 @@ class Collector:
         self._reply: Any = None
 
     def __call__(self, _step: int, _logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the counts since the last call by name (``docs/reward-timeout.md``, Metrics); {} before the first counts."""
+        """Returns the counts since the last call, by metric name; {} until the store has answered for the first time.
+
+        ``docs/reward-timeout.md`` (Metrics) describes the counts.
+        """
         if not ray.is_initialized():
             return {}
         try:

@@ -29,7 +29,9 @@ FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
 
 Used unless the user or the framework sets a full budget."""
 _MOST_IN_DOUBT = 4
-"""Maximum number of executions with an adaptive limit before ended executions show that limits fit, so that few are stopped."""
+"""Maximum number of executions that get an adaptive limit before ended executions show that adaptive limits fit.
+
+Until then, further executions get the full budget, so that wrong limits stop few answers. See :class:`AdaptiveTimeout`."""
 _MOST_SURPRISING = 64
 _ENOUGH = 12.0
 """Log likelihood ratio (evidence that adaptive limits no longer fit) at which these limits are suspended.
@@ -109,7 +111,10 @@ class AdaptiveTimeout:
         return self.flags.maximum or FULL_BUDGET
 
     def limit(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the limits of the next execution of ``key``, maybe a probe. ``maximum``: full budget in seconds."""
+        """Returns the time limits of the next execution of ``key`` (a prompt and test case), which may be a probe.
+
+        ``maximum`` is the full budget in seconds; None: the attribute :attr:`maximum`.
+        """
         limit, full = self.learned(key, maximum), maximum or self.maximum
         if limit.reason == "adaptive":
             if self._until_probe is not None:

@@ -118,8 +118,8 @@ class AnchorStore:
     """Central store of the anchors (longest correct executions) of all processes, and of the sums of their counts.
 
     Args:
-        path: JSON file to which anchors are saved, and from which they are loaded if the file exists. None: memory only. A file
-            that cannot be read is logged and left as it is, and the anchors are learned anew.
+        path: JSON file to which anchors are saved, and from which they are loaded if the file exists. None: memory only. If
+            the file cannot be read, a warning is logged, the file is not changed, and the anchors stay in memory only.
         timeout: empty :class:`AdaptiveTimeout` that holds the anchors; None: a new one.
     """
 
@@ -136,7 +136,10 @@ class AnchorStore:
                 self._timeout.load_state_dict(json.loads(path.read_text()))
                 self._touch(self._timeout.anchors())
                 self._saved = self._version
-        except (OSError, ValueError) as error:  # not raised: Ray would endlessly restart the actor that is this store
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # if this were raised, Ray would restart the actor of this store endlessly
             logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
             self._path = None
 
@@ -168,7 +171,7 @@ class AnchorStore:
         return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
     def take_counts(self) -> tuple[str, dict[str, float]]:
-        """Returns the store's incarnation, and the sums of all processes' counts (such as "timeouts") since the last call.
+        """Returns the random id of this store, and each count (such as "timeouts") summed over all processes since the last call.
 
         The counts include the current number of ``anchors``. Saves the store.
         """

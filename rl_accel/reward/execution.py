@@ -20,7 +20,9 @@ T = TypeVar("T")
 HELD_SECONDS = 1.0
 """Seconds between two awaits of a coroutine grader above which a warning is logged, because the grader blocks the event loop."""
 _running: set["asyncio.Task[Any]"] = set()
-"""Tasks of coroutine graders that have not ended, also if they ignore their cancellation. asyncio has only weak references."""
+"""Tasks of coroutine graders that have not ended, including tasks that ignore their cancellation.
+
+This set keeps the tasks alive, because asyncio itself has only weak references to tasks."""
 _reported: set[str] = set()
 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
@@ -44,7 +46,7 @@ class LimitUpdates:
         self._set_limits: Callable[[float, float], None] | None = None
 
     def publish(self, wall: float, cpu: float) -> None:
-        """Stores new limits (seconds since the start of the execution). Passes them to a subscriber if one has changed."""
+        """Stores new limits, in seconds since the start of the execution. Tells the subscriber, if a limit has changed."""
         if self._latest != (wall, cpu):
             self._latest = wall, cpu
             if self._set_limits is not None:
@@ -52,7 +54,10 @@ class LimitUpdates:
 
     @contextlib.contextmanager
     def subscribed(self, set_limits: Callable[[float, float], None]) -> Iterator[None]:
-        """Context manager that calls ``set_limits(wall, cpu)`` with the latest limits so far and with all new limits."""
+        """Context manager that calls ``set_limits(wall, cpu)`` for all limits that are published within the block.
+
+        If limits were published before the block, first calls ``set_limits`` with the latest of these limits.
+        """
         self._set_limits = set_limits
         try:
             if self._latest is not None:
@@ -223,7 +228,7 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) ->
 
 
 def _children() -> set[int]:
-    """Returns the pids of this thread's children that nobody has waited for; nothing if the kernel does not report them."""
+    """Returns the pids of this thread's children that nobody has waited for. Empty if the kernel reports none."""
     try:
         with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
             return set(map(int, file.read().split()))

@@ -33,7 +33,10 @@ _IN_VAIN = (8, 64, 512, 4096)
 
 
 def prompt_key(*parts: Any) -> str:
-    """Returns a digest of what defines a prompt, such as text and ground truth: the same in every epoch, run and process."""
+    """Returns a digest that identifies a prompt in every epoch, run and process.
+
+    ``parts`` are the values that define the prompt, such as text and ground truth.
+    """
     try:
         text = json.dumps(parts, default=repr, sort_keys=True)
     except (TypeError, ValueError):  # dict keys that JSON does not support or that cannot be sorted
@@ -152,8 +155,8 @@ class LimitedExecutor:
 
     An execution that has run for ``minimum`` seconds and still has no adaptive limit is late. Its prompt then gains priority.
 
-    ``docs/reward-timeout.md`` (Metrics) lists the counts in ``replica``. A finished execution with ``teach=False`` (evaluation)
-    counts as ``eval_executions`` only.
+    ``docs/reward-timeout.md`` (Metrics) describes the counts that are added to ``replica``. A finished execution with
+    ``teach=False`` (evaluation) counts as ``eval_executions`` only.
 
     Args:
         replica: anchors and counts of this process.

@@ -118,7 +118,8 @@ class Graders(WorkerPool):
         arguments: None if ``target`` is the grader. Else ``target`` is a function that returns the grader; each worker calls
             ``target`` once with these keyword arguments, which are pickled.
         isolation: None for a trusted grader. Else "auto", "process" or "bubblewrap", as for a
-            :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read.
+            :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read. Without
+            root, "process" does not hide files of this user either.
         readable: files and folders that the grader reads at import or in a call.
         in_thread: True calls a trusted grader in a thread other than the main thread, because stock verl uses a thread pool.
         computing: number of worker processes of a trusted grader above which more processes, up to ``workers``, are started only

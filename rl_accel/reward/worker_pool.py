@@ -102,9 +102,10 @@ def _library_folders() -> list[str]:
 
 
 def _temporary_folder(isolation: str) -> str:
-    """Returns the folder for temporary files of workers: the default folder, or /tmp for bubblewrap.
+    """Returns the folder for temporary files of workers.
 
-    Also /tmp if this process is root and other users cannot enter the default folder: programs then run as another user.
+    Returns /tmp for bubblewrap. Also returns /tmp if this process is root and other users cannot enter the default folder, because
+    programs then run as another user.
     """
     folder = Path(tempfile.gettempdir()).resolve()
     is_closed = os.geteuid() == 0 and not all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
@@ -180,7 +181,9 @@ class Worker:
         return cls(process, channel, *await asyncio.open_connection(sock=channel))
 
     async def fork(self) -> "Worker":
-        """Forks a worker from this template (a process that has imported the grader). The caller calls its :meth:`wait_ready`.
+        """Forks a new worker from this template (a process that has imported the grader). Returns the new worker.
+
+        The caller must then call :meth:`wait_ready` of the new worker.
 
         Raises:
             SandboxError: the template has died.
@@ -408,7 +411,10 @@ class WorkerPool:
             place.set_exception(SandboxError("the sandbox is closed"))
 
     async def _stop(self, worker: Worker) -> None:
-        """Stops the execution of a cancelled caller. Keeps the worker if it stops in time: another may take long to start."""
+        """Stops the execution of a worker after its caller was cancelled.
+
+        The pool keeps the worker if the execution stops in time, because the start of a new worker may take long.
+        """
         try:
             await worker.stop()
         except _LOST:
@@ -458,7 +464,10 @@ class WorkerPool:
             place.set_exception(error)
 
     def _grow_soon(self) -> None:
-        """Starts another worker: for a trusted grader that has one already, only if callers still wait after a delay."""
+        """Starts workers for the waiting callers.
+
+        If a trusted grader has a worker already, starts more only if callers still wait after a delay.
+        """
         if self._starting + len(self._workers) == 0 or self._start.isolation:
             self._grow()
         elif self._growth is None:
@@ -503,7 +512,7 @@ class WorkerPool:
                 self._grow_soon()
 
     async def _welcome(self, worker: Worker) -> None:
-        """Waits until a worker is ready. Keeps a template for later forks; another worker goes to the first waiting caller."""
+        """Waits until a worker is ready. Keeps a template for later forks, and gives any other worker to a waiting caller."""
         try:
             shared = await worker.wait_ready()
         except BaseException as error:

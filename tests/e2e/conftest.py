@@ -109,7 +109,7 @@ def workspace(repo, tmp_path_factory, clean_environment) -> Path:
     """A folder with the recipe's model and data in it."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent  # of all workers: the model is taught once
+        shared = shared.parent  # all workers of xdist share this folder, so that the model is trained once
     recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
     command, env = prepare_command(load(recipe_file), recipe_file.parent, shared)
     with FileLock(shared / "prepare.lock"):

@@ -1,7 +1,7 @@
 """Drafts on real vLLM under verl: two replicas, tail batching with its aborts, weight updates, prompts that come again.
 
-Balance is on as well, with fewer slots than responses, and moves some of them. In make test, test_drafts_vllm.py has drafts on real
-vLLM without verl.
+Balance is on as well, with fewer slots than responses, and moves some of them. In make test, test_drafts_vllm.py tests drafts
+on real vLLM without verl.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """One run of the recipe of tail batching, with the graders of the code recipe, reward limits, telemetry and validations.
 
 Its model has the long tail that the recipe promises, each trained prompt is in the ledger once, each trained response has the
-score of the grader itself, and the stage clock accounts for every response and second. Each feature alone is shown in make test,
-by test_tail_batching.py and test_reward_timeout.py.
+score of the grader itself, and the stage clock accounts for every response and second. In make test,
+test_tail_batching.py and test_reward_timeout.py cover the features separately.
 """
 
 import json

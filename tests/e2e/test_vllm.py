@@ -87,7 +87,7 @@ def test_greedy_responses_are_those_of_stock(stock, auto):
     assert max(map(len, stock[1].values())) > 200
 
 
-@pytest.mark.full  # test_drafts.py has balance as well
+@pytest.mark.full
 def test_responses_that_migrated_have_the_probabilities_of_the_trainer(stock, balanced):
     """A token that is missing, twice, or drawn after another prefix would have another probability there."""
     run, greedy = balanced

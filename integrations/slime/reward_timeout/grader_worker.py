@@ -45,7 +45,10 @@ def pack(values: dict[str, Any]) -> Packed:
 
 
 def pack_sample(sample: Any, whole: bool) -> Packed:
-    """Packs a sample for a grader process: if ``whole``, all fields but the large ones, else those for slime's own graders."""
+    """Returns a sample for a grader process, packed by :func:`pack`.
+
+    With ``whole``, packs all fields except the large ones. Otherwise, packs only the fields that slime's own graders need.
+    """
     fields = sample.to_dict()
     names = [name for name in fields if name not in _HEAVY] if whole else _STOCK
     return pack({name: fields[name] for name in names})

@@ -97,8 +97,8 @@ def _never_awaits(path: str, name: str) -> bool:
     """Returns True if a user's reward manager never awaits ``compute_score``, although our function of this name is async.
 
     In such a manager, the method ``run_single`` calls ``compute_score`` and awaits nothing but calls in threads. This function
-    reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module). An import could have side effects.
-    Returns False if the source code is not found.
+    reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module). It does not import the
+    module, because an import could have side effects. Returns False if the source code is not found.
     """
     try:
         module = path.removeprefix("pkg://").replace("/", ".")

@@ -100,7 +100,7 @@ class Channel:
             self._poll.register(descriptor, select.POLLIN)
 
     def next(self) -> tuple[Message, bytes]:
-        """Waits for the next message and its payload. Raises PeerClosed if the other end is closed or the reaper has ended."""
+        """Returns the next message and its payload. Raises PeerClosed if the other end is closed or the reaper has ended."""
         if self.reaper in {descriptor for descriptor, _ in self._poll.poll()}:
             raise PeerClosed
         head_size, size = SIZES.unpack(self._receive(SIZES.size))

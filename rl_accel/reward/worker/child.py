@@ -84,9 +84,10 @@ def _lines(text: str) -> list[str]:
 
 
 def find_grader(start: Start, arguments: bytes) -> Grader:
-    """Imports and returns the grader that ``start`` names, with the path and the environment of ``start``.
+    """Imports and returns the grader that ``start.target`` names.
 
-    With ``arguments`` (pickled), ``start`` names a function that is called once with these arguments and returns the grader.
+    First sets ``sys.path`` and environment variables of this process as ``start`` says, and calls ``start.setup``. If ``arguments``
+    (pickled keyword arguments) is not empty, ``start.target`` names a function that is called once and returns the grader.
 
     Raises:
         BaseException: any error of the import or of the call. A TypeError if the result is not callable.
@@ -110,7 +111,10 @@ def find_grader(start: Start, arguments: bytes) -> Grader:
 
 
 def _load(path: str) -> Any:
-    """Imports the file ``path``, outside ``sys.modules``: the file may have the name of a package that the file imports."""
+    """Executes the Python file ``path`` and returns the resulting module.
+
+    The module is not added to ``sys.modules``, because the file may have the name of a package that the file imports.
+    """
     spec = importlib.util.spec_from_file_location(f"grader_{abs(hash(path))}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")

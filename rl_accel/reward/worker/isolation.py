@@ -72,7 +72,10 @@ def mount_own_proc() -> None:
 
 
 def leave_network() -> bool:
-    """Gives this process an empty network, and shared memory and message queues of its own. False if the kernel forbids it."""
+    """Moves this process to an empty network namespace, and to private shared memory and message queues.
+
+    Returns False if the kernel does not allow this.
+    """
     with contextlib.suppress(OSError):
         _unshare(CLONE_NEWNET | CLONE_NEWIPC)
         return True

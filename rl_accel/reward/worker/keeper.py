@@ -93,7 +93,7 @@ class Keeper:
         return decode(report.data)[0]
 
     def _call(self, request: WorkerRequest, payload: bytes, process: socket.socket, child: int) -> bool:
-        """Lets the grader process ``child`` execute a request over the socket ``process``, and sends the result.
+        """Sends a request to the grader process ``child`` through the socket ``process``. Sends the result to the trainer process.
 
         Returns False if the grader process was stopped or died, else True.
         """
@@ -115,7 +115,10 @@ class Keeper:
         return False
 
     def _live(self, calls: Channel) -> NoReturn:
-        """Runs in the grader process: imports the grader if necessary, reports to the keeper, serves calls or forks keepers."""
+        """Runs in the grader process: imports the grader if necessary, reports to the keeper, then serves calls.
+
+        If this process becomes the template, it serves no calls, but forks a keeper for each further worker.
+        """
         try:
             os.setsid()
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -192,7 +195,7 @@ def _wait_for(descriptors: Iterable[int]) -> set[int]:
 
 def _fork_is_safe(connections_before: set[str]) -> bool:
     """True if the import of the grader has left only one thread, no child process and no new connection."""
-    # A trial fork: OpenBLAS, which numpy loads, ends its threads when a process forks, and restarts them later.
+    # The trial fork makes OpenBLAS, which numpy loads, end its threads, so that they are not counted. They restart later.
     if trial := os.fork():
         os.waitpid(trial, 0)
     else:

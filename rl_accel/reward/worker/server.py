@@ -27,7 +27,7 @@ from .keeper import Keeper
 from .watch import Sink, Watch, descendants, kill_all, threads_of_user
 
 END_SECONDS = 3.0
-"""Seconds after the end of the trainer process in which a worker must end its program and itself, before it is killed."""
+"""Seconds that a worker has, after the trainer process has ended, to end its program and itself. Then the worker is killed."""
 OUTPUT_KEPT = 10_000
 PRELOAD = (
     "bisect collections copy datetime decimal fractions functools heapq importlib io itertools json math operator os random re"

@@ -16,11 +16,15 @@ LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
 """Maximum wall time of an execution, as a multiple of its wall limit. Waits for a processor count against this maximum only."""
 LATE_SECONDS = 0.1
-"""Seconds above which a delayed check of the limits shows that the machine was busy or suspended. The delay does not count."""
+"""Delay in seconds above which a check of the limits counts as late, because the machine was busy or suspended.
+
+Such a delay does not count against the wall limit."""
 ALIVE_SECONDS = 1.0
-"""Seconds between messages which tell the trainer process that the worker still watches an execution past its wall limit."""
+"""Seconds between messages that an execution past its wall limit still runs, because waits for a processor do not count."""
 TELL_SECONDS = 0.1
-"""Seconds until the worker first reports whether a trusted grader mostly waits; again after twice that time, and so on."""
+"""Seconds from the start of an execution to the first report whether a trusted grader mostly waits.
+
+Later reports come at 2, 4, 8, ... times this time."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -80,8 +84,8 @@ class Watch:
         channel: socket from which messages come that stop the execution or set new limits.
         spared: pids of children of this process that do not belong to the execution.
         report: buffer for the result of the execution.
-        output: buffer for its printed text. None for a trusted grader: its text is not watched, and its first process sends
-            the answer as a message and continues to run.
+        output: buffer for the text that the execution prints. None for a trusted grader, whose text is not watched, and whose
+            process sends the answer as a message and continues to run.
     """
 
     limits: dict[str, float]
@@ -105,8 +109,11 @@ class Watch:
         self._lives_on = self.output is None
 
     def _look_for_the_first_time(self) -> None:
-        """Records the CPU seconds and processor waits of a trusted grader's processes so far, to subtract them later."""
-        self._looked = True  # not at the start of the execution: most executions end before the first check
+        """Records the CPU seconds and processor waits of a trusted grader's processes so far, to subtract them later.
+
+        Runs at the first check of the limits, not at the start of the execution, because most executions end before this check.
+        """
+        self._looked = True
         living = descendants(self.spared)
         self._cpu_before = cpu_of_ended() + _cpu_of(living)
         _waits_before.update({thread: _seconds_waited(thread) for pid in living for thread in _threads(pid)})
@@ -159,7 +166,10 @@ class Watch:
         return [self.report] if self.output is None else [self.report, self.output]
 
     def _until_end(self, child: int) -> tuple[str, int | None]:
-        """Waits like :meth:`until_over`, and returns ``stopped`` and ``status`` of that method. Kills nothing."""
+        """Waits until the execution ends, answers or must be stopped. Kills nothing.
+
+        Returns ``(stopped, status)`` as :meth:`until_over` does, with ``status`` -1 if the execution must be stopped.
+        """
         sinks = {sink.descriptor: sink for sink in self._sinks()}
         ended = os.pidfd_open(child)
         poll = select.poll()

@@ -1,6 +1,6 @@
 """verl's real reward workers in a real Ray job: killed, cancelled, and what the numbers say of it.
 
-In make test, tests/e2e/test_reward_timeout.py kills the same processes under the real trainer.
+In make test, tests/e2e/test_reward_timeout.py kills such processes under the real trainer.
 """
 
 import asyncio
