@@ -103,8 +103,11 @@ def require_own(function: Any, target: str) -> None:
         PatchRefused: a layer is from another package than ``target`` and is no decorator of torch or the standard library, or the
             innermost layer is no Python function. The message describes this layer.
     """
-    layers: list[Any] = []
-    layers.append(inspect.unwrap(function, stop=layers.append))
+    layers = [function]
+    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None and all(
+        inner is not layer for layer in layers
+    ):
+        layers.append(inner)
     for layer in layers:
         package = _package(_home(layer))
         is_decorator = layer is not layers[-1] and package in _DECORATOR_HOMES

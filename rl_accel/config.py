@@ -63,10 +63,10 @@ def resolve(layers: Sequence[Layer]) -> Flags:
                     raise ConfigError(f"{source}: rl_accel.{AUTO} wants bool, found {_describe(value)}")
                 auto = value
                 continue
-            name, _, flag = key.partition(".")  # {"gae.backend": "numba"} is {"gae": {"backend": "numba"}}
+            name, dot, flag = key.partition(".")  # {"gae.backend": "numba"} is {"gae": {"backend": "numba"}}
             if name not in given:
                 raise ConfigError(f"{source}: unknown key {_unknown('rl_accel', key, (AUTO, *given))}")
-            given[name] |= _checked_section(name, {flag: value} if flag else value, source)
+            given[name] |= _checked_section(name, {flag: value} if dot else value, source)
     sections = {feature.name: feature.flags(**given[feature.name]) for feature in FEATURES}
     for name, section in sections.items():
         if hasattr(section, "validate"):

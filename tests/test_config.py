@@ -60,6 +60,7 @@ def test_the_prompt_ratio_is_a_number_or_auto(given, kept):
         ({"tail_batching": {"queue_threshold": 0}}, r"queue_threshold wants at least 1, found 0"),
         ({"gae.enable": "True"}, r"rl_accel\.gae\.enable wants bool or null, found 'True'"),
         ({"gae": True, "gae.bakend": "loop"}, r"rl_accel\.gae\.bakend \(did you mean rl_accel\.gae\.backend"),
+        ({"gae.": True}, r"unknown key rl_accel\.gae\.;"),
         ({"tail_batching.prompt_ratio": float("inf")}, r"prompt_ratio must be finite"),
         ({"auto": 1}, r"rl_accel\.auto wants bool, found 1 \(int\)"),
         ({"tail_batching": {"domain_quotas": {"math": 0}}}, r"domain_quotas\['math'\] must be at least 1, found 0"),

@@ -10,6 +10,7 @@ store creates a new actor. Grading never waits for the actor.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import weakref
@@ -122,6 +123,15 @@ class StoreClient:
         if ray.is_initialized() and (self._task is None or self._task.done()):
             self.loop = asyncio.get_running_loop()
             self._task = self.loop.create_task(self._keep_up())
+
+    async def close(self) -> None:
+        """Ends the periodic exchange with the store, then makes a last exchange."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if ray.is_initialized():
+            await self._exchange()
 
     async def flush(self) -> None:
         """Sends all counts of this process to the store."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_accel.features import RewardTimeoutFlags
+from rl_accel.files import BAD_RECORD
 
 _FORMAT = "rl_accel.adaptive_timeout"
 _VERSION = 1
@@ -238,7 +239,7 @@ class AdaptiveTimeout:
                 anchors[str(key)] = float(wall), float(cpu), int(correct)
                 if not (0 <= float(wall) < math.inf and 0 <= float(cpu) < math.inf and int(correct) >= 0):
                     raise ValueError(f"anchor of {key!r} is {[wall, cpu, correct]}")
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except BAD_RECORD as error:
             raise ValueError(f"state is damaged: {type(error).__name__}: {error}") from error
         self._anchors.clear()
         self.merge(anchors)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_accel.files import write_atomically
+from rl_accel.files import BAD_RECORD, write_atomically
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple, longest
 
 logger = logging.getLogger("rl_accel")
@@ -136,10 +136,8 @@ class AnchorStore:
                 self._timeout.load_state_dict(json.loads(path.read_text()))
                 self._touch(self._timeout.anchors())
                 self._saved = self._version
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # if this were raised, Ray would restart the actor of this store endlessly
+        except (OSError, *BAD_RECORD) as error:
+            # If this were raised, Ray would restart the actor of this store endlessly.
             logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
             self._path = None
 

@@ -68,7 +68,12 @@ def test_a_saved_store_goes_on(tmp_path):
     assert fresh.timeout.get("a") == (1.0, 0.5, 1)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"format": "other", "version": 1, "anchors": {}})])
+ENDLESS = json.dumps(AdaptiveTimeout().state_dict() | {"anchors": {"a": [1.0, 1.0, float("inf")]}})
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "[" * 100_000, ENDLESS, json.dumps({"format": "other", "version": 1, "anchors": {}})]
+)
 def test_a_damaged_file_is_named_and_left_as_it_is(tmp_path, content, caplog):
     path = tmp_path / "anchors.json"
     path.write_text(content)

@@ -220,6 +220,7 @@ class Grading:
 
     async def close(self) -> None:
         """Ends all grader processes and the sandbox, including graders that are still running."""
+        await self.store_client.close()
         graders, self._graders = self._graders, {}
         for pool in graders.values():
             await pool.close()

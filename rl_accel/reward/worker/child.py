@@ -86,18 +86,20 @@ def _lines(text: str) -> list[str]:
 def find_grader(start: Start, arguments: bytes) -> Grader:
     """Imports and returns the grader that ``start.target`` names.
 
-    First sets ``sys.path`` and environment variables of this process as ``start`` says, and calls ``start.setup``. If ``arguments``
-    (pickled keyword arguments) is not empty, ``start.target`` names a function that is called once and returns the grader.
+    First sets ``sys.path`` as ``start`` says and, for a trusted grader, sets environment variables and calls ``start.setup``. If
+    ``arguments`` (pickled keyword arguments) is not empty, ``start.target`` names a function that is called once and returns the
+    grader.
 
     Raises:
         BaseException: any error of the import or of the call. A TypeError if the result is not callable.
     """
     if start.path is not None:
         sys.path[:] = start.path
-    os.environ.update(start.environment)
-    if start.setup:
-        module, _, name = start.setup.partition(":")
-        getattr(importlib.import_module(module), name)(start.environment)
+    if not start.isolation:
+        os.environ.update(start.environment)
+        if start.setup:
+            module, _, name = start.setup.partition(":")
+            getattr(importlib.import_module(module), name)(start.environment)
     module, _, name = start.target.rpartition(":")
     function: Any = _load(module) if module.endswith(".py") else importlib.import_module(module)
     for part in name.split("."):
