@@ -24,8 +24,7 @@ def generate(engine, repo, workspace, clean_environment, tmp_path_factory):
     def run(*words):
         folder = tmp_path_factory.mktemp("drafts")
         out = folder / "out.json"
-        (model,) = {path.parent for path in workspace.rglob("model/config.json")}
-        (folder / "model").symlink_to(model)
+        (folder / "model").symlink_to(workspace / "task" / "model")
         environment = {**clean_environment, "PYTHONPATH": f"{repo}:{SCRIPTS}"}
         command = [engine.python, str(SCRIPTS / "generate.py"), str(folder), str(out), *words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1400)
