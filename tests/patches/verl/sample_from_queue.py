@@ -77,15 +77,15 @@ def main(keys, seconds):
     tq.kv_clear(partition_id="train", keys=[f"u{n}" for n in range(1, keys)])
 
     pauses.clear()
-    seen = []
+    seen, polls_s = [], []
     for _ in range(40):  # as many as a slow machine needs
-        found = sample(64, 0.5)
+        polls_s.append(sample(64, 0.5)["poll_s"])
         seen = [pause for pause in pauses if pause != 2.0]  # 2.0 is the stock value being put back
         if len(seen) > 50:
             break
     results["small"] = {
         "pauses": seen,
-        "poll_s": found["poll_s"],
+        "poll_s": max(polls_s),
         "seconds_saved": metrics.drain()["rl_accel/sampler/seconds_saved"],
     }
     print(json.dumps(results))
