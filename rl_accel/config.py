@@ -6,9 +6,11 @@ of :func:`rl_accel.enable`.
 """
 
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -35,6 +37,7 @@ class Flags:
 
     auto: bool  # every feature with automatic=True is on, unless a source sets its flag enable to False
     sections: Mapping[str, Any]  # mapping from feature name to the feature's flags (a dataclass instance)
+    warnings: tuple[str, ...] = ()  # one line for each flag that is set for a feature that no source turns on or off
 
     def __getitem__(self, feature: Feature[F]) -> F:
         section: F = self.sections[feature.name]
@@ -79,7 +82,17 @@ def resolve(layers: Sequence[Layer]) -> Flags:
                     if any(key.partition(".")[0] == name for key in as_mapping(flags, source))
                 ]
                 raise ConfigError(f"{' and '.join(named)}: rl_accel.{name}: {error}") from error
-    return Flags(auto, sections)
+    merged = Flags(auto, sections)
+    idle = [
+        feature for feature in FEATURES if merged.requested(feature) == "off" and sections[feature.name].enable is None
+    ]
+    warnings = [
+        f"rl_accel.{feature.name}.{flag} has no effect without rl_accel.{feature.name}.enable"
+        for feature in idle
+        for flag in given[feature.name]
+        if flag != "enable"
+    ]
+    return replace(merged, warnings=tuple(warnings))
 
 
 def as_mapping(flags: Any, source: str) -> dict[str, Any]:
@@ -115,7 +128,7 @@ def read_environment() -> dict[str, Any]:
     if not value.strip():
         return {}
     text = value
-    if not any(sign in value for sign in ":{\n"):
+    if not re.search(r"[{\n]|:(\s|$)", value):
         try:
             text = Path(value).expanduser().read_text()
         except (OSError, ValueError) as error:
@@ -155,6 +168,8 @@ def _checked(value: Any, flag: Field[Any], where: str) -> Any:
         raise ConfigError(f"{where} wants {kind}, found {_describe(value)}")
     if value is None or value in limits.get("words", ()):
         return value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{where} wants a finite number, found {value!r}")
     if "words" in limits and isinstance(value, str):
         raise ConfigError(f"{where} wants a number or {' or '.join(limits['words'])}, found {_describe(value)}")
     choices = limits.get("choices")

@@ -4,7 +4,6 @@ These modules are not imported here. A new feature needs a dataclass with the fe
 position in :data:`FEATURES`.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -228,10 +227,7 @@ class TailBatchingFlags:
     domain_key: str = flag("data_source", "column of the data set with the domain of each row")
 
     def validate(self) -> None:
-        """Raises ValueError if a ratio or ``auto_limit`` is infinite, or if a quota in ``domain_quotas`` is below 1."""
-        for name in ("prompt_ratio", "response_ratio", "auto_limit"):
-            if getattr(self, name) == math.inf:
-                raise ValueError(f"{name} must be finite, found inf")
+        """Raises ValueError if a quota in ``domain_quotas`` is below 1."""
         for domain, quota in (self.domain_quotas or {}).items():
             if quota < 1:
                 raise ValueError(f"domain_quotas[{domain!r}] must be at least 1, found {quota}")

@@ -47,13 +47,14 @@ def test_the_prompt_ratio_is_a_number_or_auto(given, kept):
         ({"gae": {"enable": 1}}, r"rl_accel\.gae\.enable wants bool or null, found 1 \(int\)"),
         ({"gae": "numba"}, r"rl_accel\.gae wants true, false or a mapping, found 'numba'"),
         ({"sampler": {"max_cpu_share": 1.5}}, r"max_cpu_share wants a value between 0\.001 and 1\.0, found 1\.5"),
-        ({"sampler": {"max_delay_s": float("nan")}}, r"max_delay_s wants a value between"),
+        ({"sampler": {"max_delay_s": float("nan")}}, r"max_delay_s wants a finite number, found nan"),
+        ({"reward_timeout": {"timeout_score": float("nan")}}, r"timeout_score wants a finite number, found nan"),
         ({"sampler": {"max_delay_s": None}}, r"max_delay_s wants float, found None"),
         ({"tail_batching": {"prompt_ratio": "atuo"}}, r"prompt_ratio wants a number or auto, found 'atuo'"),
         ({"tail_batching": {"prompt_ratio": 0.9}}, r"prompt_ratio wants at least 1\.0, found 0\.9"),
         ({"tail_batching": {"response_ratio": 0}}, r"response_ratio wants at least 1\.0, found 0\.0"),
         ({"tail_batching": {"prompt_ratio": True}}, r"tail_batching\.prompt_ratio wants float or str, found True"),
-        ({"tail_batching": {"prompt_ratio": float("inf")}}, r"prompt_ratio must be finite"),
+        ({"tail_batching": {"prompt_ratio": float("inf")}}, r"prompt_ratio wants a finite number, found inf"),
         ({"tail_batching": {"auto_limit": 0.5}}, r"tail_batching\.auto_limit wants at least 1\.0, found 0\.5"),
         ({"tail_batching": {"max_deferrals": 0}}, r"tail_batching\.max_deferrals wants at least 1, found 0"),
         ({"tail_batching": {"max_retries": -1}}, r"tail_batching\.max_retries wants at least 0, found -1"),
@@ -61,7 +62,7 @@ def test_the_prompt_ratio_is_a_number_or_auto(given, kept):
         ({"gae.enable": "True"}, r"rl_accel\.gae\.enable wants bool or null, found 'True'"),
         ({"gae": True, "gae.bakend": "loop"}, r"rl_accel\.gae\.bakend \(did you mean rl_accel\.gae\.backend"),
         ({"gae.": True}, r"unknown key rl_accel\.gae\.;"),
-        ({"tail_batching.prompt_ratio": float("inf")}, r"prompt_ratio must be finite"),
+        ({"tail_batching.prompt_ratio": float("inf")}, r"prompt_ratio wants a finite number, found inf"),
         ({"auto": 1}, r"rl_accel\.auto wants bool, found 1 \(int\)"),
         ({"tail_batching": {"domain_quotas": {"math": 0}}}, r"domain_quotas\['math'\] must be at least 1, found 0"),
         (["gae"], r"rl_accel wants a mapping of flags, found \['gae'\] \(list\)"),
@@ -83,7 +84,8 @@ def test_the_environment_takes_inline_yaml_and_json_or_a_path_and_may_be_empty(t
     for text in ("", "   "):
         monkeypatch.setenv("RL_ACCEL_CONFIG", text)
         assert read_environment() == {}
-    path = tmp_path / "rl_accel.yaml"
+    path = tmp_path / "run 12:30" / "rl_accel.yaml"
+    path.parent.mkdir()
     path.write_text("sampler: {enable: true}\n")
     monkeypatch.setenv("RL_ACCEL_CONFIG", str(path))
     assert read_environment() == {"sampler": {"enable": True}}
@@ -124,6 +126,17 @@ def test_any_mapping_either_resolves_or_is_a_config_error(flags):
     except ConfigError:
         return
     assert isinstance(config, Flags)
+
+
+def test_a_flag_of_a_feature_that_nobody_turns_on_is_a_warning():
+    line = "rl_accel.gae.backend has no effect without rl_accel.gae.enable"
+    for section, others, warnings in (
+        ({"backend": "numba"}, {}, (line,)),
+        ({"backend": "numba"}, {"auto": True}, ()),
+        ({"backend": "numba", "enable": True}, {}, ()),
+        ({"backend": "numba", "enable": False}, {}, ()),
+    ):
+        assert resolve([("test", {"gae": section, **others})]).warnings == warnings
 
 
 def test_flags_that_contradict_each_other_are_told_with_their_sources():

@@ -115,13 +115,14 @@ def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[
 def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Sets slime's arguments ``args`` to the values that the enabled features need.
 
-    ``line`` are the flags on the launch line, from :func:`read`. Returns lines for the log: one for each user's function that slime
-    no longer calls directly, and one for each automatic feature that this call turns off in ``args.rl_accel``.
+    ``line`` are the flags on the launch line, from :func:`read`. Returns lines for the log: one for each flag without effect, one
+    for each user's function that slime no longer calls directly, and one for each automatic feature that this call turns off in
+    ``args.rl_accel``.
 
     Raises:
         ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.
     """
-    notes = []
+    notes = [*flags.warnings]
     source = line.get("data_source_path")
     args.data_source_path = STOCK["data_source_path"] if source in (None, *SLIME_DATA.values()) else source
     for name, section, hooks in hooks_of_features_that_are_on(flags):
@@ -143,9 +144,10 @@ def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
                 args.rl_accel_kept = {**getattr(args, "rl_accel_kept", {}), key: theirs}
                 notes.append(f"{flag_of(key)} {theirs} is called after ours")
             elif key == "custom_rm_path" and flags[REWARD_TIMEOUT].grader in (None, theirs):
-                given = args.rl_accel.get(name) or {}
+                sections = getattr(args, "rl_accel", None) or {}
+                given = sections.get(name) or {}
                 given = given if isinstance(given, Mapping) else {"enable": given}
-                args.rl_accel = {**args.rl_accel, name: {**given, "grader": theirs}}
+                args.rl_accel = {**sections, name: {**given, "grader": theirs}}
                 section = replace(section, grader=theirs)
                 notes.append(f"{flag_of(key)} {theirs} is now rl_accel.reward_timeout.grader")
             else:

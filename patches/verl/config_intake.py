@@ -123,13 +123,20 @@ def in_trainer(config: Any, trainer: Any = None) -> None:
 
 def _require_section_name(config: Any) -> None:
     """Raises ConfigError for a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread."""
-    sections: Any = OmegaConf.to_container(config) if OmegaConf.is_dict(config) else {}
-    misspelt = [key for key in sections if key != SECTION and difflib.get_close_matches(key, [SECTION], cutoff=0.75)]
-    misplaced = [
-        f"{key}.{SECTION}" for key, section in sections.items() if isinstance(section, dict) and SECTION in section
-    ]
-    for found in (*misspelt, *misplaced):
-        raise ConfigError(f"{FRAMEWORK}: flags of rl-accel belong into {SECTION}, found {found}")
+    features = {feature.name for feature in FEATURES}
+
+    def misplaced(section: Any, path: str = "") -> Iterator[str]:
+        for key, value in section.items() if isinstance(section, dict) else ():
+            is_close = bool(difflib.get_close_matches(str(key).lower(), [SECTION], cutoff=0.75))
+            if (not path and key != SECTION and is_close) or (path and key == SECTION):
+                yield f"{path}{key}"
+            elif not path and key in features and isinstance(value, dict) and "enable" in value:
+                yield f"{key}.enable"
+            elif path or key != SECTION:
+                yield from misplaced(value, f"{path}{key}.")
+
+    for found in misplaced(OmegaConf.to_container(config) if OmegaConf.is_dict(config) else {}):
+        raise ConfigError(f"{FRAMEWORK}: flags of rl-accel belong in {SECTION}, found {found}")
 
 
 def _take_in(run: VerlRun) -> None:
@@ -138,6 +145,8 @@ def _take_in(run: VerlRun) -> None:
     if (given := run.get(SECTION)) is not None:
         RUNTIME.set_layer(FRAMEWORK, given)
     flags = RUNTIME.flags()
+    for warning in flags.warnings if run.in_driver else ():
+        logger.warning("rl-accel: %s", warning)
     for feature, reason in wire(run, flags).items():
         if (feature, reason) not in _told and (run.in_driver or not run.is_v1):  # else verl's V1 driver has logged it
             _told.add((feature, reason))

@@ -97,7 +97,7 @@ class AdaptiveTimeout:
         self.capacity = capacity
         self._caution = caution
         self._anchors: OrderedDict[str, AnchorTuple] = OrderedDict()
-        self._until_probe = self._period()
+        self._probes_due = 0.0
         self._in_doubt = 0
         self._evidence = 0.0
         self._surprising: deque[str] = deque(maxlen=_MOST_SURPRISING)
@@ -118,11 +118,10 @@ class AdaptiveTimeout:
         """
         limit, full = self.learned(key, maximum), maximum or self.maximum
         if limit.reason == "adaptive":
-            if self._until_probe is not None:
-                self._until_probe -= 1
-                if self._until_probe <= 0:
-                    self._until_probe = self._period()
-                    return Limit(full, full, "probe")
+            self._probes_due += self.flags.probe_share
+            if self._probes_due > 1 - 1e-9:
+                self._probes_due -= 1
+                return Limit(full, full, "probe")
             if self._in_doubt >= _MOST_IN_DOUBT:
                 return Limit(full, full, "learning")
             self._in_doubt += 1
@@ -143,10 +142,13 @@ class AdaptiveTimeout:
         # The CPU limit is not below the wall limit, because one answer may compute where another answer only waited.
         return Limit(wall, max(wall, cpu), "adaptive")
 
-    def expected(self, key: str) -> float:
-        """Returns the wall seconds of the longest correct execution of ``key``, or the full budget if none is known."""
+    def expected(self, key: str, maximum: float | None = None) -> float:
+        """Returns the wall seconds of the longest correct execution of ``key``, or the full budget if none is known.
+
+        ``maximum`` is the full budget, as in :meth:`limit`.
+        """
         wall, _, correct = self.get(key)
-        return wall if correct else self.maximum
+        return wall if correct else maximum or self.maximum
 
     def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> bool:
         """Records an ended execution of ``key``. Limits are learned from correct executions only. Do not record evaluations.
@@ -247,6 +249,3 @@ class AdaptiveTimeout:
     def _from(self, anchor: float, correct: int, full: float) -> float:
         wanted = self.flags.scale * (1 + self._caution / correct) * anchor + self.flags.slack
         return min(max(wanted, self.flags.minimum), full)
-
-    def _period(self) -> int | None:
-        return round(1 / self.flags.probe_share) if self.flags.probe_share else None

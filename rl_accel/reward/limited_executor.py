@@ -201,7 +201,7 @@ class LimitedExecutor:
         key = f"{prompt}/{case}"
         timeout, loop = self.replica.timeout, asyncio.get_running_loop()
         came = loop.time()
-        async with self.scheduler.slot(prompt, timeout.expected(key)) as is_late:
+        async with self.scheduler.slot(prompt, timeout.expected(key, self._maximum)) as is_late:
             began = loop.time()
             full = Limit(self._maximum, self._maximum, "learning")
             limit, updates = timeout.limit(key, self._maximum) if self._adapts else full, LimitUpdates()

@@ -551,7 +551,10 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
     _show(run, console)
     if not no_picture:
         path = picture or (run_dir if run_dir.is_dir() else run_dir.parent) / "profile.png"
-        draw(run, path)
+        try:
+            draw(run, path)
+        except ValueError as error:  # matplotlib does not know the suffix
+            raise RlAccelError(f"{path} is no picture: {error}") from error
         say(console, f"Picture: {path}")
 
 

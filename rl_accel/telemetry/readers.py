@@ -124,8 +124,12 @@ def _read(path: str, found: Logged) -> list[LogRecord]:
     """
     name, is_csv, run = path.partition(".csv:")
     place = Path(f"{name}.csv" if is_csv else path)
+    if not path.strip():
+        raise RlAccelError("wanted a path before and after each comma, found an empty one")
     if not place.exists():
         raise RlAccelError(f"{place} does not exist")
+    if not (place.is_file() or place.is_dir()):
+        raise RlAccelError(f"{place} is no regular file, such as a pipe: write its text to a file first")
     for kind, (patterns, reader) in _KINDS.items():
         if place.is_file():
             is_one = any(map(place.match, patterns)) or reader in (_verl_console, _slime)

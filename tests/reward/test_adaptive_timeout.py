@@ -69,15 +69,16 @@ def test_wall_and_processor_time(cpu, limit):
     assert (policy.limit("a").wall, policy.limit("a").cpu) == limit
 
 
-def test_a_share_of_limits_is_the_full_budget_so_that_a_slow_correct_answer_can_be_seen():
-    policy = taught(0.3, 0.3, 0.3, probe_share=0.05)
+@pytest.mark.parametrize(("share", "probes"), [(0.05, 10), (0.3, 60), (0.67, 134), (1.0, 200)])
+def test_a_share_of_limits_is_the_full_budget_so_that_a_slow_correct_answer_can_be_seen(share, probes):
+    policy = taught(0.3, 0.3, 0.3, probe_share=share)
     reasons = []
     for _ in range(200):
         reasons.append(policy.limit("a").reason)
         policy.record("a", 0.2, 0.2, correct=False)
-    assert reasons.count("probe") == 10
+    assert reasons.count("probe") == probes
     policy.record("a", 10.0, 10.0, correct=True)
-    assert policy.limit("a").wall == 15.5
+    assert policy.learned("a").wall == 15.5
 
 
 @pytest.mark.parametrize(("base", "slower"), [(0.3, 8), (1.0, 2), (1.0, 4), (1.0, 8), (3.0, 4)])
@@ -166,4 +167,4 @@ def test_a_state_is_json_and_comes_back_and_a_foreign_or_damaged_one_is_refused(
     with pytest.raises(ValueError, match=message):
         policy.load_state_dict(state)
     assert policy.limit("a").wall == 6.5
-    assert (policy.expected("a"), policy.expected("z")) == (4.0, 30.0)
+    assert (policy.expected("a"), policy.expected("z"), policy.expected("z", 7.0)) == (4.0, 30.0, 7.0)

@@ -17,17 +17,10 @@ from slime.rollout import rm_hub
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
+from rl_accel.reward.worker import dumps
+
 MAKE = f"{__name__}:make"
-_HEAVY = (
-    "multimodal_train_inputs",
-    "rollout_log_probs",
-    "rollout_routed_experts",
-    "rollout_top_p_token_ids",
-    "rollout_top_p_token_offsets",
-    "teacher_log_probs",
-    "trace",
-)
-"""Names of sample fields that are too large to pass to a grader process."""
+_CLASS = "__class__"
 _STOCK = ("prompt", "response", "label", "metadata", "status")
 """Names of the sample fields that slime's own graders read, or that every ``Sample`` must have."""
 
@@ -35,23 +28,72 @@ Packed = dict[str, bytes]
 Changes = dict[str, Any]
 
 
-def pack(values: dict[str, Any]) -> Packed:
-    """Pickles each entry of ``values`` separately. Leaves out entries that cannot be pickled."""
+class NotSent:
+    """Stands for a value that cannot be pickled. Any use of this object raises a RuntimeError that names the value."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *_args: Any) -> Any:
+        raise RuntimeError(
+            f"{self._name} cannot be sent to the process in which rl_accel.reward_timeout runs the grader, found an object that"
+            " cannot be pickled; a grader that awaits something runs without another process"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle asks for special methods
+            raise AttributeError(name)
+        self._refuse()
+
+    __bool__ = __call__ = __contains__ = __eq__ = __float__ = __getitem__ = __hash__ = __int__ = __iter__ = __len__ = (
+        _refuse
+    )
+    __str__ = _refuse
+
+
+def pack(values: dict[str, Any], owner: str) -> Packed:
+    """Pickles each entry of ``values`` separately. Replaces what cannot be pickled by :class:`NotSent`, in dicts item by item.
+
+    ``owner`` is the name of the object with these attributes, for messages.
+    """
     packed = {}
     for name, value in values.items():
-        with contextlib.suppress(Exception):  # a __reduce__ may raise anything
-            packed[name] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        try:
+            packed[name] = dumps(value)
+        except Exception:  # a __reduce__ may raise anything
+            packed[name] = dumps(_sendable(value, f"{owner}.{name}"))
     return packed
+
+
+def _sendable(value: Any, name: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _sendable(item, f"{name}[{key!r}]") for key, item in value.items()}
+    try:
+        dumps(value)
+    except Exception:
+        return NotSent(name)
+    return value
+
+
+def unsent_restored(changed: Any, original: Any) -> Any:
+    """Returns ``changed`` with the values of ``original`` in place of :class:`NotSent`."""
+    if isinstance(changed, NotSent):
+        return original
+    if isinstance(changed, dict) and isinstance(original, dict):
+        return {key: unsent_restored(item, original.get(key)) for key, item in changed.items()}
+    return changed
 
 
 def pack_sample(sample: Any, whole: bool) -> Packed:
     """Returns a sample for a grader process, packed by :func:`pack`.
 
-    With ``whole``, packs all fields except the large ones. Otherwise, packs only the fields that slime's own graders need.
+    With ``whole``, packs all fields and the class of the sample. Otherwise, packs only the fields that slime's own graders need.
     """
     fields = sample.to_dict()
-    names = [name for name in fields if name not in _HEAVY] if whole else _STOCK
-    return pack({name: fields[name] for name in names})
+    if not whole:
+        return pack({name: fields[name] for name in _STOCK}, "sample")
+    own_class = {} if type(sample) is Sample else {_CLASS: type(sample)}
+    return pack({**fields, **own_class}, "sample")
 
 
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
@@ -64,18 +106,21 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
         args: slime's arguments, packed by :func:`pack`.
         grader: dotted path of the user's grader; None: slime's own grader for the sample's ``rm_type``.
     """
-    arguments = Namespace(**_unpack(args))
+    arguments = Namespace(**_unpack(args, "args"))
+    arguments.custom_rm_path = grader
     if grader is None:
-        arguments.custom_rm_path = None
         _warm_up(arguments)
     function = rm_hub.async_rm if grader is None else load_function(grader)
+    runner = (
+        asyncio.Runner()
+    )  # one event loop for all calls, because a grader may keep a session that belongs to the loop
 
     def grade(samples: list[Packed], single: bool) -> tuple[Any, list[Changes]]:
-        unpacked = [Sample.from_dict(_unpack(packed)) for packed in samples]
-        before = [pack(vars(sample)) for sample in unpacked]
+        unpacked = [_unpack_sample(packed) for packed in samples]
+        before = [pack(vars(sample), "sample") for sample in unpacked]
         value = function(arguments, unpacked[0] if single else unpacked)
         if inspect.isawaitable(value):
-            value = asyncio.run(_finish(value))
+            value = runner.run(_finish(value))
         return value, [_changes(*pair) for pair in zip(unpacked, before, strict=True)]
 
     return grade
@@ -94,14 +139,25 @@ async def _finish(value: Any) -> Any:
     return await value
 
 
-def _unpack(packed: Packed) -> dict[str, Any]:
+def _unpack_sample(packed: Packed) -> Any:
+    values = _unpack(packed, "sample")
+    own_class = values.pop(_CLASS, Sample)
+    sample = Sample.from_dict(values)
+    if isinstance(own_class, type):  # else this process cannot import the class
+        sample.__class__ = own_class
+    return sample
+
+
+def _unpack(packed: Packed, owner: str) -> dict[str, Any]:
     values = {}
     for name, data in packed.items():
-        with contextlib.suppress(Exception):  # this process may not be able to import the class
+        try:
             values[name] = pickle.loads(data)
+        except Exception:  # this process may not be able to import the class
+            values[name] = NotSent(f"{owner}.{name}")
     return values
 
 
 def _changes(sample: Any, before: Packed) -> Changes:
-    after = pack(vars(sample))
+    after = pack(vars(sample), "sample")
     return {name: getattr(sample, name) for name, data in after.items() if before.get(name) != data}

@@ -122,7 +122,7 @@ class Grading:
         keys = [key for key in (args.reward_key, args.eval_reward_key) if key]
         number_keys = keys[:1] or ["acc", "score"]
         self._scores = Scores(flags, self.replica, keys, number_keys, number_keys, numbers_only=False)
-        self._packed_args = grader_worker.pack(vars(args))
+        self._packed_args = grader_worker.pack(vars(args), "args")
         self._stock_args = copy.copy(args)
         self._stock_args.custom_rm_path = None
         self._graders: dict[str, Graders] = {}
@@ -187,7 +187,8 @@ class Grading:
             return result
         value, changes = result.value
         for sample, changed in zip(samples, changes, strict=True):
-            vars(sample).update(changed)
+            own = vars(sample)
+            own |= {key: grader_worker.unsent_restored(item, own.get(key)) for key, item in changed.items()}
         return replace(result, value=value)
 
     async def _await(
@@ -244,7 +245,11 @@ def _spec_of_path(path: str) -> GraderSpec:
             f"rl_accel.reward_timeout.grader wants the dotted path of a function, found {path!r}: {error}"
         ) from error
     is_async = inspect.iscoroutinefunction(called)
-    return GraderSpec(path, function, is_async and _awaits(called), is_async)
+    awaits = is_async and _awaits(called)
+    if not awaits:
+        where = "in processes of its own, which share no state with this process"
+        logger.info("rl-accel: reward_timeout runs %s, which awaits nothing, %s", path, where)
+    return GraderSpec(path, function, awaits, is_async)
 
 
 def _awaits(function: Any) -> bool:

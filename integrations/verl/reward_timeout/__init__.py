@@ -49,6 +49,8 @@ def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
         ConfigError: a setting conflicts with reward time limits, or verl is too old.
     """
     _check(run)
+    if flags.grader:
+        raise ConfigError(f"{_FLAG}.grader is a flag for slime; on verl, set reward.custom_reward_function.path")
     config = run.config
     manager = config.reward.reward_manager
     held = {"source": manager.source, "name": manager.name, "path": manager.module.path}

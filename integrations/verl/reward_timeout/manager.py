@@ -48,9 +48,11 @@ else:
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERLS_OWN = "verl.utils.reward_score:default_compute_score"
-_AWAITED_SLOTS = 256
-"""Maximum number of async reward functions that run at once in each reward process. Also the maximum number of requests to a remote
-sandbox at once. Neither of the two kinds uses CPU cores."""
+_AWAITED_SLOTS = 1 << 20
+"""Number of slots for async reward functions in each reward process: in effect unlimited, as in verl. They use no CPU cores, and
+some wait until all responses of a batch have arrived."""
+_FUSION_SLOTS = 256
+"""Maximum number of requests to a remote sandbox at once in each reward process."""
 
 _RESPONSE: ContextVar[tuple[str, bool] | None] = ContextVar("rl_accel_response", default=None)
 """Context variable for the response that the running asyncio task scores: the key of the prompt, and True if the time limits learn
@@ -91,7 +93,7 @@ class RewardTimeoutManager(RewardManagerBase):
         full = flags.maximum or (config.reward.get("timeout", FULL_BUDGET) if is_limited else FULL_BUDGET)
         for_programs = flags.maximum or PROGRAM_BUDGET
         self._program_executor = LimitedExecutor(self.replica, self._program_slots, limits, for_programs)
-        self._fusion_executor = LimitedExecutor(self.replica, _AWAITED_SLOTS, limits, for_programs)
+        self._fusion_executor = LimitedExecutor(self.replica, _FUSION_SLOTS, limits, for_programs)
         self._executor = LimitedExecutor(self.replica, self._slots, limits, full)
         self._awaited_executor = LimitedExecutor(self.replica, _AWAITED_SLOTS, limits, full, flags.limit_waiting)
         self._scores = Scores(flags, self.replica, (), ("score",), ("acc", "score"), numbers_only=True)
@@ -127,7 +129,8 @@ class RewardTimeoutManager(RewardManagerBase):
             for name in ("data_source", "reward_model", "raw_prompt", "extra_info")
             if name in columns
         }
-        truth = (row.get("reward_model") or {}).get("ground_truth")
+        truth = row.get("reward_model")
+        truth = truth.get("ground_truth") if isinstance(truth, dict) else truth
         prompt = _prompt_of(row.get("data_source"), truth, row.get("raw_prompt"), row.get("extra_info"))
         _RESPONSE.set((prompt, not bool(validation[-1])))
         self._store_client.use()
@@ -154,7 +157,10 @@ class RewardTimeoutManager(RewardManagerBase):
             SandboxError: the reward function cannot be imported in a separate process.
             Exception: the exception that the reward function raised.
         """
-        arguments = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+        arguments = {
+            **dict(zip(_PARAMETERS, args, strict=False)),
+            **kwargs,
+        }  # a user's manager may pass more, or others
         source = str(arguments.get("data_source"))
         prompt, teach = _RESPONSE.get() or (
             _prompt_of(source, arguments.get("ground_truth"), None, arguments.get("extra_info")),
@@ -166,7 +172,7 @@ class RewardTimeoutManager(RewardManagerBase):
             awaits = inspect.iscoroutinefunction(self.compute_score)
             executor, run = (self._awaited_executor, self._await) if awaits else (self._executor, self._run_in_process)
             result = await executor.execute(
-                prompt, "", functools.partial(run, arguments), self._scores.is_correct, teach
+                prompt, "", functools.partial(run, args, kwargs), self._scores.is_correct, teach
             )
         deaths = sum(graders.deaths for graders in self._graders.values())
         self.replica.count("workers_replaced", deaths - self._deaths)
@@ -196,11 +202,13 @@ class RewardTimeoutManager(RewardManagerBase):
         inner = function.func if isinstance(function, functools.partial) else function
         return inner is None or f"{inner.__module__}:{inner.__qualname__}" == _VERLS_OWN
 
-    async def _await(self, arguments: dict[str, Any], limits: Limits) -> ExecutionResult:
-        return await run_within(self.compute_score(**arguments), limits, self._target[0])
+    async def _await(self, args: tuple[Any, ...], kwargs: dict[str, Any], limits: Limits) -> ExecutionResult:
+        return await run_within(self.compute_score(*args, **kwargs), limits, self._target[0])
 
-    def _run_in_process(self, arguments: dict[str, Any], limits: Limits) -> Awaitable[ExecutionResult]:
-        return self._function.call({**arguments, **self._target[1]}, limits)
+    def _run_in_process(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], limits: Limits
+    ) -> Awaitable[ExecutionResult]:
+        return self._function.call({**kwargs, **self._target[1]}, limits, args)
 
     @functools.cached_property
     def _function(self) -> Graders:
@@ -256,7 +264,7 @@ def _prompt_of(data_source: Any, ground_truth: Any, raw_prompt: Any, extra_info:
     If ``raw_prompt`` has no text, ``index`` of ``extra_info`` distinguishes prompts with the same ground truth.
     """
     texts = list(_texts(raw_prompt))
-    index = None if texts else (extra_info or {}).get("index")
+    index = extra_info.get("index") if isinstance(extra_info, dict) and not texts else None
     return prompt_key(str(data_source), ground_truth, texts, index)
 
 

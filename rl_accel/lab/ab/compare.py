@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import yaml
+from omegaconf import OmegaConf
 
 from rl_accel.errors import RecipeError, did_you_mean
 from rl_accel.lab.ab import report
@@ -32,7 +33,9 @@ def load_arms(path: Path) -> dict[str, list[str]]:
         RecipeError: the file cannot be read or has another form, or a path is empty.
     """
     try:
-        arms = yaml.safe_load(path.read_text())
+        arms: Any = OmegaConf.to_container(
+            OmegaConf.load(path)
+        )  # an arm that occurs twice is an error here, unlike in yaml
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RecipeError(f"cannot read {path}: {error}") from error
     lists = list(arms.values()) if isinstance(arms, dict) else []
@@ -76,10 +79,10 @@ def gather(
     reward, runs, notes = recipe.metrics.reward, [], []
     gpus: dict[str, list[str]] = {}
     for arm, its in logged.items():
-        if not any(reward in step for run in its.values() for step in run.steps.values()):
-            raise RecipeError(
-                f"{arm}: no run logged {reward}{did_you_mean(reward, names)}; --reward names what to compare"
-            )
+        own = {name for run in its.values() for step in run.steps.values() for name in step}
+        if reward not in own:
+            hint = did_you_mean(reward, own)
+            raise RecipeError(f"{arm}: no run logged {reward}{hint}; --reward names what to compare in all arms")
         # slime logs seed and batch size as top-level keys of the configuration, verl in the section data
         told = [run.config | run.config.get("data", {}) for run in its.values()]
         named = [re.findall(r"seed[-_=]?(\d+)", place) or [of.get("seed")] for place, of in zip(its, told, strict=True)]

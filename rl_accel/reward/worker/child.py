@@ -1,5 +1,6 @@
 """Executes a program on a test case, or calls a grader, in a child process. Derives the verdict from the child's report."""
 
+import contextlib
 import copyreg
 import importlib
 import importlib.util
@@ -101,7 +102,7 @@ def find_grader(start: Start, arguments: bytes) -> Grader:
             module, _, name = start.setup.partition(":")
             getattr(importlib.import_module(module), name)(start.environment)
     module, _, name = start.target.rpartition(":")
-    function: Any = _load(module) if module.endswith(".py") else importlib.import_module(module)
+    function: Any = _load(module) if os.path.isabs(module) else importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
     if arguments:
@@ -126,19 +127,35 @@ def _load(path: str) -> Any:
 
 
 def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], bytes]:
-    """Calls the grader with the keyword arguments pickled in ``payload``.
+    """Calls the grader with the pair of positional and keyword arguments that is pickled in ``payload``.
 
-    Returns a dict with ``verdict`` and ``reason``, and the pickled return value or exception. With ``plain`` (for an isolated
-    grader), :func:`_plain` reduces the value to types that are safe to unpickle, and b"" replaces the exception.
+    Returns a dict with ``verdict`` and ``reason``, and pickled bytes: a pair of the return value and the arguments that the grader
+    has changed (by position or name), or the exception. With ``plain`` (for an isolated grader), :func:`_plain` reduces the value
+    to types that are safe to unpickle, changes are dropped, and b"" replaces the exception.
     """
     try:
-        value = grader(**pickle.loads(payload))
-        body = pickle.dumps(_plain(value), pickle.HIGHEST_PROTOCOL) if plain else dumps(value)
+        args, kwargs = pickle.loads(payload)
+        if plain:
+            body = pickle.dumps((_plain(grader(*args, **kwargs)), {}), pickle.HIGHEST_PROTOCOL)
+        else:
+            given = {**dict(enumerate(args)), **kwargs}
+            before = {name: dumps(item) for name, item in given.items() if isinstance(item, (dict, list))}
+            body = dumps((grader(*args, **kwargs), _changes(given, before)))
         head = {"verdict": "done", "reason": ""}
     except BaseException as error:
         body = b"" if plain else _pickled(error)
         head = {"verdict": "error", "reason": _describe(error)}
     return head, body
+
+
+def _changes(given: dict[Any, Any], before: dict[Any, bytes]) -> dict[Any, Any]:
+    """Returns the items of ``given`` that differ from ``before``, their pickled state before the call."""
+    changed = {}
+    for name, data in before.items():
+        with contextlib.suppress(Exception):  # the grader has added something that cannot be pickled
+            if dumps(given[name]) != data:
+                changed[name] = given[name]
+    return changed
 
 
 def _pickled(error: BaseException) -> bytes:

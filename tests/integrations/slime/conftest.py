@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 MODEL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
@@ -31,6 +32,14 @@ def router(slime_root) -> Iterator[Callable[..., str]]:
 
     with ExitStack() as routers:
         yield functools.cache(lambda *urls: routers.enter_context(sglang_router(urls)))
+
+
+@pytest.fixture(scope="session")
+def requests_on(slime_root) -> Callable[[str], int]:
+    """``requests_on(url)``: the number of requests on a server, running and waiting, as slime itself counts them."""
+    from slime.backends.sglang_utils.server_control import num_requests_from_load
+
+    return lambda url: num_requests_from_load(httpx.get(f"{url}/v1/loads", timeout=None).json())
 
 
 @pytest.fixture

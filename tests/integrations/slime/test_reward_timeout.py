@@ -120,6 +120,30 @@ def test_what_a_grader_changes_in_a_sample_is_changed(judged, sample_of):
     assert (sample.tokens, sample.trace) == ([1, 2], {"not": "sent"})
 
 
+def test_what_cannot_be_sent_is_named_if_the_grader_uses_it_and_is_kept_if_not(judged, sample_of):
+    judge, lock = judged("reading"), threading.Lock()
+    sample = sample_of(lock=lock, check=lambda response: 0.5)
+    sample.rollout_log_probs = [0.1, 0.2]
+    assert judge(sample) == {"score": 0.5, "log_probs": 2}
+    assert sample.metadata["lock"] is lock
+    assert sample.metadata["parsed"] == "1"
+    with pytest.raises(RuntimeError, match=r"sample\.metadata\['lock'\] cannot be sent to the process"):
+        judge(sample_of(lock=lock, check=lambda response: 0.5, uses="lock"))
+    with pytest.raises(RuntimeError, match=r"args\.unpicklable cannot be sent to the process"):
+        judge(sample_of(check=lambda response: 0.5, uses="args"))
+
+
+def test_a_session_of_a_grader_outlives_a_call_and_a_samples_class_is_kept(judged, sample_of):
+    from slime_test_graders import OwnSample
+
+    judge, scores = judged("with_session", workers=1), []
+    for _ in range(3):
+        sample = sample_of()
+        sample.__class__ = OwnSample
+        scores.append(judge(sample))
+    assert scores == [1.0, 2.0, 3.0]
+
+
 @pytest.mark.parametrize("grader", ["plain", "without_await", "awaiting"])
 def test_a_grader_that_fails_fails_as_in_slime_or_is_counted_and_reported_once(judged, sample_of, caplog, grader):
     judge = judged(grader)

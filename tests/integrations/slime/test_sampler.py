@@ -5,7 +5,6 @@ import itertools
 import statistics
 import time
 
-import httpx
 import pytest
 
 from rl_accel.integrations.slime import custom_config
@@ -16,11 +15,7 @@ pytestmark = pytest.mark.slow
 (PATCH,) = abort.SWITCHES
 
 
-def requests_on(url):
-    return httpx.get(f"{url}/v1/loads", timeout=None).json()["loads"][0]["num_total_reqs"]
-
-
-def test_a_rollout_ends_without_slimes_pause_and_with_a_whole_batch(start, serve, monkeypatch):
+def test_a_rollout_ends_without_slimes_pause_and_with_a_whole_batch(start, serve, requests_on, monkeypatch):
     url = serve()
     args, _, rollout = start(url, over_sampling_batch_size=16, **custom_config.make(["sampler"], {}))
     from slime.backends.sglang_utils import server_control
@@ -48,7 +43,7 @@ def test_a_rollout_ends_without_slimes_pause_and_with_a_whole_batch(start, serve
         assert [seconds for seconds in slept if seconds][:2] == [0.05, 0.1]
 
 
-def test_slimes_function_ends_the_requests_of_a_server_and_returns_when_it_is_idle(start, serve):
+def test_slimes_function_ends_the_requests_of_a_server_and_returns_when_it_is_idle(start, serve, requests_on):
     """``pytest -s`` prints the seconds of slime's function without and with the patch."""
     url = serve()
     start(url)  # slime's HTTP client

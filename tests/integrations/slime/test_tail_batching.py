@@ -66,10 +66,6 @@ def check_every_prompt_trained_once(args):
     assert trained == Counter({f"1:{row}": 1 for row in range(1, 121)})
 
 
-def requests_on(url):
-    return httpx.get(f"{url}/v1/loads", timeout=None).json()["loads"][0]["num_total_reqs"]
-
-
 def servers_of(args):
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     return {worker["url"] for worker in httpx.get(f"{router}/workers").json()["workers"]}
@@ -83,7 +79,7 @@ def kinds(output):
     return next(kind for kind in ("short", "long", "final") if output.metrics[f"rl_accel/tail_batching/{kind}_round"])
 
 
-def test_rounds_return_exact_batches_and_train_every_prompt_once(start):
+def test_rounds_return_exact_batches_and_train_every_prompt_once(start, requests_on):
     args, source, rollout = start(num_rollout=15)
     found = []
     for rollout_id in range(15):
@@ -98,7 +94,7 @@ def test_rounds_return_exact_batches_and_train_every_prompt_once(start):
     assert output.metrics["rl_accel/preemptions"] == 0.0
 
 
-def test_a_cancelled_response_is_stopped_at_the_server_and_its_tokens_are_counted(start, plugins):
+def test_a_cancelled_response_is_stopped_at_the_server_and_its_tokens_are_counted(start, requests_on, plugins):
     args, _, rollout = start(custom_generate_function_path=f"{plugins.__name__}.endless", rollout_shuffle=False)
     plugins.SLOW_ROWS.update({1, 4})
 
@@ -217,7 +213,9 @@ def test_what_a_generate_function_gives_up_is_handed_over_as_slime_would(start, 
     assert ledger(args)[0]["errors"]["1:6"].endswith("the generate function aborted the response after 4 tokens")
 
 
-def test_dead_servers_cost_what_they_were_generating_and_a_run_without_any_is_resumed(start, start_server, plugins):
+def test_dead_servers_cost_what_they_were_generating_and_a_run_without_any_is_resumed(
+    start, requests_on, start_server, plugins
+):
     """The first server dies as a whole. Of the second, the process with the model dies, after which SGLang ends the others."""
     servers = dict(start_server() for _ in range(2))
     args, source, rollout = start(*servers, num_rollout=15, rl_accel=NO_RETRY)

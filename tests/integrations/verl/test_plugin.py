@@ -159,12 +159,16 @@ def test_every_trainer_that_is_built_from_a_configuration_reads_its_flags_and_de
             if name != "ConfigError":
                 assert OmegaConf.select(config, agent_loop.KEY) == agent_loop.LEGACY_MANAGER, cls
         assert said(lambda config: run_ppo(config, None), gea=True)[0] == "ConfigError"
-        for misplaced in ("rl_acel", "trainer.rl_accel"):
-            config = OmegaConf.from_dotlist([f"{misplaced}.gae.enable=True"])
+        deep = "actor_rollout_ref.rollout.rl_accel"
+        for misplaced, flag in (
+            *((place, f"{place}.gae.enable") for place in ("rl_acel", "RL_ACCEL", "trainer.rl_accel", deep)),
+            ("gae.enable", "gae.enable"),
+        ):
+            config = OmegaConf.from_dotlist([f"{flag}=True"])
             try:
                 config_intake.in_driver(config)
             except Exception as error:
-                assert f"flags of rl-accel belong into rl_accel, found {misplaced}" in str(error), error
+                assert f"flags of rl-accel belong in rl_accel, found {misplaced}" in str(error), error
             else:
                 raise AssertionError(f"{misplaced} is taken")
         assert not ray.is_initialized()

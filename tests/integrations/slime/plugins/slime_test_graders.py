@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from slime.utils.types import Sample
+
 
 def _leave_word(sample):
     """Say in a file which processes grade: this one and a child of it in a session of its own."""
@@ -115,3 +117,33 @@ def by_row(args, sample):
     if row == 5:
         raise OSError("no such tool")
     return float(sample.index % 2)
+
+
+async def reading(args, sample, **kwargs):
+    """What a grader reads beside the texts: parts of a sample, and slime's arguments, that may not cross to another process."""
+    sample.metadata["parsed"] = sample.label
+    if sample.metadata.get("uses") == "lock":
+        sample.metadata["lock"].acquire()
+    if sample.metadata.get("uses") == "args":
+        args.unpicklable.acquire()
+    return {"score": sample.metadata["check"](sample.response), "log_probs": len(sample.rollout_log_probs or ())}
+
+
+class OwnSample(Sample):
+    pass
+
+
+_session = {}
+
+
+def with_session(args, sample):
+    """A plain function whose coroutine keeps something that belongs to the event loop, as an HTTP client does."""
+
+    async def ask():
+        loop = _session.setdefault("loop", asyncio.get_running_loop())
+        assert loop is asyncio.get_running_loop(), "the session belongs to another loop"
+        assert type(sample) is OwnSample
+        _session["calls"] = _session.get("calls", 0) + 1
+        return float(_session["calls"])
+
+    return ask()

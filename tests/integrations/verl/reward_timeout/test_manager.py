@@ -159,6 +159,29 @@ def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configur
     assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
 
 
+OWN_PARAMETERS = """
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+class Mine(RewardManagerBase):
+    def __init__(self, config, tokenizer, compute_score, **others):
+        super().__init__(config, tokenizer, compute_score)
+
+    async def run_single(self, data):
+        notes = {}
+        score = self.compute_score("a", "b", "c", None, 5, notes=notes)
+        return {"reward_score": (score if isinstance(score, int) else await score), "reward_extra_info": notes}
+"""
+
+
+def test_a_manager_of_the_users_may_call_a_function_of_its_own_kind(configure, responses, score, stock, mine):
+    """With five positional arguments, a dict that the function fills, and rows in which verl's columns have other types."""
+    function = "def compute_score(one, two, three, four, five, notes):\n    notes['four'] = four\n    return five"
+    keys = mine(OWN_PARAMETERS)
+    data = responses("8", reward_model="rule", extra_info=["a list"], raw_prompt=None)
+    found = score(configure(function, keys=keys), data)
+    assert found == score(stock(keys), data) == [{"reward_score": 5, "reward_extra_info": {"four": None}}]
+
+
 @pytest.mark.parametrize(
     ("scored", "refused"),
     [
@@ -175,6 +198,11 @@ def test_a_manager_whose_source_never_awaits_is_refused_at_the_start(configured,
     wanted = r"reward_manager\.name = a manager that awaits its compute_score.*found Mine of"
     with pytest.raises(ConfigError, match=wanted) if refused else contextlib.nullcontext():
         config_intake.in_driver(config)
+
+
+def test_the_flag_for_slimes_grader_is_refused(configure):
+    with pytest.raises(ConfigError, match=r"reward_timeout\.grader is a flag for slime"):
+        configure(SYNC, {"grader": "a.b"})
 
 
 def test_verls_own_rewards_are_the_same(configure, configured, responses, score):
