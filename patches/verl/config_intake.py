@@ -129,7 +129,7 @@ def _require_section_name(config: Any) -> None:
         f"{key}.{SECTION}" for key, section in sections.items() if isinstance(section, dict) and SECTION in section
     ]
     for found in (*misspelt, *misplaced):
-        raise ConfigError(f"{FRAMEWORK}: flags of rl-accel belong into {SECTION}, found {found}")
+        raise ConfigError(f"{FRAMEWORK}: flags of rl-accel belong in {SECTION}, found {found}")
 
 
 def _take_in(run: VerlRun) -> None:

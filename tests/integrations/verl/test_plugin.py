@@ -164,7 +164,7 @@ def test_every_trainer_that_is_built_from_a_configuration_reads_its_flags_and_de
             try:
                 config_intake.in_driver(config)
             except Exception as error:
-                assert f"flags of rl-accel belong into rl_accel, found {misplaced}" in str(error), error
+                assert f"flags of rl-accel belong in rl_accel, found {misplaced}" in str(error), error
             else:
                 raise AssertionError(f"{misplaced} is taken")
         assert not ray.is_initialized()
