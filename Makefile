@@ -37,7 +37,7 @@ $(DEV): requirements/dev.txt requirements/docs.txt $(READY)
 	$(COMPILE)
 	@touch $@
 
-vllm: $(VLLM)/.ready  ## build a second environment, with the CPU build of vLLM, in .venv-vllm (5 GB)
+vllm: $(VLLM)/.ready  ## build a second environment, with the CPU build of vLLM, in .venv-vllm (4.3 GB)
 $(VLLM)/.ready: BIN := $(VLLM)/bin
 $(VLLM)/.ready: requirements/cpu.txt requirements/vllm.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys, platform as p; sys.exit(not (sys.version_info >= (3, 11) and p.machine() == "x86_64" and p.system() == "Linux"))' \

@@ -1,6 +1,6 @@
 """``python docs/published_table.py``: compares simulated rollout rounds with what RollPacker (NSDI'26) published for H800 GPUs.
 
-All simulations share one set of constants. Without an option, the program prints the table of docs/plan.md. With
+All simulations share one set of constants. Without an option, the program prints the table of docs/benchmarks/plan.md. With
 ``--fit``, the program first fits the constants of ``rl_accel/rollout/data/h800.json`` to the table rows in FITTED with scipy and
 prints the constants. ``--scatter 10`` prints the spread of simulated means over ten rounds.
 """

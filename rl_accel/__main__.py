@@ -108,7 +108,7 @@ def status(as_json: bool) -> None:
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--recipe", type=click.Path(path_type=Path), help="Of this recipe: what it asks for and is not here.")
+@click.option("--recipe", type=click.Path(path_type=Path), help="Check whether this machine has what the recipe needs.")
 @click.option("--platform", help="With --recipe: one of its platforms (default: the first).")
 def doctor(as_json: bool, recipe: Path | None, platform: str | None) -> None:
     """Reports installed frameworks, versions and kernel backends, and tries to apply every feature to the installed frameworks.

@@ -282,7 +282,7 @@ class RewardTimeoutFlags:
     )
     early_stop: bool = flag(False, "skip the test cases after the first failure")
     workers: int | None = flag(
-        None, "number of concurrent executions in each reward process; null: its share of the cores", minimum=1
+        None, "number of concurrent executions in each reward process; null: chosen from the number of cores", minimum=1
     )
     grader: str | None = flag(
         None, "slime: dotted path of the grader; null: the one of --custom-rm-path, else of --rm-type"
@@ -429,9 +429,7 @@ class BalanceFlags:
     """
 
     enable: bool | None = flag(None, ENABLE)
-    slots: int | None = flag(
-        None, "slots: number of requests that a replica runs at once; null: its max_num_seqs", minimum=1
-    )
+    slots: int | None = flag(None, "number of requests that a replica runs at once; null: its max_num_seqs", minimum=1)
     max_moves: int = flag(2, "number of times that a response may be preempted or migrated; 0: never", minimum=0)
     margin: float = flag(
         2.0, "a migration must be expected to save this many times the seconds that it costs", minimum=0.0

@@ -52,15 +52,21 @@ _COUNT = click.IntRange(1)
     "--lengths",
     help="Instead of LOG: a file or folder of responses of verl or slime, or published:math16k, code16k, judge16k.",
 )
-@click.option("--tokenizer", help="Of the texts in --lengths; a name or folder. Without it, characters are counted.")
-@click.option("--prompts", type=_COUNT, help="P0, prompts of a batch.")
-@click.option("--responses", type=_COUNT, help="R0, responses of each.")
+@click.option(
+    "--tokenizer", help="Tokenizer (name or folder) that counts the texts in --lengths. Default: count characters."
+)
+@click.option("--prompts", type=_COUNT, help="Prompts per batch (P0).")
+@click.option("--responses", type=_COUNT, help="Responses per prompt (R0).")
 @click.option("--replicas", type=_COUNT, help="Replicas of the rollout engine.")
 @click.option("--slots", type=_COUNT, help="Requests that a replica runs at once (max_num_seqs).")
 @click.option("--cache-tokens", type=_COUNT, help="Tokens that the key-value cache of a replica holds.")
-@click.option("--step-seconds", callback=_engine, help="Of a decoding step by running requests: 1:0.02,64:0.04.")
 @click.option(
-    "--other-seconds", type=click.FloatRange(0), callback=_finite, help="Of a step's stages besides the rollout."
+    "--step-seconds",
+    callback=_engine,
+    help="Seconds of a decoding step by running requests, as 1:0.02,64:0.04 or published:MODEL.",
+)
+@click.option(
+    "--other-seconds", type=click.FloatRange(0), callback=_finite, help="Seconds of a step outside the rollout."
 )
 @click.option("--draws", type=_COUNT, default=20, show_default=True, help="Draws of prompts and lengths.")
 @click.option("--rounds", type=click.IntRange(5), default=20, show_default=True, help="Rollouts of each draw.")

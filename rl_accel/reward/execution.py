@@ -169,7 +169,7 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
     if not task.done():
         return ExecutionResult("timeout", wall=wall, reason="wall limit")
     if task.cancelled():
-        return ExecutionResult("error", wall=wall, reason="it was cancelled, and not by us")
+        return ExecutionResult("error", wall=wall, reason="the grader was cancelled by other code")
     if error := task.exception():
         raised = error if isinstance(error, Exception) else None
         return ExecutionResult("error", wall=wall, reason=f"{type(error).__name__}: {error}"[:500], error=raised)

@@ -393,7 +393,7 @@ class WorkerPool:
             else:
                 self._free(worker)
                 return answer
-        return ExecutionResult("killed", reason="two workers died over it"), b""
+        return ExecutionResult("killed", reason="two workers died while running it"), b""
 
     async def close(self) -> None:
         """Ends all workers of the pool. Running executions are stopped, and their callers get a SandboxError."""

@@ -152,7 +152,7 @@ def published(name: str, alike: float | None = None) -> Lengths:
     """Returns the published workload ``math16k``, ``code16k`` or ``judge16k``.
 
     The published figure ends at a quarter of the length limit. The density is assumed to be constant above this length.
-    The default of ``alike``, the correlation of lengths within a prompt, was fitted; see docs/plan.md.
+    The default of ``alike``, the correlation of lengths within a prompt, was fitted; see docs/benchmarks/plan.md.
 
     Raises:
         RlAccelError: no published workload has this name.

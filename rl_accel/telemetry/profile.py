@@ -287,7 +287,7 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
     timers = {PREFIX + name for name in ("step", *stage_clock.STAGES)}
     notes = list(logged.notes)
     if unknown := [str(step) for step, its in metrics.items() if step not in staged and timers & its.keys()]:
-        notes.append(f"left out, as the seconds of a stage or of the step are no durations: {', '.join(unknown)}")
+        notes.append(f"left out, because a stage or the step has an invalid duration: {', '.join(unknown)}")
     measured = list(staged.items())[min(warmup, len(staged) - 1) :]
     return Profile(folder, logged, metrics, dict(measured), notes, group)
 
@@ -539,7 +539,7 @@ def _gain_of_sampler(rests: Sequence[float]) -> tuple[Range | None, str]:
     help="Where to write the PNG.  [default: profile.png in the folder of the log]",
 )
 @click.option("--no-picture", is_flag=True, help="Print only.")
-@click.option("--responses", type=click.IntRange(1), help="Of each prompt (rollout.n), where the log does not say.")
+@click.option("--responses", type=click.IntRange(1), help="Responses per prompt (rollout.n), if the log does not say.")
 def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, responses: int | None) -> None:
     """Shows where the time of a training step went in a run, and which flag would save most.
 

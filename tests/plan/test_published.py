@@ -19,7 +19,7 @@ OFF = {
 
 @pytest.fixture(scope="module", params=[20, pytest.param(40, marks=pytest.mark.full)])
 def found(request):
-    """Rows by name, each of so many rounds; the table of docs/plan.md is of 40."""
+    """Rows by name, each of so many rounds; the table of docs/benchmarks/plan.md is of 40."""
     return {row.name: row for row in rows(request.param)}
 
 

@@ -245,7 +245,7 @@ async def test_a_call_is_made_again_once_if_its_worker_dies(processes, tmp_path,
             await asyncio.sleep(0.5)  # longer than a waiting call waits for a second worker, of which there is none
         worker.kill()
     found = await task
-    assert (found.verdict, found.reason) == ("killed", "two workers died over it")
+    assert (found.verdict, found.reason) == ("killed", "two workers died while running it")
     assert pool.deaths == 2
     assert (await asyncio.wait_for(waiting, 60)).verdict == "timeout", "who waited for that worker gets the next one"
 

@@ -213,7 +213,7 @@ def test_a_step_with_a_timer_that_is_no_duration_is_left_out_and_said(tmp_path, 
         "\n".join([*lines, json.dumps({"step": 5, "data": {"rl_accel/telemetry/idle_share": other}})])
     )
     output = invoke(profile, tmp_path)
-    assert "note: left out, as the seconds of a stage or of the step are no durations: 4\n" in output
+    assert "note: left out, because a stage or the step has an invalid duration: 4\n" in output
     found = read_run(tmp_path)
     assert (found.steps, found.stages["gen"], found.numbers["idle_share"]) == ([3, 5], 12.0, 0.5)
 

@@ -267,14 +267,14 @@ async def _tell(url: str, payload: dict[str, Any]) -> None:
     try:
         await http_utils.post(f"{url}/abort_request", payload, max_retries=1)
     except Exception as error:  # a dead server holds no requests
-        logger.warning("rl-accel: %s could not be told to abort: %s", url, error)
+        logger.warning("rl-accel: could not send an abort to %s: %s", url, error)
 
 
 async def _requests(url: str) -> int:
     try:
         return int(server_control.num_requests_from_load(await http_utils.get(f"{url}/v1/loads?include=core")))
     except Exception as error:
-        logger.warning("rl-accel: %s does not tell its load: %s", url, error)
+        logger.warning("rl-accel: %s did not report its load: %s", url, error)
         return 0
 
 
@@ -444,7 +444,7 @@ class Responses:
                 try:
                     await self._engines.abort(*([ABORT_ALL] if self._ending else running))
                 except Exception as error:  # without the router, the connections can still be closed
-                    logger.warning("rl-accel: engines could not be told to abort: %s", error)
+                    logger.warning("rl-accel: could not send an abort to the servers: %s", error)
                     for session in left:
                         session.task.cancel()
             for session in left:

@@ -121,7 +121,7 @@ async def _is_dead(server: Server) -> bool:
                 except ActorUnavailableError:  # Ray does not know yet whether the server is dead
                     await asyncio.sleep(0.05)
     except TimeoutError:
-        logger.warning("rl-accel: %s gives no sign of life, nor is it known to be dead", server)
+        logger.warning("rl-accel: %s did not answer within %g s and counts as alive", server, PING_SECONDS)
         return False
     except RayActorError:
         return True
@@ -389,7 +389,7 @@ class RolloutServers:
         try:
             return asyncio.run(find_dead(self._manager.get_replicas()))
         except Exception:
-            logger.exception("rl-accel: whether rollout servers live could not be found out; trying again")
+            logger.exception("rl-accel: could not check whether rollout servers are alive; trying again")
             return []
 
     def _end_training_workers(self, _dead: list[RolloutReplica]) -> None:

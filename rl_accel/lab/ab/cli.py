@@ -64,7 +64,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--only",
     metavar="NAME",
-    help="Of the runs make this one, stock-seed0 say, or only prepare; no report. What a job calls.",
+    help="Make only this run (such as stock-seed0) or only 'prepare', without a report. Used by the jobs of --launch.",
 )
 @click.option("--ray-address", help="Ray cluster that runs join (default: each starts one of its own).")
 @click.option(

@@ -107,10 +107,13 @@ def gather(
 
 @click.command(context_settings={"ignore_unknown_options": True})  # otherwise click rejects --against
 @click.argument("words", nargs=-1, required=True, metavar="RUN... --against RUN...|FILE.yaml")
-@click.option("--out", type=click.Path(path_type=Path), default="out/compare", show_default=True, help="Of the report.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default="out/compare", show_default=True, help="Folder for the report."
+)
 @click.option("--reward", help="Metric to compare.  [default: critic/score/mean, slime's rollout/raw_reward]")
 @click.option(
-    "--margin", help="In which arms are equal: a share of the baseline's gain or a difference.  [default: 2%]"
+    "--margin",
+    help="Largest difference that counts as equal: a share of the baseline's gain, or a number such as 0.01.  [default: 2%]",
 )
 @click.option("--reach", type=float, help="Reward whose first time is compared.  [default: 90% of the baseline's gain]")
 @click.option("--batch-size", type=click.IntRange(1), help="Prompts of a step, where the logs do not say.")

@@ -116,9 +116,9 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @click.command("advantages")
-@click.option("--rows", "-B", type=click.IntRange(2), default=1024, show_default=True, help="Responses of a batch.")
+@click.option("--rows", "-B", type=click.IntRange(2), default=1024, show_default=True, help="Responses per batch.")
 @click.option(
-    "--tokens", "-T", type=click.IntRange(1), default=8192, show_default=True, help="Of the longest response."
+    "--tokens", "-T", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of the longest response."
 )
 def bench_advantages(rows: int, tokens: int) -> None:
     """Time verl's REINFORCE++ and masked_whiten against rl-accel's fast replacements."""

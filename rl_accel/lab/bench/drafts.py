@@ -30,7 +30,9 @@ Response = tuple[list[int], list[int]]
 @click.command("drafts")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
-    "--tokenizer", type=click.Path(exists=True, file_okay=False), help="Its folder; else characters are tokens."
+    "--tokenizer",
+    type=click.Path(exists=True, file_okay=False),
+    help="Folder of the tokenizer. Default: each character is a token.",
 )
 @click.option("--running", type=click.IntRange(min=1), default=64, show_default=True, help="Requests that run at once.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=8, show_default=True, help="Longest draft.")

@@ -352,15 +352,25 @@ def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
 
 @click.command("reward")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for reward.json.")
-@click.option("--responses", type=click.IntRange(min=1), default=RESPONSES, show_default=True, help="Of a prompt.")
 @click.option(
-    "--epochs", type=click.IntRange(min=1), default=EPOCHS, show_default=True, help="How often each prompt comes."
+    "--responses", type=click.IntRange(min=1), default=RESPONSES, show_default=True, help="Responses per prompt."
 )
 @click.option(
-    "--scale", type=click.FloatRange(min=0.02), default=0.07, show_default=True, help="Of all times and limits."
+    "--epochs",
+    type=click.IntRange(min=1),
+    default=EPOCHS,
+    show_default=True,
+    help="Number of times that each prompt is seen.",
 )
 @click.option(
-    "--spread", type=click.FloatRange(min=0), default=0.3, show_default=True, help="Of times within a prompt."
+    "--scale", type=click.FloatRange(min=0.02), default=0.07, show_default=True, help="Factor on all times and limits."
+)
+@click.option(
+    "--spread",
+    type=click.FloatRange(min=0),
+    default=0.3,
+    show_default=True,
+    help="Spread (sigma of the logarithm) of times within a prompt.",
 )
 def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, spread: float) -> None:
     """Measure the savings and the cost of the adaptive time limit for programs that a reward function executes.
