@@ -34,6 +34,11 @@ def did_you_mean(word: Any, known: Iterable[str], prefix: str = "") -> str:
     return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
+def first_line(error: object) -> str:
+    """Returns the first line of the message of ``error``; the name of the class of ``error`` if there is no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class RecipeError(RlAccelError, ValueError):
     """Error for a recipe file of an A/B experiment that cannot be read or does not fit the recipe schema."""
 

@@ -14,6 +14,7 @@ from rl_accel.features import TP_REPLAN, TpReplanFlags
 from rl_accel.integrations.slime import interfaces
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.rollout_log import LOG_INTERFACES, Rollout
+from rl_accel.log import warn_once
 from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
 from rl_accel.parallel.tp_planner import PlannedRun
 from rl_accel.patches.seams import SeamCheck
@@ -142,17 +143,13 @@ def _reader(args: Any) -> _Read:
     server registers with the router again. The counters are available because slime enables metrics on all engines.
     """
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
-    has_warned = False
 
     def read() -> dict[str, Reading | None]:
-        nonlocal has_warned
         try:
             workers = json.loads(fetch(router))["workers"]
             urls = {f"{worker.get('id', '')} {worker['url']}": worker["url"].rstrip("/") for worker in workers}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if not has_warned:
-                logger.warning("rl-accel: preemptions are unknown, %s: %r", router, error)
-            has_warned = True
+            warn_once(router, "rl-accel: preemptions are unknown, %s: %r", router, error)
             return {}
         return ask_endpoints(urls, COUNTERS["sglang"])
 

@@ -30,6 +30,7 @@ from omegaconf import OmegaConf
 from rl_accel.config import Flags
 from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES, TAIL_BATCHING, Feature
+from rl_accel.log import warn_once
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import Registration
@@ -43,7 +44,6 @@ SECTION = "rl_accel"
 """Section of verl's configuration that holds our flags."""
 
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
-_told: set[tuple[str, str]] = set()
 
 
 def trainer() -> Any:
@@ -139,9 +139,9 @@ def _take_in(run: VerlRun) -> None:
         RUNTIME.set_layer(FRAMEWORK, given)
     flags = RUNTIME.flags()
     for feature, reason in wire(run, flags).items():
-        if (feature, reason) not in _told and (run.in_driver or not run.is_v1):  # else verl's V1 driver has logged it
-            _told.add((feature, reason))
-            logger.warning("rl-accel: %s is on and has nothing to do in this run: %s", feature, reason)
+        if run.in_driver or not run.is_v1:  # else verl's V1 driver has logged it
+            message = "rl-accel: %s is on and has nothing to do in this run: %s"
+            warn_once((feature, reason), message, feature, reason)
     left = run.resumes_from if run.in_driver and not flags[TAIL_BATCHING].enable else None
     if left is not None and (left / "tail_batching").is_dir():
         logger.warning("rl-accel: tail_batching is off, and prompts that it had deferred in %s are not trained", left)

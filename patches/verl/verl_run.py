@@ -31,6 +31,9 @@ ENGINES = {"final_output": "vllm", "drafts": "vllm"}
 WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """verl's advantage estimators that end with ``masked_whiten``. The feature ``advantages`` has no effect with other estimators."""
 
+ROLLOUT = "actor_rollout_ref.rollout"
+"""Section of verl's configuration for the rollout."""
+ROUTER_KEY = f"{ROLLOUT}.router_config_path"
 MAINS = {
     "verl.trainer.main_ppo": ("trainer/config", "ppo_trainer"),
     "verl.experimental.fully_async_policy.fully_async_main": (
@@ -49,7 +52,6 @@ _HOMES = {
     "verl.experimental.fully_async_policy": "fully_async",
     "verl.experimental.one_step_off_policy": "one_step_off",
 }
-_ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class VerlRun:
@@ -127,7 +129,7 @@ class VerlRun:
     @property
     def gpus_besides_tp(self) -> int:
         """Number of GPUs per rollout replica, divided by the tensor-parallel size: data-parallel times pipeline-parallel size."""
-        return self._number(f"{_ROLLOUT}.data_parallel_size") * self._number(f"{_ROLLOUT}.pipeline_model_parallel_size")
+        return self._number(f"{ROLLOUT}.data_parallel_size") * self._number(f"{ROLLOUT}.pipeline_model_parallel_size")
 
     @property
     def generates_within_stage(self) -> bool:
@@ -146,8 +148,8 @@ class VerlRun:
             found = self.trainer if self.built is None else f"{self.trainer} ({type(self.built).__name__})"
             reason = "trainer.use_v1 = False" if self.get("trainer.use_v1") is False else ""
             refuse(flag, "the trainer", " or ".join(names), found, reason)
-        if feature in ENGINES and self.get(f"{_ROLLOUT}.name") != ENGINES[feature]:
-            refuse(flag, f"{_ROLLOUT}.name", ENGINES[feature], self.get(f"{_ROLLOUT}.name"))
+        if feature in ENGINES and self.get(f"{ROLLOUT}.name") != ENGINES[feature]:
+            refuse(flag, f"{ROLLOUT}.name", ENGINES[feature], self.get(f"{ROLLOUT}.name"))
 
     def require_chosen(self, flag: str, key: str, value: Any) -> None:
         """Raises ConfigError in the trainer process if the driver process has not set ``key`` to ``value``, as a feature needs.
@@ -176,7 +178,7 @@ class VerlRun:
         if feature == "skip_zero" and self.filters_groups:
             return "algorithm.filter_groups.enable = True: no group has equal rewards"
         if feature == "balance":
-            replica_gpus = self.gpus_besides_tp * self._number(f"{_ROLLOUT}.tensor_model_parallel_size")
+            replica_gpus = self.gpus_besides_tp * self._number(f"{ROLLOUT}.tensor_model_parallel_size")
             return "the rollout has one replica" if self.gpus == replica_gpus else ""
         return ""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_accel.errors import RlAccelError
+from rl_accel.errors import RlAccelError, first_line
 from rl_accel.files import BAD_RECORD
 from rl_accel.rollout.simulation import Floats, Ints
 
@@ -239,7 +239,7 @@ def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
     try:
         encode = AutoTokenizer.from_pretrained(tokenizer).encode
     except (OSError, ValueError) as error:
-        raise RlAccelError(f"--tokenizer: cannot read {tokenizer}: {str(error).splitlines()[0]}") from error
+        raise RlAccelError(f"--tokenizer: cannot read {tokenizer}: {first_line(error)}") from error
     return lambda text: len(encode(text, add_special_tokens=False)), f"tokens of {tokenizer}"
 
 

@@ -27,6 +27,8 @@ POLL_SECONDS = 2.0
 DRAWS = 36
 LEAST_STEPS = 4
 """Smallest number of steps that an estimate rests on."""
+SMALLEST_GAIN = 0.02
+"""Share of a step's seconds. A smaller saving is reported as none."""
 _GROUPS = (4, 8, 16)
 """Numbers of responses per prompt that are assumed in turn where the number is unknown."""
 _ALIKE = (0.0, 0.15, 0.3, 0.45)

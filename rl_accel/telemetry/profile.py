@@ -23,6 +23,7 @@ from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import (
     LEAST_STEPS,
     POLL_SECONDS,
+    SMALLEST_GAIN,
     Estimate,
     Range,
     Rollouts,
@@ -61,8 +62,6 @@ training."""
 
 _TICK = 0.001
 """Seconds per tick of the clock in a simulation of tail_batching."""
-_NOTHING = 0.02
-"""Share of a step. For a smaller saving, no feature is recommended."""
 _NOT_ESTIMATED = (
     "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"
     " from the files of trainer.rollout_data_dir"
@@ -603,7 +602,7 @@ def _show(run: Profile, console: Console) -> None:
 def _conclusion(best: Saving, step_seconds: float) -> str:
     """Returns the sentence on the largest saving in a step."""
     what = f"{best.name}, {format_seconds(best.seconds)} a step."
-    if best.at_most < _NOTHING * step_seconds:
+    if best.at_most < SMALLEST_GAIN * step_seconds:
         return NOTHING_HELPS
     if best.gain is None:
         return f"Largest part that may be saved: {what} {best.advice} may save some of it."

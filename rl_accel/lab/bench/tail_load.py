@@ -40,11 +40,10 @@ from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, Tai
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, clear
 from rl_accel.integrations.verl.tail_batching.wiring import wire
 from rl_accel.patches.verl.verl_run import VerlRun
-from rl_accel.rollout.round_driver import PromptSupply, RolloutDriver
+from rl_accel.rollout.round_driver import METRICS_PREFIX, PromptSupply, RolloutDriver
 from rl_accel.rollout.saved import SettlementLog
 from rl_accel.rollout.tail_batching import TailBatching
 
-PREFIX = "rl_accel/tail_batching/"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 WORKERS, SERVERS = 2, 2
 RATIO = 1.25
@@ -195,7 +194,7 @@ class Load:
         trained = {int(key.split("_")[1]) for key in batch.keys}
         last = max(at for kind, response_id, at in events if kind == "scored" and response_id in trained)
         return {
-            "kind": next(kind for kind in ("short", "long", "final") if metrics[f"{PREFIX}{kind}_round"]),
+            "kind": next(kind for kind in ("short", "long", "final") if metrics[f"{METRICS_PREFIX}{kind}_round"]),
             "launched_responses": len({response_id for _, response_id, _ in events}),
             "seconds": ended - began,
             "trainer_cpu_s": used,
@@ -219,7 +218,7 @@ class Load:
                 f"a batch must be {prompts} prompts x {responses} responses, found {len(by_prompt)} and {len(keys)} keys"
             )
         stored = set((tq.kv_list("train") or {}).get("train", {}))
-        if stored != set(keys) or metrics[f"{PREFIX}ghost_keys"]:
+        if stored != set(keys) or metrics[f"{METRICS_PREFIX}ghost_keys"]:
             raise RuntimeError(f"nothing but the batch may be stored, found {len(stored - set(keys))} other keys")
         if twice := self._trained & by_prompt.keys():
             raise RuntimeError(f"every prompt must be trained once, found {len(twice)} twice")

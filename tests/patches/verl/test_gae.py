@@ -9,7 +9,6 @@ from verl.trainer.ppo import core_algos
 
 from rl_accel.errors import PatchRefused
 from rl_accel.features import GaeFlags
-from rl_accel.patches.parity import warn_once
 from rl_accel.patches.verl import gae
 from rl_accel.switch import SwitchState
 from rl_accel.telemetry import metrics
@@ -21,7 +20,6 @@ from rl_accel.telemetry import metrics
 def original():
     """verl's own function, with which every test begins and ends; no numbers wait."""
     assert PATCH.state() is SwitchState.PENDING
-    warn_once.cache_clear()
     metrics.drain()
     yield core_algos.compute_gae_advantage_return
     PATCH.revert()
