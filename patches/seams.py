@@ -156,7 +156,11 @@ def _differences(interface: Any, ours: Iterable[Any]) -> Iterator[str]:
                 expected = _signature(found, is_method)
                 for note, function in {"": wanted, **overrides}.items():
                     takes = _signature(function, True)
-                    if not (_accepts(takes, expected) or name == "__init__" if note else _accepts(expected, takes)):
+                    if note:  # our override must accept the calls of the framework
+                        fits = name == "__init__" or _accepts(takes, expected)
+                    else:  # the method of the framework must accept our calls
+                        fits = _accepts(expected, takes)
+                    if not fits:
                         yield f"{where}{takes}{note}, found {expected}"
                     is_async = inspect.iscoroutinefunction(function)
                     if wanted not in _remote and inspect.iscoroutinefunction(found) is not is_async:

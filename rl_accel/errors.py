@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 
 class RlAccelError(Exception):
@@ -16,7 +16,7 @@ class ConfigError(RlAccelError, ValueError):
     """
 
 
-def refuse(flag: str, key: str, wanted: Any, found: Any, reason: str = "") -> None:
+def refuse(flag: str, key: str, wanted: Any, found: Any, reason: str = "") -> NoReturn:
     """Raises a ConfigError which says that a feature does not work with a value in the framework's configuration.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from rl_accel import config as cfg
 from rl_accel import log
@@ -88,7 +88,7 @@ def _retried(method: Callable[P, R]) -> Callable[P, R]:
     return retrying
 
 
-def _import_first(module: str) -> None:
+def _import_first(module: str) -> NoReturn:
     raise _ImportFirst(module)
 
 

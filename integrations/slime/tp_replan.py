@@ -7,7 +7,7 @@ configurations. :func:`numbers_of` passes the measurements of each rollout to th
 import json
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import TP_REPLAN, TpReplanFlags
@@ -132,7 +132,7 @@ def _sglang(args: Any, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
-def _refuse(wanted: str, found: Any, reason: str) -> None:
+def _refuse(wanted: str, found: Any, reason: str) -> NoReturn:
     raise ConfigError(f"{FLAG} wants {wanted}, found {found} ({reason})")
 
 

@@ -73,6 +73,11 @@ class TailRun:
         return self.flags.domain_quotas or {}
 
     @property
+    def surplus_prompts(self) -> int:
+        """Number of prompts that a short round starts. Only for a number as ``flags.prompt_ratio``."""
+        return _scaled(self.prompts_per_step, float(self.flags.prompt_ratio))
+
+    @property
     def surplus_responses(self) -> int:
         """Number of responses that a short round (a round that cuts off slow prompts) starts for each prompt.
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rl_accel.features import TailBatchingFlags
 from rl_accel.rollout.simulation import Floats
 from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.rollout.workload import PUBLISHED, PUBLISHED_LIMIT, Lengths, published
@@ -265,9 +264,8 @@ def in_rounds(
 
 def launched_by(prompts: int, responses: int) -> tuple[int, int]:
     """Returns how many prompts a short round launches by default, and how many responses of each."""
-    flags = TailBatchingFlags()
-    run = TailRun(prompts, responses, flags)
-    return math.ceil(float(flags.prompt_ratio) * prompts - 1e-9), run.surplus_responses
+    run = TailRun(prompts, responses)
+    return run.surplus_prompts, run.surplus_responses
 
 
 @dataclass(frozen=True)

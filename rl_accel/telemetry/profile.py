@@ -116,11 +116,8 @@ class Saving:
 
     @property
     def at_most(self) -> float:
-        """Estimated gain of a feature in seconds per step or, if the gain is unknown, the seconds of the whole part.
-
-        Advice other than a feature of rl-accel has a value below 0, so that such advice is listed last.
-        """
-        return -1 / (1 + self.seconds) if not self.ours else self.gain.mean if self.gain else self.seconds
+        """Estimated gain in seconds per step or, if unknown, the seconds of the whole part."""
+        return self.gain.mean if self.gain else self.seconds
 
 
 @dataclass(frozen=True)
@@ -246,7 +243,7 @@ class Profile:
     @cached_property
     def savings(self) -> Sequence[Saving]:
         """Possible savings, the largest first; savings by other means than features of rl-accel come last."""
-        return sorted(_savings(self), key=lambda saving: -saving.at_most)
+        return sorted(_savings(self), key=lambda saving: (not saving.ours, -saving.at_most))
 
     @property
     def missing(self) -> list[str]:
@@ -602,7 +599,7 @@ def _show(run: Profile, console: Console) -> None:
 def _conclusion(best: Saving, step_seconds: float) -> str:
     """Returns the sentence on the largest saving in a step."""
     what = f"{best.name}, {format_seconds(best.seconds)} a step."
-    if best.at_most < SMALLEST_GAIN * step_seconds:
+    if not best.ours or best.at_most < SMALLEST_GAIN * step_seconds:
         return NOTHING_HELPS
     if best.gain is None:
         return f"Largest part that may be saved: {what} {best.advice} may save some of it."
