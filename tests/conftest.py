@@ -400,7 +400,7 @@ def start_server(model_folder) -> Iterator[Callable[..., tuple[str, "subprocess.
 
     Tests are skipped without SGLang. A start takes 45 seconds of processor time, and a server 1.5 GB.
     """
-    if reason := sglang_servers.why_not():
+    if reason := sglang_servers.sglang_problem():
         pytest.skip(reason)
     with ExitStack() as servers:
         yield lambda **options: servers.enter_context(sglang_servers.sglang_server(model_folder, **options))

@@ -69,7 +69,7 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
     )
     if size // stages not in bounds.sizes:
         sizes = " or ".join(map(str, bounds.sizes))
-        flag = f"--rollout-num-gpus-per-engine {size}, {bounds.why_not(size // stages)}"
+        flag = f"--rollout-num-gpus-per-engine {size}, {bounds.obstacles_of(size // stages)}"
         _refuse(f"engines of TP {sizes}", size // stages, flag)
     return bounds
 

@@ -172,7 +172,7 @@ def read_servers(engine: EngineSupport, servers: Sequence[str]) -> Mapping[str, 
 
 
 @functools.cache
-def why_not(package: str, version: str | None, tried: tuple[str, ...]) -> str | None:
+def version_problem(package: str, version: str | None, tried: tuple[str, ...]) -> str | None:
     """Returns the reason why a version of an engine's ``package`` is refused, or None.
 
     ``tried`` are the tested versions, oldest first. A version between two tested ones is accepted with one warning.

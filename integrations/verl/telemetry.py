@@ -83,8 +83,8 @@ class RecordingWorker(agent_loop.WorkerPart):
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
         """Registers an :class:`Observer` of the manager's workers in the trainer process, if telemetry is still on."""
-        if metrics.observer("telemetry") is not None:
-            metrics.observe("telemetry", Observer(manager.config, manager.agent_loop_workers, manager.llm_client))
+        if metrics.observer_of("telemetry") is not None:
+            metrics.set_observer("telemetry", Observer(manager.config, manager.agent_loop_workers, manager.llm_client))
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         run = super()._run_agent_loop

@@ -85,7 +85,7 @@ def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
     )
     tp = run.get(TP_KEY, 1)
     if tp not in bounds.sizes:
-        _refuse(TP_KEY, f"one of {', '.join(map(str, bounds.sizes))}", tp, bounds.why_not(tp))
+        _refuse(TP_KEY, f"one of {', '.join(map(str, bounds.sizes))}", tp, bounds.obstacles_of(tp))
     return bounds
 
 

@@ -35,7 +35,7 @@ from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl.interfaces import Trainer
-from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.patches.verl.verl_run import RAY_TRAINER_CLASS, VerlRun
 from rl_accel.runtime import FRAMEWORK, RUNTIME, switches_of
 
 logger = logging.getLogger("rl_accel")
@@ -51,7 +51,7 @@ def trainer() -> Any:
     return _trainer()
 
 
-def resumed_from(trainer: Trainer) -> Path | None:
+def resumed_checkpoint(trainer: Trainer) -> Path | None:
     """Returns the checkpoint folder from which ``trainer`` resumes, or None. Valid only before the first training step."""
     config, step = trainer.config.trainer, trainer.global_steps
     if config.resume_mode == "resume_path":
@@ -142,7 +142,7 @@ def _take_in(run: VerlRun) -> None:
         if run.in_driver or not run.is_v1:  # else verl's V1 driver has logged it
             message = "rl-accel: %s is on and has nothing to do in this run: %s"
             warn_once((feature, reason), message, feature, reason)
-    left = run.resumes_from if run.in_driver and not flags[TAIL_BATCHING].enable else None
+    left = run.checkpoint_to_resume if run.in_driver and not flags[TAIL_BATCHING].enable else None
     if left is not None and (left / "tail_batching").is_dir():
         logger.warning("rl-accel: tail_batching is off, and prompts that it had deferred in %s are not trained", left)
 
@@ -224,7 +224,7 @@ def _flag_reader(name: str, target: str, supports: str, *params: str) -> Patch:
     )
 
 
-_RAY_TRAINER = "verl.trainer.ppo.ray_trainer:RayPPOTrainer"
+_RAY_TRAINER = ":".join(RAY_TRAINER_CLASS)
 
 SWITCHES = (
     _flag_reader("driver", "verl.utils.config:validate_config", "verl>=0.6", "config"),

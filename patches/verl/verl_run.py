@@ -47,7 +47,7 @@ MAINS = {
 }
 """Mapping from verl's entry-point module to the folder (in the package ``verl``) and the name of its hydra configuration."""
 
-_RAY_TRAINER = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
+RAY_TRAINER_CLASS = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
 _HOMES = {
     "verl.experimental.fully_async_policy": "fully_async",
     "verl.experimental.one_step_off_policy": "one_step_off",
@@ -111,7 +111,7 @@ class VerlRun:
         return bool(self.get("algorithm.filter_groups.enable", False))
 
     @property
-    def resumes_from(self) -> Path | None:
+    def checkpoint_to_resume(self) -> Path | None:
         """Checkpoint folder from which the run will resume. None if the run starts anew or this machine's disk lacks the folder."""
         if (mode := self.get("trainer.resume_mode")) == "resume_path":
             folder = Path(self.get("trainer.resume_from_path", ""))
@@ -201,5 +201,5 @@ class VerlRun:
             for home, trainer in _HOMES.items():
                 if module.startswith(home):
                     return trainer
-        verls: Any = bases.get(_RAY_TRAINER)
+        verls: Any = bases.get(RAY_TRAINER_CLASS)
         return "legacy" if verls and cls.init_workers is verls.init_workers else "recipe"  # type: ignore[attr-defined]

@@ -329,7 +329,7 @@ class RolloutDriver:
         self._failed_in_a_row = 0
         self._last_error = ""
         self._step = 0
-        for rounded in core.run.rounded_ratios:
+        for rounded in core.run.rounding_warnings:
             logger.warning("rl-accel: tail_batching.%s", rounded)
 
     def play(self, step: int, steps_left: int) -> StepResult:
@@ -349,7 +349,7 @@ class RolloutDriver:
         self._carry_out(self.core.begin_round(steps_left, self._now()))
         ending = False
         while self.core.phase is not Phase.BETWEEN_ROUNDS:
-            if self.core.phase is Phase.SETTLING and not ending:
+            if self.core.phase is Phase.STOPPING and not ending:
                 ending = True
                 self._workers.end_round()
             events = self._workers.wait(REPORT_SECONDS)

@@ -29,7 +29,7 @@ PUBLISHED = {"math16k": "math", "code16k": "code", "judge16k": "judge"}
 limit of 16,384 tokens)."""
 PUBLISHED_LIMIT = 16384
 _POINTS = 20_000
-_MOST = 1_000_000_000
+_MAX_NUMBER = 1_000_000_000
 """Largest number that is accepted in a file of response lengths (tokens, or seconds of a reward)."""
 
 
@@ -244,14 +244,14 @@ def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
 
 
 def _number(entry: dict[str, Any], field: str, least: int) -> float:
-    """Returns the number in ``entry[field]``. Raises ValueError if the value is not a number from ``least`` to ``_MOST``."""
+    """Returns the number in ``entry[field]``. Raises ValueError if the value is not a number from ``least`` to ``_MAX_NUMBER``."""
     value = entry[field]
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not least <= number <= _MOST:
-        raise ValueError(f"{field} must be at least {least} and at most {_MOST:,}, found {value!r:.40}")
+    if not least <= number <= _MAX_NUMBER:
+        raise ValueError(f"{field} must be at least {least} and at most {_MAX_NUMBER:,}, found {value!r:.40}")
     return number
 
 

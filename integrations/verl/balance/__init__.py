@@ -2,7 +2,7 @@
 
 A response waits until a rollout replica has a free slot, and may migrate to another replica later. :func:`wire` selects module
 ``router`` in verl's ``router_config_path`` and adds :class:`BalancingWorker` to verl's agent-loop workers. The router actor carries
-out the decisions of :class:`~rl_accel.rollout.balance.Balance`. Module ``client`` replaces the router in verl's client.
+out the instructions of :class:`~rl_accel.rollout.balance.Balance`. Module ``client`` replaces the router in verl's client.
 """
 
 import asyncio
@@ -85,13 +85,13 @@ class BalancingWorker(agent_loop.WorkerPart):
         slots = flags[BALANCE].slots or rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
         router: Any = manager.llm_client._load_balancer
         engine = engine_of(config)
-        resumed = config_intake.resumed_from(config_intake.trainer())
+        resumed = config_intake.resumed_checkpoint(config_intake.trainer())
         file = resumed / LENGTHS if resumed else None
         lengths = json.loads(file.read_text()) if file and file.is_file() else {}
         caches = ray.get(router.set_up.remote(engine, lengths, slots, flags[BALANCE], ordered, together))
         words = "rl-accel: balance: replicas of %d slots, with caches of tokens (None: unknown or without limit): %s%s"
         logger.info(words, slots, caches, "" if engine.stop else "; this engine cannot move responses")
-        metrics.observe("balance", Observer(router, Path(config.trainer.default_local_dir)))
+        metrics.set_observer("balance", Observer(router, Path(config.trainer.default_local_dir)))
 
 
 class Observer:

@@ -67,7 +67,7 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
     """
     get = run.get
     version = _vllm_version()
-    if reason := engines.why_not("vLLM", version, TRIED):
+    if reason := engines.version_problem("vLLM", version, TRIED):
         _refuse("vLLM", f"{TRIED[0]} to {TRIED[-1]}", version, f"vLLM {reason}")
     if get(f"{ROLLOUT}.mtp.enable"):
         run.require_off(_FLAG, f"{ROLLOUT}.mtp.enable_rollout", "an engine has one drafter")

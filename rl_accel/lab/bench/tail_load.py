@@ -41,7 +41,7 @@ from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer
 from rl_accel.integrations.verl.tail_batching.wiring import wire
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.rollout.round_driver import METRICS_PREFIX, PromptSupply, RolloutDriver
-from rl_accel.rollout.saved import SettlementLog
+from rl_accel.rollout.saved import Ledger
 from rl_accel.rollout.tail_batching import TailBatching
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -139,7 +139,7 @@ class ReplicaStandIn:
 class RoundsOnly(TailBatchingTrainer):
     """rl-accel's trainer, reduced to the parts that a rollout round needs. Has no models, no data files and no checkpoints."""
 
-    def __init__(self, driver: RolloutDriver, log: SettlementLog, steps: int) -> None:
+    def __init__(self, driver: RolloutDriver, log: Ledger, steps: int) -> None:
         self._driver, self._log, self._last_step = driver, log, steps
 
 
@@ -169,7 +169,7 @@ class Load:
         self._supply = PromptSupply(self._core.run, lambda: _row(next(numbers)), 10**9)
         replicas = [ReplicaStandIn(server) for server in self._servers.values()]
         stopped = RolloutServers(SimpleNamespace(get_replicas=lambda: replicas), engine_of(config))
-        log = SettlementLog(folder)
+        log = Ledger(folder)
         log.rewind(0)
         # The trainer expects more steps than are run here. In the last steps of a training run, tail batching starts fewer
         # prompts, so that the last round would be smaller than the others.

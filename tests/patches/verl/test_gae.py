@@ -19,7 +19,7 @@ from rl_accel.telemetry import metrics
 @pytest.fixture(autouse=True)
 def original():
     """verl's own function, with which every test begins and ends; no numbers wait."""
-    assert PATCH.state() is SwitchState.PENDING
+    assert PATCH.state() is SwitchState.WAITING
     metrics.drain()
     yield core_algos.compute_gae_advantage_return
     PATCH.revert()
@@ -138,4 +138,4 @@ def test_a_kernel_that_cannot_take_verls_tensors_is_refused():
     for backend, reason in {"triton": "gae.backend=triton|triton", "fastest": "gae.backend=fastest"}.items():
         with pytest.raises(PatchRefused, match=reason):
             PATCH.apply(GaeFlags(backend=backend))
-    assert PATCH.state() is SwitchState.PENDING
+    assert PATCH.state() is SwitchState.WAITING

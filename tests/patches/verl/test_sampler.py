@@ -32,7 +32,7 @@ TIMES = st.lists(st.integers(1, 900), min_size=12, max_size=20, unique=True)
 
 @pytest.fixture(autouse=True)
 def untouched():
-    assert PATCH.state() is SwitchState.PENDING
+    assert PATCH.state() is SwitchState.WAITING
     metrics.drain()
     yield
     PATCH.revert()
