@@ -427,7 +427,7 @@ class Balance:
         if replica is not None and tokens > 0 and seconds > 0:
             again = response.prompt_tokens + response.tokens if response.moves else 0
             self._speed.add(tokens, (replica.count(now) - response.area) / seconds, again, seconds)
-            self._numbers.moves_s += (self._speed.start + again * self._speed.read) * bool(response.moves)
+            self._numbers.move_seconds += (self._speed.start + again * self._speed.read) * bool(response.moves)
             self._numbers.used[replica.name] += seconds
         self._unbind(response, now)
         response.tokens += tokens
@@ -495,7 +495,7 @@ def _stop(response: _Response, replica: _Replica) -> Instruction:
 @dataclass(slots=True)
 class _Numbers:
     moves: int = 0
-    moves_s: float = 0.0
+    move_seconds: float = 0.0
     used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # busy slot-seconds by replica
     done: list[tuple[_Response, float]] = field(default_factory=list)
 
@@ -515,10 +515,10 @@ class _Numbers:
             "slots_in_use_lowest": min(used),
             "slots_in_use_highest": max(used),
             "queue_length": sum(waits) / busy,
-            "queue_wait_s": float(np.mean(waits)),
-            "queue_wait_p90_s": float(np.quantile(waits, 0.9)),
+            "queue_wait_seconds": float(np.mean(waits)),
+            "queue_wait_p90_seconds": float(np.quantile(waits, 0.9)),
             "moves": self.moves,
-            "moves_s": self.moves_s,
+            "move_seconds": self.move_seconds,
             "seconds_saved": end_bound_at_arrival(arrivals, len(used), slots) - until,
         }
         if errors:

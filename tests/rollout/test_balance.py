@@ -318,7 +318,7 @@ def test_numbers_of_a_step():
         host.over(ticket, 100)
     numbers = host.core.take_numbers()
     assert (numbers["slots_in_use"], numbers["moves"]) == (1.0, 0)
-    assert numbers["queue_length"] == numbers["queue_wait_s"] == pytest.approx((1 + 2) / 6)
+    assert numbers["queue_length"] == numbers["queue_wait_seconds"] == pytest.approx((1 + 2) / 6)
     host.now += 100.0  # a step of training
     for ticket in ("a2", "b2"):
         host.request(ticket)
