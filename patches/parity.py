@@ -1,7 +1,6 @@
 """Safeguards for replaced framework functions: a comparison before the swap, and a fallback to the original function."""
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -9,9 +8,8 @@ from typing import Any
 import torch
 
 from rl_accel.errors import BackendMissing, PatchRefused
+from rl_accel.log import warn_once
 from rl_accel.telemetry import metrics
-
-logger = logging.getLogger("rl_accel")
 
 PROBING: ContextVar[bool] = ContextVar("probing", default=False)
 """True while a replacement is called only for comparison. The replacement then records no metrics, and never calls the original."""
@@ -71,16 +69,11 @@ def with_fallback(ours: Callable[..., Any], original: Callable[..., Any], featur
                 raise
             reason = str(error)
         metrics.add(f"{feature}/stock_calls", 1)
-        warn_once(original.__qualname__, reason)
+        name = original.__qualname__
+        warn_once((name, reason), "rl-accel: a call is left to the framework's own %s: %s", name, reason)
         return original(*args, **kwargs)
 
     return replacement
-
-
-@functools.lru_cache(maxsize=32)
-def warn_once(function: str, reason: str) -> None:
-    """Logs a warning that the framework's own ``function`` was called instead of our replacement. Logged once per ``reason``."""
-    logger.warning("rl-accel: a call is left to the framework's own %s: %s", function, reason)
 
 
 def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_accel.errors import PatchRefused, RlAccelError
 from rl_accel.patches import upstream
-from rl_accel.patches.upstream import Place, find, repack, restore_copies, unpack
+from rl_accel.patches.upstream import Location, find, repack, restore_copies, unpack
 from rl_accel.switch import SwitchState
 
 logger = logging.getLogger("rl_accel")
@@ -17,7 +17,7 @@ logger = logging.getLogger("rl_accel")
 
 @dataclass(frozen=True)
 class _Written:
-    place: Place
+    location: Location
     old: Any
     new: Any
 
@@ -78,17 +78,17 @@ class Patch:
         with _lock:
             if self._is_applied():
                 return
-            places, original = self._inspect()
+            locations, original = self._inspect()
             replacement = self._build(original, settings)
-            _written[self] = self._write(places, original, replacement)
+            _written[self] = self._write(locations, original, replacement)
 
     def state(self) -> SwitchState:
         """Returns the state of the patch, read from the locations of the patched function."""
         with _lock:
             written = self._record()
             if not written:
-                return SwitchState.PENDING
-            ours = all(w.place.read() is w.new for w in written)
+                return SwitchState.WAITING
+            ours = all(w.location.read() is w.new for w in written)
             return SwitchState.APPLIED if ours else SwitchState.FOREIGN
 
     def revert(self) -> None:
@@ -100,13 +100,13 @@ class Patch:
         with _lock:
             if self._is_applied():
                 for w in reversed(_written.pop(self)):
-                    w.place.write(w.old)
+                    w.location.write(w.old)
                     restore_copies(self.target, w.new, w.old)
 
     def _record(self) -> tuple[_Written, ...]:
         written = _written.get(self, ())
         # A module that was dropped and imported again holds the original function; our replacement is gone with the old module.
-        if any(not w.place.is_live() for w in written):
+        if any(not w.location.is_live() for w in written):
             del _written[self]
             return ()
         return written
@@ -114,28 +114,28 @@ class Patch:
     def _is_applied(self) -> bool:
         state = self.state()
         if state is SwitchState.FOREIGN:
-            other = next(w.place for w in self._record() if w.place.read() is not w.new)
+            other = next(w.location for w in self._record() if w.location.read() is not w.new)
             found = upstream.describe(other.read())
             raise PatchRefused(f"{self.name}: applied, but {other} now holds {found}; undo that first")
         return state is SwitchState.APPLIED
 
-    def _inspect(self) -> tuple[list[Place], Any]:
+    def _inspect(self) -> tuple[list[Location], Any]:
         try:
-            places = [find(self.target)]
-            original = unpack(places[0].read())
+            locations = [find(self.target)]
+            original = unpack(locations[0].read())
             upstream.require_version(self.supports, self.target)
             upstream.require_own(original, self.target)
             upstream.require_params(original, self.params, self.target)
-            places += [find(where) for where in self.bindings]
-            for place in places[1:]:
-                if unpack(place.read()) is not original:
+            locations += [find(where) for where in self.bindings]
+            for location in locations[1:]:
+                if unpack(location.read()) is not original:
                     raise PatchRefused(
-                        f"{place} holds {upstream.describe(place.read())}, not the object of {places[0]}"
+                        f"{location} holds {upstream.describe(location.read())}, not the object of {locations[0]}"
                     )
         except PatchRefused as error:
             kind = type(error) if self.independent else PatchRefused
             raise kind(f"{self.name}: {error}") from error
-        return places, original
+        return locations, original
 
     def _build(self, original: Any, settings: Any) -> Any:
         if self.fingerprints and self not in _warned and upstream.fingerprint(original) not in self.fingerprints:
@@ -158,16 +158,16 @@ class Patch:
                 raise PatchRefused(f"{self.name}: parity probe against {self.target} failed: {error}") from error
         return replacement
 
-    def _write(self, places: list[Place], original: Any, replacement: Any) -> tuple[_Written, ...]:
-        plan = [_Written(place, place.read(), repack(place.read(), replacement)) for place in places]
+    def _write(self, locations: list[Location], original: Any, replacement: Any) -> tuple[_Written, ...]:
+        plan = [_Written(location, location.read(), repack(location.read(), replacement)) for location in locations]
         done: list[_Written] = []
         try:
             for w in plan:
-                w.place.write(w.new)
+                w.location.write(w.new)
                 done.append(w)
         except Exception as error:
-            refused = plan[len(done)].place
+            refused = plan[len(done)].location
             for w in reversed(done):
-                w.place.write(w.old)
+                w.location.write(w.old)
             raise PatchRefused(f"{self.name}: {refused} cannot be written, nothing stays patched: {error!r}") from error
         return tuple(plan)

@@ -156,7 +156,11 @@ def _differences(interface: Any, ours: Iterable[Any]) -> Iterator[str]:
                 expected = _signature(found, is_method)
                 for note, function in {"": wanted, **overrides}.items():
                     takes = _signature(function, True)
-                    if not (_accepts(takes, expected) or name == "__init__" if note else _accepts(expected, takes)):
+                    if note:  # our override must accept the calls of the framework
+                        fits = name == "__init__" or _accepts(takes, expected)
+                    else:  # the method of the framework must accept our calls
+                        fits = _accepts(expected, takes)
+                    if not fits:
                         yield f"{where}{takes}{note}, found {expected}"
                     is_async = inspect.iscoroutinefunction(function)
                     if wanted not in _remote and inspect.iscoroutinefunction(found) is not is_async:
@@ -231,8 +235,8 @@ class SeamCheck:
     interfaces: tuple[Any, ...]
 
     def state(self) -> SwitchState:
-        """Returns APPLIED if the check has passed since the last :meth:`revert`, else PENDING."""
-        return SwitchState.APPLIED if self.name in _passed else SwitchState.PENDING
+        """Returns APPLIED if the check has passed since the last :meth:`revert`, else WAITING."""
+        return SwitchState.APPLIED if self.name in _passed else SwitchState.WAITING
 
     def apply(self, _settings: Any) -> None:
         """Compares the interfaces with the installed framework, see :func:`require`."""
@@ -266,12 +270,12 @@ class Registration:
     owner: str
 
     def state(self) -> SwitchState:
-        """Returns FOREIGN if the registry holds another object under our name, APPLIED if it holds ours, else PENDING."""
+        """Returns FOREIGN if the registry holds another object under our name, APPLIED if it holds ours, else WAITING."""
         if self.target.partition(":")[0] not in sys.modules:
-            return SwitchState.PENDING
+            return SwitchState.WAITING
         found = self.find()
         if found is None:
-            return SwitchState.PENDING
+            return SwitchState.WAITING
         return SwitchState.APPLIED if getattr(found, "__module__", None) == self.owner else SwitchState.FOREIGN
 
     def apply(self, settings: Any) -> None:
@@ -283,7 +287,7 @@ class Registration:
         state = self.state()
         if state is SwitchState.FOREIGN:
             raise PatchRefused(f"{self.name}: {self.target} is registered already, by {self.find()!r}")
-        if state is SwitchState.PENDING:
+        if state is SwitchState.WAITING:
             try:
                 self.register(settings)
             except (ImportError, AttributeError) as error:
@@ -305,8 +309,8 @@ def step_observer(
     return Registration(
         name=f"verl.{feature}.observer",
         target=target,
-        register=lambda flags: metrics.observe(feature, make(flags)),
-        unregister=lambda: metrics.observe(feature, None),
-        find=lambda: metrics.observer(feature),
+        register=lambda flags: metrics.set_observer(feature, make(flags)),
+        unregister=lambda: metrics.set_observer(feature, None),
+        find=lambda: metrics.observer_of(feature),
         owner=make.__module__,
     )

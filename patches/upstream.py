@@ -27,7 +27,7 @@ _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Location of an object in a framework: attribute ``name`` of the class or module ``owner``, or item ``name`` of a dict.
 
     ``where`` is the location as text, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``. ``keyed`` is True for a dict.
@@ -60,7 +60,7 @@ class Place:
             return False
 
 
-def find(where: str) -> Place:
+def find(where: str) -> Location:
     """Returns the location that ``where`` names, such as ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``.
 
     Raises:
@@ -68,11 +68,11 @@ def find(where: str) -> Place:
         NotInThisVersion: there is no object at this location. Inherited attributes do not count.
         PatchRefused: the module is not imported, or the object is not held by a dict, class or module.
     """
-    place = _locate(where)
-    if place.read() is None:
-        inherited = not place.keyed and isinstance(place.owner, type) and hasattr(place.owner, place.name)
+    location = _locate(where)
+    if location.read() is None:
+        inherited = not location.keyed and isinstance(location.owner, type) and hasattr(location.owner, location.name)
         raise NotInThisVersion(f"{where} {'is inherited, not defined there' if inherited else 'does not exist'}")
-    return place
+    return location
 
 
 def restore_copies(target: str, new: Any, old: Any) -> None:
@@ -181,10 +181,10 @@ def describe(item: Any) -> str:
     return f"{_home(inner)}.{name}"
 
 
-def _locate(where: str) -> Place:
+def _locate(where: str) -> Location:
     match = _FORM.fullmatch(where)
     if match is None:
-        raise ValueError(f"a place is 'pkg.mod:attr', 'pkg.mod:Class.attr' or 'pkg.mod:DICT[key]', found {where!r}")
+        raise ValueError(f"a location is 'pkg.mod:attr', 'pkg.mod:Class.attr' or 'pkg.mod:DICT[key]', found {where!r}")
     module = sys.modules.get(match["module"])
     if module is None:
         raise PatchRefused(f"{match['module']} is not imported")
@@ -197,10 +197,10 @@ def _locate(where: str) -> Place:
     if attribute is None:
         if not isinstance(owner, dict):
             raise PatchRefused(f"{where}: wanted a dict, found {type(owner).__name__}")
-        return Place(where, owner, match["key"], keyed=True)
+        return Location(where, owner, match["key"], keyed=True)
     if not isinstance(owner, type | ModuleType):
         raise PatchRefused(f"{where}: wanted a class or module to hold it, found {type(owner).__name__}")
-    return Place(where, owner, attribute, keyed=False)
+    return Location(where, owner, attribute, keyed=False)
 
 
 def _package(where: str) -> str:

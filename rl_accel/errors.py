@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 
 class RlAccelError(Exception):
@@ -16,7 +16,7 @@ class ConfigError(RlAccelError, ValueError):
     """
 
 
-def refuse(flag: str, key: str, wanted: Any, found: Any, reason: str = "") -> None:
+def refuse(flag: str, key: str, wanted: Any, found: Any, reason: str = "") -> NoReturn:
     """Raises a ConfigError which says that a feature does not work with a value in the framework's configuration.
 
     Args:
@@ -32,6 +32,11 @@ def did_you_mean(word: Any, known: Iterable[str], prefix: str = "") -> str:
     """Returns the hint " (did you mean x?)" for the name x in ``known`` that is most similar to ``word``; "" if none is similar."""
     close = difflib.get_close_matches(str(word), known, n=1)
     return f" (did you mean {prefix}{close[0]}?)" if close else ""
+
+
+def first_line(error: object) -> str:
+    """Returns the first line of the message of ``error``; the name of the class of ``error`` if there is no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class RecipeError(RlAccelError, ValueError):

@@ -1,6 +1,12 @@
 """Logging setup that shows the messages of rl-accel even if another package silences the root logger."""
 
 import logging
+from collections.abc import Hashable
+
+from rl_accel.switch import forget_when_off
+
+_warned: set[Hashable] = set()
+forget_when_off.append(_warned.clear)
 
 
 class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -22,3 +28,10 @@ def set_up() -> None:
         handler = _FallbackHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))
         logger.addHandler(handler)
+
+
+def warn_once(key: Hashable, message: str, *arguments: object) -> None:
+    """Logs ``message`` as a warning, unless one with this ``key`` was logged since the last feature was turned off, if ever."""
+    if key not in _warned:
+        _warned.add(key)
+        logging.getLogger("rl_accel").warning(message, *arguments)

@@ -55,7 +55,7 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float) -> list[str]:
+def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float = 2.0) -> list[str]:
     """Sends SIGTERM to the processes that ``find`` returns, and SIGKILL to those still alive after ``grace_s`` seconds.
 
     SIGKILL is repeated for up to 10 seconds. A process that is alive then is stuck in the kernel, and given up.
@@ -80,17 +80,12 @@ def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float) -> lis
     return ended
 
 
-def end_descendants(leave_s: float, grace_s: float = 2.0) -> list[str]:
-    """Ends the remaining descendants of the calling process, and returns the names of the processes that had to be ended.
-
-    Args:
-        leave_s: seconds that the descendants have to end by themselves before SIGTERM is sent.
-        grace_s: seconds between SIGTERM and SIGKILL.
-    """
+def end_descendants(leave_s: float) -> list[str]:
+    """Ends the descendants of the calling process that live longer than ``leave_s`` seconds. Returns their names."""
     deadline = time.monotonic() + leave_s
     while descendants() and time.monotonic() < deadline:
         time.sleep(0.1)
-    return end_all(descendants, grace_s)
+    return end_all(descendants)
 
 
 def shell_exit_code(returncode: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from rl_accel import config as cfg
 from rl_accel import log
@@ -34,14 +34,14 @@ FLAG_VARIABLES = (cfg.NAMES_VAR, cfg.ENV_VAR, SOURCES_VAR)
 NAMES, ENVIRONMENT = f"environment {cfg.NAMES_VAR}", f"environment {cfg.ENV_VAR}"
 FRAMEWORK, KEYWORDS = "framework config", "rl_accel.enable()"
 _PRECEDENCE = (NAMES, ENVIRONMENT, FRAMEWORK, KEYWORDS)
-Layers = dict[str, dict[str, Any]] | None
+FlagSources = dict[str, dict[str, Any]] | None
 """Mapping from source name to the flags of that source. None after :func:`disable`: all features are off, whatever the
 environment and the framework's configuration say."""
 _FLAG_READER, _LOGGER = "reading flags", "logging"
 
 
 @dataclass(eq=False)
-class _Slot:
+class _WantedSwitch:
     """A switch (one change to a framework) that the flags turn on in this process."""
 
     switch: Switch
@@ -88,7 +88,7 @@ def _retried(method: Callable[P, R]) -> Callable[P, R]:
     return retrying
 
 
-def _import_first(module: str) -> None:
+def _import_first(module: str) -> NoReturn:
     raise _ImportFirst(module)
 
 
@@ -97,10 +97,10 @@ class Runtime:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._layers: Layers = {}
+        self._layers: FlagSources = {}
         self._flags = cfg.resolve([])
         self._reads_flags = False
-        self._slots: dict[str, _Slot] = {}
+        self._switches: dict[str, _WantedSwitch] = {}
         self._warned: set[str] = set()
 
     def flags(self) -> cfg.Flags:
@@ -134,7 +134,7 @@ class Runtime:
         with self._lock:
             if self._layers is None:
                 return
-            inherited: Layers = json.loads(payload) if payload else {}
+            inherited: FlagSources = json.loads(payload) if payload else {}
             if inherited == {}:
                 inherited = _environment()
             if inherited is None and any(word.lstrip("+").startswith("rl_accel.") for word in sys.argv):
@@ -145,18 +145,18 @@ class Runtime:
             layers = None if inherited is None else {**inherited, **self._layers}
             self._replace_layers(layers, publish=bool(layers) and payload is None)
 
-    def layers(self) -> Layers:
+    def layers(self) -> FlagSources:
         """Returns a copy of the mapping from source name to flags, for a later :meth:`restore`. None after :func:`disable`."""
         with self._lock:
             return None if self._layers is None else dict(self._layers)
 
     @_retried
-    def restore(self, layers: Layers) -> None:
+    def restore(self, layers: FlagSources) -> None:
         """Restores the flags of all sources to ``layers``, which :meth:`layers` returned earlier. None: turns all features off."""
         with self._lock:
             self._replace_layers(layers, publish=True)
 
-    def _replace_layers(self, layers: Layers, publish: bool) -> None:
+    def _replace_layers(self, layers: FlagSources, publish: bool) -> None:
         before = self._layers, self._flags
         given = layers or {}
         flags = cfg.resolve([(source, given[source]) for source in _PRECEDENCE if source in given])
@@ -184,21 +184,21 @@ class Runtime:
         importlib.import_module("rl_accel.integrations.ray.propagate").publish(payload)
 
     def _bring_in_line(self) -> None:
-        wanted = {slot.switch.name: slot for slot in self._wanted()}
-        for name, slot in list(self._slots.items()):
-            fresh = wanted.get(name)
-            if fresh is not None and (fresh.settings, fresh.named) == (slot.settings, slot.named):
-                del wanted[name]
+        missing = {wanted.switch.name: wanted for wanted in self._wanted()}
+        for name, present in list(self._switches.items()):
+            fresh = missing.get(name)
+            if fresh is not None and (fresh.settings, fresh.named) == (present.settings, present.named):
+                del missing[name]
                 continue
-            if slot.refusal is None:
-                slot.switch.revert()
-            del self._slots[name]
-        self._slots.update(wanted)
-        for slot in wanted.values():
-            module = slot.switch.target.partition(":")[0]
-            when_imported(module, functools.partial(self._apply, slot), wait=_import_first)
+            if present.refusal is None:
+                present.switch.revert()
+            del self._switches[name]
+        self._switches.update(missing)
+        for wanted in missing.values():
+            module = wanted.switch.target.partition(":")[0]
+            when_imported(module, functools.partial(self._apply, wanted), wait=_import_first)
 
-    def _wanted(self) -> Iterator[_Slot]:
+    def _wanted(self) -> Iterator[_WantedSwitch]:
         on = False
         for feature in FEATURES:
             requested = self._flags.requested(feature)
@@ -213,7 +213,7 @@ class Runtime:
             for framework in installed:
                 for module in feature.switches[framework]:
                     for switch in _imported_switches(module):
-                        yield _Slot(switch, feature.name, named, self._flags[feature])
+                        yield _WantedSwitch(switch, feature.name, named, self._flags[feature])
         for owner, modules, wanted in (
             (_FLAG_READER, FLAG_READERS, on or (self._reads_flags and self._layers is not None)),
             (_LOGGER, LOGGERS, on),
@@ -221,30 +221,30 @@ class Runtime:
             for framework, module in modules.items():
                 if wanted and is_installed(framework):
                     for switch in _imported_switches(module):
-                        yield _Slot(switch, owner, False, None)
+                        yield _WantedSwitch(switch, owner, False, None)
 
-    def _apply(self, slot: _Slot, _module: ModuleType) -> None:
+    def _apply(self, wanted: _WantedSwitch, _module: ModuleType) -> None:
         with self._lock:
-            if self._slots.get(slot.switch.name) is not slot:
+            if self._switches.get(wanted.switch.name) is not wanted:
                 return  # the switch was turned off while waiting for the import
             try:
-                slot.switch.apply(slot.settings)
+                wanted.switch.apply(wanted.settings)
             except PatchRefused as error:
-                slot.refusal = str(error)
-                others = (s for s in self._slots.values() if s.owner == slot.owner and s.refusal is None)
-                slot.unsupported = isinstance(error, NotInThisVersion)
-                if slot.named and not (slot.unsupported and any(others)):
-                    self._revert_others(slot)
+                wanted.refusal = str(error)
+                others = (s for s in self._switches.values() if s.owner == wanted.owner and s.refusal is None)
+                wanted.unsupported = isinstance(error, NotInThisVersion)
+                if wanted.named and not (wanted.unsupported and any(others)):
+                    self._revert_others(wanted)
                     raise
-                if slot.refusal not in self._warned:  # warn once, even if a later call tries the switch again
-                    self._warned.add(slot.refusal)
-                    logger.warning("rl-accel: %s stays off: %s", slot.switch.name, error)
+                if wanted.refusal not in self._warned:  # warn once, even if a later call tries the switch again
+                    self._warned.add(wanted.refusal)
+                    logger.warning("rl-accel: %s stays off: %s", wanted.switch.name, error)
 
-    def _revert_others(self, refused: _Slot) -> None:
-        for slot in self._slots.values():
-            if slot.owner == refused.owner and slot.refusal is None:
-                slot.switch.revert()
-                slot.refusal = f"reverted, because {refused.switch.name} was refused"
+    def _revert_others(self, refused: _WantedSwitch) -> None:
+        for wanted in self._switches.values():
+            if wanted.owner == refused.owner and wanted.refusal is None:
+                wanted.switch.revert()
+                wanted.refusal = f"reverted, because {refused.switch.name} was refused"
 
     def status(self) -> Status:
         """Returns the status of all features and switches in this process, read from the imported framework modules."""
@@ -262,7 +262,7 @@ class Runtime:
             )
 
     def _status_of(self, owner: str) -> tuple[SwitchStatus, ...]:
-        return tuple(slot.status() for slot in self._slots.values() if slot.owner == owner)
+        return tuple(wanted.status() for wanted in self._switches.values() if wanted.owner == owner)
 
 
 def switches_of(module: str) -> tuple[Switch, ...]:

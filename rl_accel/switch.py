@@ -14,12 +14,12 @@ forget_when_off: list[Callable[[], object]] = []
 class SwitchState(enum.Enum):
     """State of a switch (one reversible change to a framework), read from the framework's objects in memory.
 
-    PENDING: not applied, for example because the framework's module is not imported yet.
+    WAITING: not applied, for example because the framework's module is not imported yet.
     APPLIED: in force.
     FOREIGN: other code has wrapped or replaced our object, or has registered another object under the name that we need.
     """
 
-    PENDING = "waiting"
+    WAITING = "waiting"
     APPLIED = "applied"
     FOREIGN = "foreign"
 
@@ -65,12 +65,12 @@ class FeatureStatus:
 
     name: str
     requested: str
-    patches: tuple[SwitchStatus, ...]
+    switches: tuple[SwitchStatus, ...]
 
     @property
     def applied(self) -> bool:
         """True if at least one switch of the feature is applied, and no switch of the feature is refused or foreign."""
-        states = {patch.state for patch in self.patches}
+        states = {switch.state for switch in self.switches}
         return "applied" in states and not states & {"refused", "foreign"}
 
 
@@ -107,7 +107,7 @@ class Status:
         others = (("reads flags", self.flag_readers), ("logs numbers", self.loggers))
         rows = []
         for name, requested, switches in (
-            *((feature.name, feature.requested, feature.patches) for feature in self.features),
+            *((feature.name, feature.requested, feature.switches) for feature in self.features),
             *((name, "", switches) for name, switches in others if switches),
         ):
             rows.append((name, requested, "", ""))

@@ -26,6 +26,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import settings
 
+from rl_accel import log
 from rl_accel.lab import sglang_servers
 from rl_accel.lab.ab.runner import RAY_DID_NOT_START
 
@@ -95,6 +96,12 @@ def flags_are_put_back() -> Iterator[None]:
     if _flags_of_this_process() != before:
         sys.modules["rl_accel.runtime"].RUNTIME.restore(before[0])
     assert _flags_of_this_process() == before
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_new() -> None:
+    """What is logged once in a process is logged once in each test."""
+    log._warned.clear()
 
 
 @pytest.fixture
@@ -393,7 +400,7 @@ def start_server(model_folder) -> Iterator[Callable[..., tuple[str, "subprocess.
 
     Tests are skipped without SGLang. A start takes 45 seconds of processor time, and a server 1.5 GB.
     """
-    if reason := sglang_servers.why_not():
+    if reason := sglang_servers.sglang_problem():
         pytest.skip(reason)
     with ExitStack() as servers:
         yield lambda **options: servers.enter_context(sglang_servers.sglang_server(model_folder, **options))

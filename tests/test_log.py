@@ -1,5 +1,25 @@
 """Warnings of the pack are seen whatever others do to the root logger, and never twice."""
 
+import pytest
+
+from rl_accel.errors import first_line
+from rl_accel.log import warn_once
+from rl_accel.switch import forget_when_off
+
+
+def test_a_warning_is_logged_once_until_all_is_off(caplog):
+    for step in range(3):
+        warn_once("key", "at step %d", step)
+    for forget in forget_when_off:
+        forget()
+    warn_once("key", "at step %d", 3)
+    assert [record.getMessage() for record in caplog.records] == ["at step 0", "at step 3"]
+
+
+@pytest.mark.parametrize(("message", "line"), [("\n one\ntwo", "one"), ("", "ValueError"), ("\n", "ValueError")])
+def test_the_first_line_of_an_error_is_never_empty(message, line):
+    assert first_line(ValueError(message)) == line
+
 
 def test_a_root_logger_that_another_package_mutes_does_not_mute_ours(python):
     done = python(

@@ -98,7 +98,7 @@ def test_nothing_is_imported_and_patches_wait_for_the_framework(fake_verl, check
         assert rl_accel.status()["gae"].requested == "off"
         status = rl_accel.enable(gae=True)
         assert "verl" not in sys.modules, "enable() must not import the framework"
-        assert {p.state for p in status["gae"].patches} == {"waiting"}, status
+        assert {p.state for p in status["gae"].switches} == {"waiting"}, status
         print(json.dumps(status.to_dict()))
         print(status)
         from verl.trainer.ppo import core_algos
@@ -108,10 +108,10 @@ def test_nothing_is_imported_and_patches_wait_for_the_framework(fake_verl, check
         rl_accel.disable()
         assert core_algos.compute_gae_advantage_return is original
         assert core_algos.ADV_ESTIMATOR_REGISTRY["gae"] is original
-        assert rl_accel.status()["gae"].patches == ()
+        assert rl_accel.status()["gae"].switches == ()
     """)
     first, *text = stdout.splitlines()
-    assert json.loads(first)["features"][0]["patches"][0]["state"] == "waiting"
+    assert json.loads(first)["features"][0]["switches"][0]["state"] == "waiting"
     assert any("waiting" in line and "verl.gae" in line for line in text)
 
 
@@ -179,7 +179,7 @@ def test_a_changed_verl_is_one_warning_automatically_and_one_error_by_name(fake_
         from verl.trainer.ppo import core_algos
         original = core_algos.compute_gae_advantage_return
         rl_accel.enable(auto=True, sampler=False, advantages=False)
-        (patch,) = rl_accel.status()["gae"].patches
+        (patch,) = rl_accel.status()["gae"].switches
         assert patch.state == "refused" and not rl_accel.status()["gae"].applied
         reason = patch.reason
         rl_accel.disable()
@@ -230,7 +230,7 @@ def test_a_patch_that_is_not_for_this_version_leaves_the_rest_of_its_feature_on(
         from verl.trainer.ppo import core_algos
         from rl_accel.errors import PatchRefused
         status = rl_accel.enable(advantages=True)["advantages"]
-        states = {p.name: p.state for p in status.patches}
+        states = {p.name: p.state for p in status.switches}
         assert states.pop("verl.masked_whiten") == "applied", states
         assert set(states.values()) == {"unsupported"}, states
         assert status.applied
@@ -240,7 +240,7 @@ def test_a_patch_that_is_not_for_this_version_leaves_the_rest_of_its_feature_on(
             rl_accel.enable(advantages=True)
         except PatchRefused as error:
             print(error)
-        print(rl_accel.status()["advantages"].patches)
+        print(rl_accel.status()["advantages"].switches)
     """)
     assert "verl.masked_whiten: verl.utils.torch_functional:masked_whiten does not exist" in stdout
     assert stdout.endswith("()\n")

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import httpx
 import pandas as pd
 
-from rl_accel.lab.sglang_servers import sglang_router, sglang_server, why_not
+from rl_accel.lab.sglang_servers import sglang_problem, sglang_router, sglang_server
 
 PROMPTS, RESPONSES, LIMIT = 16, 4, 1024
 ARMS = ("over_sampling", "sampler", "partial", "plain", "tail")
@@ -106,7 +106,7 @@ def main():
     root = os.environ.get("SLIME_ROOT", "")
     if not (Path(root) / "slime" / "rollout").is_dir():
         raise SystemExit(f"SLIME_ROOT must name a checkout of https://github.com/THUDM/slime, found {root!r}")
-    if reason := why_not():
+    if reason := sglang_problem():
         raise SystemExit(reason)
     sys.path[:0] = [root, str(Path(__file__).parent)]
     logging.basicConfig(level=logging.INFO)

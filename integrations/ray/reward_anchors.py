@@ -21,6 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from rl_accel.errors import first_line
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import AnchorDelta, AnchorStore, LocalAnchors, Update
@@ -163,7 +164,7 @@ class StoreClient:
                 return
             self._call, self._handle = None, None
             self._replica.put_back(delta)
-            self._complain(str(error).splitlines()[0])
+            self._complain(first_line(error))
         else:
             if self._call is not mine:
                 return
@@ -210,7 +211,7 @@ class Collector:
                 self._reply = None
             if not self._incarnation:
                 return {}
-            logger.warning("rl-accel: no numbers of this step's rewards: %s", str(error).splitlines()[:1])
+            logger.warning("rl-accel: no numbers of this step's rewards: %s", first_line(error))
             return {"reward_timeout/store_unreachable": 1.0}
         restarts = float(self._incarnation not in ("", incarnation))
         self._incarnation, self._reply = incarnation, None

@@ -7,13 +7,14 @@ configurations. :func:`numbers_of` passes the measurements of each rollout to th
 import json
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import TP_REPLAN, TpReplanFlags
 from rl_accel.integrations.slime import interfaces
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.rollout_log import LOG_INTERFACES, Rollout
+from rl_accel.log import warn_once
 from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
 from rl_accel.parallel.tp_planner import PlannedRun
 from rl_accel.patches.seams import SeamCheck
@@ -68,7 +69,7 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
     )
     if size // stages not in bounds.sizes:
         sizes = " or ".join(map(str, bounds.sizes))
-        flag = f"--rollout-num-gpus-per-engine {size}, {bounds.why_not(size // stages)}"
+        flag = f"--rollout-num-gpus-per-engine {size}, {bounds.obstacles_of(size // stages)}"
         _refuse(f"engines of TP {sizes}", size // stages, flag)
     return bounds
 
@@ -131,7 +132,7 @@ def _sglang(args: Any, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
-def _refuse(wanted: str, found: Any, reason: str) -> None:
+def _refuse(wanted: str, found: Any, reason: str) -> NoReturn:
     raise ConfigError(f"{FLAG} wants {wanted}, found {found} ({reason})")
 
 
@@ -142,17 +143,13 @@ def _reader(args: Any) -> _Read:
     server registers with the router again. The counters are available because slime enables metrics on all engines.
     """
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
-    has_warned = False
 
     def read() -> dict[str, Reading | None]:
-        nonlocal has_warned
         try:
             workers = json.loads(fetch(router))["workers"]
             urls = {f"{worker.get('id', '')} {worker['url']}": worker["url"].rstrip("/") for worker in workers}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if not has_warned:
-                logger.warning("rl-accel: preemptions are unknown, %s: %r", router, error)
-            has_warned = True
+            warn_once(router, "rl-accel: preemptions are unknown, %s: %r", router, error)
             return {}
         return ask_endpoints(urls, COUNTERS["sglang"])
 

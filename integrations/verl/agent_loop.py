@@ -82,7 +82,7 @@ def manager_class(config: Any) -> Any:
     """Returns a subclass of verl's agent-loop manager for the trainer of ``config``, with workers of :func:`worker_class`."""
     import ray
 
-    if _hands_over_in_transfer_queue(config):
+    if _is_v1(config):
         from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ as VerlManager
     else:
         from verl.experimental.agent_loop.agent_loop import AgentLoopManager as VerlManager
@@ -103,7 +103,7 @@ def manager_class(config: Any) -> Any:
 
 def worker_class(config: Any) -> Any:
     """Returns a subclass of verl's agent-loop worker for the trainer of ``config``, with the mixins named in ``config``."""
-    if _hands_over_in_transfer_queue(config):
+    if _is_v1(config):
         from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
         # verl exports this class wrapped by @ray.remote, and a wrapped class cannot be subclassed.
@@ -115,7 +115,7 @@ def worker_class(config: Any) -> Any:
     return type("AgentLoopWorker", (*_parts(config), worker), {})
 
 
-def _hands_over_in_transfer_queue(config: Any) -> bool:
+def _is_v1(config: Any) -> bool:
     return bool(OmegaConf.select(config, KEY, default=None) != LEGACY_MANAGER)
 
 

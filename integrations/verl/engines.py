@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from packaging.version import Version
 
+from rl_accel.patches.verl.verl_run import ROLLOUT
 from rl_accel.telemetry.server_counters import COUNTERS, Reading, ask_endpoints
 
 logger = logging.getLogger("rl_accel")
@@ -123,7 +124,6 @@ def _pause_sglang(server: Any) -> None:
     _in_loop_of_sglang(server, server.abort_all_requests() if _lacks(manager) else pause())
 
 
-_ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINES = {
     # No aborts_by_id: verl 0.9's abort_request looks up request ids that vLLM 0.24 no longer uses.
     "vllm": EngineSupport(
@@ -132,13 +132,13 @@ _ENGINES = {
         read_counters=_from_endpoints("vllm"),
         stop=_stop_in_vllm,
         cache_tokens=_cache_of_vllm,
-        counting=(f"{_ROLLOUT}.disable_log_stats", False),
+        counting=(f"{ROLLOUT}.disable_log_stats", False),
     ),
     "sglang": EngineSupport(
         read_counters=_from_endpoints("sglang"),
         abort=_abort_in_sglang,
         pause=_pause_sglang,
-        counting=(f"{_ROLLOUT}.engine_kwargs.sglang.enable_metrics", True),
+        counting=(f"{ROLLOUT}.engine_kwargs.sglang.enable_metrics", True),
     ),
 }
 
@@ -172,7 +172,7 @@ def read_servers(engine: EngineSupport, servers: Sequence[str]) -> Mapping[str, 
 
 
 @functools.cache
-def why_not(package: str, version: str | None, tried: tuple[str, ...]) -> str | None:
+def version_problem(package: str, version: str | None, tried: tuple[str, ...]) -> str | None:
     """Returns the reason why a version of an engine's ``package`` is refused, or None.
 
     ``tried`` are the tested versions, oldest first. A version between two tested ones is accepted with one warning.

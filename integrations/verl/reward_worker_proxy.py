@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rl_accel.errors import first_line
 from rl_accel.patches.verl.interfaces import RewardLoopWorker
 
 logger = logging.getLogger("rl_accel")
@@ -92,7 +93,7 @@ class RewardWorkerProxy:
                 if isinstance(error, ActorUnavailableError):  # the worker may come back
                     await asyncio.sleep(_PAUSE_SECONDS)
                 elif worker is self._worker:  # otherwise a call for another response has replaced the worker
-                    logger.warning("rl-accel: a reward worker has died and is replaced: %s", str(error).splitlines()[0])
+                    logger.warning("rl-accel: a reward worker has died and is replaced: %s", first_line(error))
                     self._deaths += 1
                     self._worker = self._successor(self._deaths)
 

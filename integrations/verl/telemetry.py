@@ -8,7 +8,6 @@ counters of the rollout servers.
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
 from collections import deque
@@ -19,9 +18,11 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
+from rl_accel.errors import first_line
 from rl_accel.features import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import engine_of, read_servers
+from rl_accel.log import warn_once
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import extends, step_observer
 from rl_accel.patches.verl import config_intake
@@ -30,8 +31,6 @@ from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics, stage_clock
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Counters
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, Response
-
-logger = logging.getLogger("rl_accel")
 
 FILE_KEY = "trainer.rl_accel_telemetry"
 """Key in verl's configuration for the path of the file with response records."""
@@ -84,8 +83,8 @@ class RecordingWorker(agent_loop.WorkerPart):
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
         """Registers an :class:`Observer` of the manager's workers in the trainer process, if telemetry is still on."""
-        if metrics.observer("telemetry") is not None:
-            metrics.observe("telemetry", Observer(manager.config, manager.agent_loop_workers, manager.llm_client))
+        if metrics.observer_of("telemetry") is not None:
+            metrics.set_observer("telemetry", Observer(manager.config, manager.agent_loop_workers, manager.llm_client))
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         run = super()._run_agent_loop
@@ -164,7 +163,6 @@ class Observer:
         self._silent_steps = 0
         self._slots_each = OmegaConf.select(config, "actor_rollout_ref.rollout.max_num_seqs", default=None) or 0
         self._window_known = VerlRun(config, config_intake.trainer()).generates_within_stage
-        self._warned: set[str] = set()
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
         """Returns the telemetry metrics of a training step by name, such as ``telemetry/idle_share``.
@@ -179,7 +177,7 @@ class Observer:
         try:
             stage_clock.keep(self._file, step, responses)
         except OSError as error:
-            self._warn_once("responses cannot be kept for rl-accel profile", error)
+            _warn("responses cannot be kept for rl-accel profile", error)
         found = stage_clock.completion(responses)
         seconds = logged.get("timing_s/gen", 0.0)
         if self._window_known and responses and seconds > 0:
@@ -203,7 +201,7 @@ class Observer:
             try:
                 responses += ray.get(call, timeout=0)
             except Exception as error:
-                self._warn_once("notes of an agent-loop worker are missing", error)
+                _warn("notes of an agent-loop worker are missing", error)
         return responses
 
     def _servers(self) -> list[str]:
@@ -221,10 +219,9 @@ class Observer:
         self._silent_steps = 0 if preemptions is not None else self._silent_steps + 1
         return preemptions
 
-    def _warn_once(self, what: str, error: Exception) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            logger.warning("rl-accel: telemetry: %s: %s", what, str(error).splitlines()[:1])
+
+def _warn(what: str, error: Exception) -> None:
+    warn_once(what, "rl-accel: telemetry: %s: %s", what, first_line(error))
 
 
 SWITCHES = (

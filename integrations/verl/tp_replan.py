@@ -18,19 +18,19 @@ from rl_accel.errors import refuse
 from rl_accel.features import TpReplanFlags
 from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl.engines import counted_engines, engine_of, read_servers
+from rl_accel.log import warn_once
 from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
 from rl_accel.parallel.tp_planner import PlannedRun, TPDecision
 from rl_accel.patches.seams import step_observer
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import Trainer
-from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.patches.verl.verl_run import ROLLOUT, VerlRun
 from rl_accel.telemetry.server_counters import Counters
 
 logger = logging.getLogger("rl_accel")
 
 _refuse = functools.partial(refuse, FLAG)
 TP_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-_ROLLOUT = "actor_rollout_ref.rollout"
 _STEP = "training/global_step"
 
 
@@ -48,8 +48,8 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
     engine = engine_of(run.config)
     if engine.read_counters is None:
         wanted = f"one of {', '.join(counted_engines())}"
-        _refuse(f"{_ROLLOUT}.name", wanted, run.get(f"{_ROLLOUT}.name"), "preemptions of others are not known")
-    run.require_off(FLAG, f"{_ROLLOUT}.disaggregation.enabled")
+        _refuse(f"{ROLLOUT}.name", wanted, run.get(f"{ROLLOUT}.name"), "preemptions of others are not known")
+    run.require_off(FLAG, f"{ROLLOUT}.disaggregation.enabled")
     if flags.action == "restart":
         _check_checkpoints(run)
     bounds_of(run.config, flags)
@@ -71,21 +71,21 @@ def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
     run = VerlRun(config)
     gpus, others = run.gpus, run.gpus_besides_tp
     if gpus % others:
-        _refuse(f"{_ROLLOUT}.data_parallel_size x pipeline_model_parallel_size", f"a divisor of {gpus} GPUs", others)
+        _refuse(f"{ROLLOUT}.data_parallel_size x pipeline_model_parallel_size", f"a divisor of {gpus} GPUs", others)
     lengths = (run.get(f"data.max_{part}_length", 0) for part in ("prompt", "response"))
-    is_quantised = bool(run.get(f"{_ROLLOUT}.quantization"))
+    is_quantised = bool(run.get(f"{ROLLOUT}.quantization"))
     bounds = TpBounds(
         flags,
         gpus // others,
         run.get("trainer.n_gpus_per_node", 1),
         model=read_configuration(str(run.get("actor_rollout_ref.model.path", "")), is_quantised, _copied),
-        max_tokens=run.get(f"{_ROLLOUT}.max_model_len", 0) or sum(lengths) or None,
-        memory_share=float(run.get(f"{_ROLLOUT}.gpu_memory_utilization", 0.9)),
-        bytes_per_value=4 if run.get(f"{_ROLLOUT}.dtype") == "float32" else 2,
+        max_tokens=run.get(f"{ROLLOUT}.max_model_len", 0) or sum(lengths) or None,
+        memory_share=float(run.get(f"{ROLLOUT}.gpu_memory_utilization", 0.9)),
+        bytes_per_value=4 if run.get(f"{ROLLOUT}.dtype") == "float32" else 2,
     )
     tp = run.get(TP_KEY, 1)
     if tp not in bounds.sizes:
-        _refuse(TP_KEY, f"one of {', '.join(map(str, bounds.sizes))}", tp, bounds.why_not(tp))
+        _refuse(TP_KEY, f"one of {', '.join(map(str, bounds.sizes))}", tp, bounds.obstacles_of(tp))
     return bounds
 
 
@@ -121,7 +121,6 @@ class StepObserver:
         self._trainer: Trainer | None = None
         self._counters: Counters
         self._run: PlannedRun
-        self._has_warned = False
 
     def __call__(self, _step: int, data: Mapping[str, Any]) -> dict[str, float]:
         """Processes the metrics ``data`` of a logged step.
@@ -148,11 +147,9 @@ class StepObserver:
         if preemptions and any(key.startswith("val-") for key in data):
             preemptions = None  # the number includes preemptions of the validation in this step
         seconds, tokens = float(data.get("timing_s/gen") or 0.0), _tokens_of(data)
-        if not (seconds and tokens) and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "rl-accel: tp_replan decides nothing: step %d has no timing_s/gen or no count of tokens", step
-            )
+        if not (seconds and tokens):
+            message = "rl-accel: tp_replan decides nothing: step %d has no timing_s/gen or no count of tokens"
+            warn_once(message, message, step)
         change, numbers = self._run.take_in(step, data, tp=tp, preemptions=preemptions, seconds=seconds, tokens=tokens)
         if change is not None:
             kind = "advice" if self._flags.action == "advise" else "decision"

@@ -30,11 +30,12 @@ from omegaconf import OmegaConf
 from rl_accel.config import Flags
 from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES, TAIL_BATCHING, Feature
+from rl_accel.log import warn_once
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl.interfaces import Trainer
-from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.patches.verl.verl_run import RAY_TRAINER_CLASS, VerlRun
 from rl_accel.runtime import FRAMEWORK, RUNTIME, switches_of
 
 logger = logging.getLogger("rl_accel")
@@ -43,7 +44,6 @@ SECTION = "rl_accel"
 """Section of verl's configuration that holds our flags."""
 
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
-_told: set[tuple[str, str]] = set()
 
 
 def trainer() -> Any:
@@ -51,7 +51,7 @@ def trainer() -> Any:
     return _trainer()
 
 
-def resumed_from(trainer: Trainer) -> Path | None:
+def resumed_checkpoint(trainer: Trainer) -> Path | None:
     """Returns the checkpoint folder from which ``trainer`` resumes, or None. Valid only before the first training step."""
     config, step = trainer.config.trainer, trainer.global_steps
     if config.resume_mode == "resume_path":
@@ -148,10 +148,10 @@ def _take_in(run: VerlRun) -> None:
     for warning in flags.warnings if run.in_driver else ():
         logger.warning("rl-accel: %s", warning)
     for feature, reason in wire(run, flags).items():
-        if (feature, reason) not in _told and (run.in_driver or not run.is_v1):  # else verl's V1 driver has logged it
-            _told.add((feature, reason))
-            logger.warning("rl-accel: %s is on and has nothing to do in this run: %s", feature, reason)
-    left = run.resumes_from if run.in_driver and not flags[TAIL_BATCHING].enable else None
+        if run.in_driver or not run.is_v1:  # else verl's V1 driver has logged it
+            message = "rl-accel: %s is on and has nothing to do in this run: %s"
+            warn_once((feature, reason), message, feature, reason)
+    left = run.checkpoint_to_resume if run.in_driver and not flags[TAIL_BATCHING].enable else None
     if left is not None and (left / "tail_batching").is_dir():
         logger.warning("rl-accel: tail_batching is off, and prompts that it had deferred in %s are not trained", left)
 
@@ -233,7 +233,7 @@ def _flag_reader(name: str, target: str, supports: str, *params: str) -> Patch:
     )
 
 
-_RAY_TRAINER = "verl.trainer.ppo.ray_trainer:RayPPOTrainer"
+_RAY_TRAINER = ":".join(RAY_TRAINER_CLASS)
 
 SWITCHES = (
     _flag_reader("driver", "verl.utils.config:validate_config", "verl>=0.6", "config"),

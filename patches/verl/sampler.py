@@ -79,7 +79,7 @@ def _adaptive(original: Any, settings: Any) -> Any:
             self.poll_interval = interval
         state.woke = time.perf_counter()
         metrics.add("sampler/polls", 1)
-        metrics.add("sampler/wait_s", state.woke - now)
+        metrics.add("sampler/wait_seconds", state.woke - now)
         metrics.add("sampler/seconds_saved", state.newly_saved(interval))
         return state.debug_time
 

@@ -9,7 +9,6 @@ gradient of other rows. :func:`_require_no_influence` finds the other parts of a
 """
 
 import functools
-import logging
 import time
 import weakref
 from collections import Counter
@@ -19,9 +18,8 @@ from typing import Any
 import torch
 
 from rl_accel.errors import ConfigError, PatchRefused, refuse
+from rl_accel.log import warn_once
 from rl_accel.patches.patch import Patch
-
-logger = logging.getLogger("rl_accel")
 
 _LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
 """Lengths in tokens of the 8 random responses with which :func:`find_influence` tests a policy loss."""
@@ -163,10 +161,9 @@ def _choose_rows(zero: list[bool], lengths: list[int], wanted: int) -> list[int]
     return sorted(rows + spare[: wanted - len(rows)])
 
 
-def _warn_once(told: set[str], message: str) -> None:
-    if message not in told and torch.distributed.get_rank() == 0:
-        logger.warning("rl-accel: skip_zero %s", message)
-    told.add(message)
+def _warn(message: str) -> None:
+    if torch.distributed.get_rank() == 0:
+        warn_once(message, "rl-accel: skip_zero %s", message)
 
 
 def _make(original: Any, settings: Any) -> Any:
@@ -177,7 +174,6 @@ def _make(original: Any, settings: Any) -> Any:
 
     # For each engine: the loss function, and the counts of the current step. Counts are None if verl trains all rows.
     engines: weakref.WeakKeyDictionary[Any, tuple[Any, Counter[str] | None]] = weakref.WeakKeyDictionary()
-    told: set[str] = set()
 
     def start(engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
         try:
@@ -186,7 +182,7 @@ def _make(original: Any, settings: Any) -> Any:
         except ConfigError as error:
             if settings.enable:
                 raise
-            _warn_once(told, f"stays off: {error}")
+            _warn(f"stays off: {error}")
             return None
 
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: Any = False) -> Any:
@@ -228,7 +224,7 @@ def _make(original: Any, settings: Any) -> Any:
             # The lower of two estimates: the kept rows may be short, and then pay more for a token than long rows do.
             share = min(skipped / computed, (len(zero) - wanted) / wanted)
             saved.update({**counts, "seconds_saved": seconds * share})
-            _warn_once(told, _SAID)
+            _warn(_SAID)
         if tu.get_non_tensor_data(data, "update_lr_scheduler", True):  # the last mini-batch of the step
             for name in ("rows", "tokens", "seconds_saved"):
                 output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(saved[name]))

@@ -24,7 +24,7 @@ def _collect(data: Any, step: Any) -> dict[str, float]:
         for feature in RUNTIME.status().features
         if feature.requested != "off"
     }
-    return {**applied, **metrics.drain(), **metrics.observed(step, data)}
+    return {**applied, **metrics.drain(), **metrics.run_observers(step, data)}
 
 
 SWITCHES = (

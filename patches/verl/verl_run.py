@@ -31,6 +31,9 @@ ENGINES = {"final_output": "vllm", "drafts": "vllm"}
 WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """verl's advantage estimators that end with ``masked_whiten``. The feature ``advantages`` has no effect with other estimators."""
 
+ROLLOUT = "actor_rollout_ref.rollout"
+"""Section of verl's configuration for the rollout."""
+ROUTER_KEY = f"{ROLLOUT}.router_config_path"
 MAINS = {
     "verl.trainer.main_ppo": ("trainer/config", "ppo_trainer"),
     "verl.experimental.fully_async_policy.fully_async_main": (
@@ -44,12 +47,11 @@ MAINS = {
 }
 """Mapping from verl's entry-point module to the folder (in the package ``verl``) and the name of its hydra configuration."""
 
-_RAY_TRAINER = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
+RAY_TRAINER_CLASS = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
 _HOMES = {
     "verl.experimental.fully_async_policy": "fully_async",
     "verl.experimental.one_step_off_policy": "one_step_off",
 }
-_ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class VerlRun:
@@ -109,7 +111,7 @@ class VerlRun:
         return bool(self.get("algorithm.filter_groups.enable", False))
 
     @property
-    def resumes_from(self) -> Path | None:
+    def checkpoint_to_resume(self) -> Path | None:
         """Checkpoint folder from which the run will resume. None if the run starts anew or this machine's disk lacks the folder."""
         if (mode := self.get("trainer.resume_mode")) == "resume_path":
             folder = Path(self.get("trainer.resume_from_path", ""))
@@ -127,7 +129,7 @@ class VerlRun:
     @property
     def gpus_besides_tp(self) -> int:
         """Number of GPUs per rollout replica, divided by the tensor-parallel size: data-parallel times pipeline-parallel size."""
-        return self._number(f"{_ROLLOUT}.data_parallel_size") * self._number(f"{_ROLLOUT}.pipeline_model_parallel_size")
+        return self._number(f"{ROLLOUT}.data_parallel_size") * self._number(f"{ROLLOUT}.pipeline_model_parallel_size")
 
     @property
     def generates_within_stage(self) -> bool:
@@ -146,8 +148,8 @@ class VerlRun:
             found = self.trainer if self.built is None else f"{self.trainer} ({type(self.built).__name__})"
             reason = "trainer.use_v1 = False" if self.get("trainer.use_v1") is False else ""
             refuse(flag, "the trainer", " or ".join(names), found, reason)
-        if feature in ENGINES and self.get(f"{_ROLLOUT}.name") != ENGINES[feature]:
-            refuse(flag, f"{_ROLLOUT}.name", ENGINES[feature], self.get(f"{_ROLLOUT}.name"))
+        if feature in ENGINES and self.get(f"{ROLLOUT}.name") != ENGINES[feature]:
+            refuse(flag, f"{ROLLOUT}.name", ENGINES[feature], self.get(f"{ROLLOUT}.name"))
 
     def require_chosen(self, flag: str, key: str, value: Any) -> None:
         """Raises ConfigError in the trainer process if the driver process has not set ``key`` to ``value``, as a feature needs.
@@ -176,7 +178,7 @@ class VerlRun:
         if feature == "skip_zero" and self.filters_groups:
             return "algorithm.filter_groups.enable = True: no group has equal rewards"
         if feature == "balance":
-            replica_gpus = self.gpus_besides_tp * self._number(f"{_ROLLOUT}.tensor_model_parallel_size")
+            replica_gpus = self.gpus_besides_tp * self._number(f"{ROLLOUT}.tensor_model_parallel_size")
             return "the rollout has one replica" if self.gpus == replica_gpus else ""
         return ""
 
@@ -199,5 +201,5 @@ class VerlRun:
             for home, trainer in _HOMES.items():
                 if module.startswith(home):
                     return trainer
-        verls: Any = bases.get(_RAY_TRAINER)
+        verls: Any = bases.get(RAY_TRAINER_CLASS)
         return "legacy" if verls and cls.init_workers is verls.init_workers else "recipe"  # type: ignore[attr-defined]

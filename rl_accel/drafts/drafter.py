@@ -58,7 +58,7 @@ RATES, HEAD, TAKEN = range(NUMBER + 1, NUMBER + 4)
 RATES: index of the prompt in ``_Rates.own``, the acceptance rates by prompt.
 HEAD: number of prompt tokens.
 TAKEN: whether ``take_finished`` has returned the response."""
-WORTH = SOURCE + 1
+PROPOSED = SOURCE + 1
 """Further column of a match, after the columns in ``index.py`` (see ``FOUND``): number of tokens to propose as a draft."""
 
 logger = logging.getLogger(__name__)
@@ -70,12 +70,12 @@ class _Prompt:
 
     Attributes:
         sequence: columns of the prompt as a stored sequence (see ``LAST`` in ``index.py``).
-        rates: index of the prompt in ``_Rates.own``, the acceptance rates by prompt.
+        rates_row: index of the prompt in ``_Rates.own``, the acceptance rates by prompt.
         versions: versions of the weights that generated responses to the prompt, the latest version last.
     """
 
     sequence: Ints
-    rates: int
+    rates_row: int
     versions: deque[int]
 
 
@@ -90,7 +90,7 @@ class _Batch(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, longest: int) -> "_Batch":
-        batch = cls(np.zeros((rows, TAKEN + 1), np.int64), _tails(rows), *Matches.empty(rows, longest, WORTH + 1))
+        batch = cls(np.zeros((rows, TAKEN + 1), np.int64), _tails(rows), *Matches.empty(rows, longest, PROPOSED + 1))
         batch.sequences[:, LENGTH] = -1
         return batch
 
@@ -159,7 +159,7 @@ class Drafter:
         self._version = 0
         first = [[8 * rate, 8] for _, rate in FIRST_RATES]
         self._rates = _Rates(np.zeros((prompts, 2, 2)), np.array([first, first]))
-        self._worth = _Worth()
+        self._costs = _CostModel()
         self._called: float | None = None
         self._begin_counts()
 
@@ -208,16 +208,16 @@ class Drafter:
             (_, _, verified), went_on = _advance(*step, True), False
         self._steps += 1
         if self._called is not None and went_on:
-            self._stopped += self._worth.add(running, verified, now - self._called, int(new.sum()))
+            self._stopped += self._costs.add(running, verified, now - self._called, int(new.sum()))
         self._called = now
-        if running > self.settings.batch_limit or not self._worth.allows(running):
+        if running > self.settings.batch_limit or not self._costs.allows(running):
             return drafts
-        if self._worth.pays(running, _choose(self._pool, self._batch, self._rates, token_ids_cpu, running)):
-            for row, worth in enumerate(self._batch.numbers[:running, WORTH].tolist()):
-                if worth:
-                    drafts[row] = self._batch.tokens[row, :worth].tolist()
+        if self._costs.pays(running, _choose(self._pool, self._batch, self._rates, token_ids_cpu, running)):
+            for row, count in enumerate(self._batch.numbers[:running, PROPOSED].tolist()):
+                if count:
+                    drafts[row] = self._batch.tokens[row, :count].tolist()
         else:
-            self._batch.numbers[:, WORTH] = 0
+            self._batch.numbers[:, PROPOSED] = 0
         return drafts
 
     @property
@@ -294,7 +294,7 @@ class Drafter:
                     for array, values in zip(self._batch, gone, strict=True):
                         array[row] = values
         for numbers in left:  # vLLM drops the draft of a request that it preempts
-            numbers[WORTH] = 0
+            numbers[PROPOSED] = 0
         self._running = running
 
     def _leave(self, rows: Iterable[int]) -> list[Ints]:
@@ -317,11 +317,11 @@ class Drafter:
         key = key_of(tokens[:length])
         prompt = self._prompts.get(key)
         if prompt is None:
-            rates = self._new_prompts % len(self._rates.own)  # reuses the index of the evicted prompt
-            self._rates.own[rates] = 0
+            rates_row = self._new_prompts % len(self._rates.own)  # reuses the index of the evicted prompt
+            self._rates.own[rates_row] = 0
             self._new_prompts += 1
             versions = deque([version], maxlen=self.settings.epochs + 1)
-            prompt = self._prompts[key] = _Prompt(sequence(key, PROMPT), rates, versions)
+            prompt = self._prompts[key] = _Prompt(sequence(key, PROMPT), rates_row, versions)
         if prompt.versions[-1] < version:
             prompt.versions.append(version)
         if not is_live(self._pool, prompt.sequence[LAST]):
@@ -330,7 +330,7 @@ class Drafter:
         # in the first epochs of a prompt no response is too old, so that responses to other prompts are used
         oldest = prompt.versions[0] if len(prompt.versions) == prompt.versions.maxlen else 0
         begun = sequence(key, version, oldest, int(prompt.sequence[LAST]), length)
-        return np.array([*begun, prompt.rates, length, False])
+        return np.array([*begun, prompt.rates_row, length, False])
 
 
 def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
@@ -400,11 +400,11 @@ def _advance(
             own, of_all = _rates_of(rates, request, numbers)
             for rate, kept in ((own, 0.95), (of_all, 0.99)):
                 rate[0], rate[1] = kept * rate[0] + hits, kept * rate[1] + tries
-            if numbers[WORTH] and came == new[row]:
+            if numbers[PROPOSED] and came == new[row]:
                 verified = True
-                counts.by_source[numbers[SOURCE], 0] += numbers[WORTH]
+                counts.by_source[numbers[SOURCE], 0] += numbers[PROPOSED]
                 counts.by_source[numbers[SOURCE], 1] += new[row] - 1
-        numbers[FOUND] = numbers[WORTH] = 0
+        numbers[FOUND] = numbers[PROPOSED] = 0
         bits, left = 0, end - request[HEAD]
         while left > 0:
             bits, left = bits + 1, left >> 1
@@ -419,7 +419,7 @@ def _advance(
 
 @compiled
 def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) -> float:
-    """Predicts the next tokens of each request, and sets the number of tokens to propose (column ``WORTH`` of the matches).
+    """Predicts the next tokens of each request, and sets the number of tokens to propose (column ``PROPOSED`` of the matches).
 
     Returns the expected number of accepted tokens, over all requests."""
     expected = 0.0
@@ -433,12 +433,12 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
                 chance *= rate * batch.shares[row, at]
                 if chance < FLOOR:
                     break
-                numbers[WORTH] += 1
+                numbers[PROPOSED] += 1
                 expected += chance
     return expected
 
 
-class _Worth:
+class _CostModel:
     """Decides whether drafting saves time: compares the seconds per token of steps with and without drafts.
 
     Only steps of similar batch size are compared; sizes may differ by an eighth. Steps older than WINDOW steps hardly count. At

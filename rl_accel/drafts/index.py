@@ -81,11 +81,11 @@ class Matches(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Arrays of an index: N tokens in N / BLOCK blocks, H hash slots for the chains by prompt and H for the global chains."""
+    """Arrays of an index: N tokens in N / BLOCK blocks, H hash buckets for the chains by prompt and H for the global chains."""
 
     tokens: Any  # int32[N, 3]: token; offset to the older position in the prompt's and the global chain; 0: none
     blocks: Any  # int64[N / BLOCK, 6], columns: see BEFORE
-    slots: Any  # int64[2, H]: 1 + newest position of the chain; 0 for none
+    buckets: Any  # int64[2, H]: 1 + newest position of the chain; 0 for none
     used: Any  # int64[1]: number of blocks allocated so far, including dropped blocks
 
 
@@ -98,9 +98,9 @@ def make_pool(memory_mb: float) -> Pool:
     if memory_mb < 1:
         raise ValueError(f"memory_mb must be at least 1, found {memory_mb}")
     budget = int(memory_mb * 2**20)
-    slots = 2 ** (budget.bit_length() - 7)
-    blocks = (budget - 2 * 8 * slots) // (BLOCK * 3 * 4 + 6 * 8)
-    numbers = (np.zeros(shape, np.int64) for shape in ((blocks, 6), (2, slots), 1))
+    buckets = 2 ** (budget.bit_length() - 7)
+    blocks = (budget - 2 * 8 * buckets) // (BLOCK * 3 * 4 + 6 * 8)
+    numbers = (np.zeros(shape, np.int64) for shape in ((blocks, 6), (2, buckets), 1))
     return Pool(np.zeros((blocks * BLOCK, 3), np.int32), *numbers)
 
 
@@ -111,16 +111,16 @@ def read(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
 
 
 @compiled
-def slot_of(chain: int, key: int, tokens: Any, end: int, slots: int) -> Any:
-    """Returns the index of the hash slot for the GRAM tokens before index ``end`` of ``tokens``.
+def bucket_of(chain: int, key: int, tokens: Any, end: int, buckets: int) -> Any:
+    """Returns the index of the hash bucket for the GRAM tokens before index ``end`` of ``tokens``.
 
-    ``chain`` 0 has the positions at the prompt ``key``, ``chain`` 1 the positions at all prompts. ``slots`` is the number of hash
-    slots for each value of ``chain``, a power of two."""
+    ``chain`` 0 has the positions at the prompt ``key``, ``chain`` 1 the positions at all prompts. ``buckets`` is the number of hash
+    buckets for each value of ``chain``, a power of two."""
     mixed = np.uint64(0 if chain else key)
     for at in range(end - GRAM, end):
         mixed = (mixed ^ np.uint64(tokens[at])) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
-    return np.int64(mixed & np.uint64(slots - 1))
+    return np.int64(mixed & np.uint64(buckets - 1))
 
 
 @compiled
@@ -186,40 +186,42 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
             token[0], token[1], token[2] = tokens[row, at], 0, 0
             block[COUNT] += 1
             for chain in range(2 if at >= GRAM else 0):
-                slot = slot_of(chain, sequence[KEY], tokens[row], at, pool.slots.shape[1])
-                newest = pool.slots[chain, slot] - 1
+                bucket = bucket_of(chain, sequence[KEY], tokens[row], at, pool.buckets.shape[1])
+                newest = pool.buckets[chain, bucket] - 1
                 if is_live(pool, newest):
                     token[1 + chain] = newest - position
-                pool.slots[chain, slot] = position + 1
+                pool.buckets[chain, bucket] = position + 1
             sequence[LAST], sequence[LENGTH] = position, at + 1
 
 
 @compiled
-def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, least: int) -> tuple[Any, int, int]:
+def _best_positions(
+    pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, least: int
+) -> tuple[Any, int, int]:
     """Searches for the stored positions before which most tokens equal the tokens at the end of a context.
 
     Searches among positions at the prompt ``key`` of the context (chain 0) or at other prompts (chain 1). At least ``least`` tokens
     must be equal. Returns an array of CANDIDATES positions, the number of positions in use, and the number of equal tokens."""
-    places = np.zeros(CANDIDATES, np.int64)
-    position = pool.slots[chain, slot_of(chain, key, context, end, pool.slots.shape[1])] - 1
+    positions = np.zeros(CANDIDATES, np.int64)
+    position = pool.buckets[chain, bucket_of(chain, key, context, end, pool.buckets.shape[1])] - 1
     voters, most = 0, min(CONTEXT, end)
     for _ in range(CANDIDATES if least <= most else 0):
         if not is_live(pool, position):
             break
-        length, place = 0, _previous(pool, position)
-        while place >= 0 and length < most and _token(pool, place)[0] == context[end - 1 - length]:
-            length, place = length + 1, _previous(pool, place)
+        length, at = 0, _previous(pool, position)
+        while at >= 0 and length < most and _token(pool, at)[0] == context[end - 1 - length]:
+            length, at = length + 1, _previous(pool, at)
         if length >= least:
             block = _block(pool, position)
             if (block[KEY] == key) == (chain == 0) and block[VERSION] >= oldest:
                 voters = voters if length == least else 0
-                places[voters] = position
+                positions[voters] = position
                 voters, least = voters + 1, length
         step = _token(pool, position)[1 + chain]
         if step == 0:
             break
         position += step
-    return places, voters, least
+    return positions, voters, least
 
 
 @compiled
@@ -246,11 +248,11 @@ def _match(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any, nu
     numbers[FOUND] = 0
     if end < GRAM or limit < 1:
         return
-    places, voters, matched = _places(pool, 0, context, end, key, oldest, GRAM)
-    others, more, longer = _places(pool, 1, context, end, key, oldest, matched + (voters > 0))
+    positions, voters, matched = _best_positions(pool, 0, context, end, key, oldest, GRAM)
+    others, more, longer = _best_positions(pool, 1, context, end, key, oldest, matched + (voters > 0))
     if more:
-        places, voters, matched = others, more, longer
-    newest = _block(pool, places[0])
+        positions, voters, matched = others, more, longer
+    newest = _block(pool, positions[0])
     if newest[KEY] != key:
         source = OTHER
     elif newest[NUMBER] == sequence[NUMBER] or newest[VERSION] == PROMPT:
@@ -261,7 +263,7 @@ def _match(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any, nu
     while voters and count < limit:
         chosen, most, all_votes, left = 0, 0.0, 0.0, 0
         for voter in range(voters):
-            values[voter] = _token(pool, places[voter])[0]
+            values[voter] = _token(pool, positions[voter])[0]
             all_votes += weights[voter]
         for voter in range(voters):
             votes = 0.0
@@ -274,9 +276,9 @@ def _match(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any, nu
         tokens[count], shares[count] = chosen, most / all_votes
         count += 1
         for voter in range(voters):
-            following = _next(pool, places[voter]) if values[voter] == chosen else -1
+            following = _next(pool, positions[voter]) if values[voter] == chosen else -1
             if following >= 0:
-                places[left], weights[left] = following, weights[voter]
+                positions[left], weights[left] = following, weights[voter]
                 left += 1
         voters = left
     numbers[FOUND], numbers[MATCHED], numbers[SOURCE] = count, matched, source

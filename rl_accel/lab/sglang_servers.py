@@ -37,7 +37,7 @@ _OPTIONS = {
 }
 
 
-def why_not() -> str:
+def sglang_problem() -> str:
     """Returns the reason why no SGLang server can run here, or ''."""
     return "" if PYTHON.exists() else f"SGLang is absent: there is no {PYTHON}, which `make sglang` builds"
 
@@ -53,7 +53,7 @@ def sglang_server(model: Path, **options: object) -> Iterator[tuple[str, "subpro
     Raises:
         RlAccelError: there is no SGLang, or the server did not start. The message contains the end of the server's output.
     """
-    if reason := why_not():
+    if reason := sglang_problem():
         raise RlAccelError(reason)
     (port,) = _free_ports(1)
     flags = {**_OPTIONS, "port": port, "model-path": model}

@@ -192,7 +192,7 @@ class TpBounds:
             )
             raise ConfigError(f"{FLAG}: no tensor-parallel size is possible on {world_size} GPUs: {reasons}")
 
-    def why_not(self, size: int) -> str:
+    def obstacles_of(self, size: int) -> str:
         """Returns the reason why the tensor-parallel size ``size`` is impossible, or an empty string if it is possible."""
         return self._obstacles.get(size, f"there are {len(self._obstacles)} GPUs")
 

@@ -127,15 +127,15 @@ class TpPlanner:
             ValueError: the step ran at an impossible TP size.
         """
         if seen.tp not in self.bounds.sizes:
-            raise ValueError(f"tp must be a possible size, found {seen.tp}: {self.bounds.why_not(seen.tp)}")
+            raise ValueError(f"tp must be a possible size, found {seen.tp}: {self.bounds.obstacles_of(seen.tp)}")
         self._steps += 1
-        self._settle(seen.tp)
+        self._match_request(seen.tp)
         self._history = [*self._history, seen][-WINDOW:]
         if self._before:
             return self._check()
         return None if seen.preemptions is None else self._plan()
 
-    def _settle(self, tp: int) -> None:
+    def _match_request(self, tp: int) -> None:
         """Determines from the TP size of the latest step whether the last requested change was carried out."""
         asked, self._asked = self._asked, None
         if tp == self._tp:

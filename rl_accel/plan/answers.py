@@ -12,12 +12,10 @@ from rl_accel.plan.setup import Setup
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.rollout.simulation import Cluster, Round, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
-from rl_accel.telemetry.aggregates import Range
+from rl_accel.telemetry.aggregates import SMALLEST_GAIN, Range
 
 CANCEL_SECONDS = 0.0007
 """CPU seconds on one core to cancel a response at the end of a rollout (docs/benchmarks, tail batching)."""
-NOTHING = 0.02
-"""Relative gain in step seconds below which an option is reported to gain nothing."""
 BALANCED_ROUNDS = 4
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
@@ -91,8 +89,8 @@ class Answer:
 
     @property
     def is_nothing(self) -> bool:
-        """True if the gain in step seconds is below :data:`NOTHING` or not significant."""
-        return self.ratio < 1 + NOTHING or self.low <= 1.0
+        """True if the gain in step seconds is below :data:`SMALLEST_GAIN` or not significant."""
+        return self.ratio < 1 + SMALLEST_GAIN or self.low <= 1.0
 
 
 def rounds_of(
@@ -240,8 +238,8 @@ def mean_of(outcomes: Sequence[Prediction]) -> Prediction:
 def best_of(answers: Sequence[Answer]) -> Answer | None:
     """Returns the answer with the highest gain among the features of rl-accel, or None if no feature gains anything.
 
-    If several gains differ by less than :data:`NOTHING`, returns the first of these answers.
+    If several gains differ by less than :data:`SMALLEST_GAIN`, returns the first of these answers.
     """
     ours = [found for found in answers if found.option.ours and not found.is_nothing]
     most = max((found.ratio for found in ours), default=0.0)
-    return next((found for found in ours if found.ratio > most * (1 - NOTHING)), None)
+    return next((found for found in ours if found.ratio > most * (1 - SMALLEST_GAIN)), None)

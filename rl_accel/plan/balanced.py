@@ -15,7 +15,7 @@ increase the gain in the simulation."""
 class BalancedCluster(Cluster):
     """Simulated replicas that share one queue of requests.
 
-    ``core`` assigns the requests to replicas and migrates running requests. The decisions of ``core`` take no simulated time.
+    ``core`` assigns the requests to replicas and migrates running requests. The instructions of ``core`` take no simulated time.
     """
 
     def __init__(self, engine: EngineModel, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:
@@ -50,12 +50,12 @@ class BalancedCluster(Cluster):
     def cancel(self, ids: Iterable[int]) -> list[int]:
         """Stops running or waiting requests. Returns the number of tokens that each of these requests has generated."""
         tokens: list[int] = []
-        decisions: list[Instruction] = []
+        instructions: list[Instruction] = []
         for request_id in ids:
             _, had = self._wanted.pop(request_id)
             tokens += super().cancel([request_id]) if super().__contains__(request_id) else [round(had)]
-            decisions += self._core.over(str(request_id), self.now)
-        self._carry_out(decisions)
+            instructions += self._core.over(str(request_id), self.now)
+        self._carry_out(instructions)
         return tokens
 
     def next_event(self) -> float:
@@ -75,8 +75,8 @@ class BalancedCluster(Cluster):
             self._carry_out(self._core.over(str(ended.id), self.now, ended.length - round(had)))
         return ended
 
-    def _carry_out(self, decisions: Iterable[Instruction]) -> None:
-        for ticket, replica, stop in decisions:
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        for ticket, replica, stop in instructions:
             request_id = int(ticket)
             if request_id not in self._wanted:  # cancelled meanwhile
                 continue

@@ -17,7 +17,7 @@ _KNOTS = (1, 4, 16, 64, 256, 1024)
 separately."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
 """Names of the constants of :class:`EngineModel` that are fitted in addition to ``step_seconds``."""
-_MOST = 20_000
+_MAX_RESPONSES = 20_000
 """Maximum number of responses in a fit, which takes some ten seconds. A larger run is reduced to about this number at random."""
 
 
@@ -105,14 +105,14 @@ def fit_engine(
 
 
 def _batches_of(steps: Sequence[Sequence[Response]]) -> list[_Batch]:
-    """Groups the responses with tokens by training step and rollout server. Keeps about :data:`_MOST` responses."""
+    """Groups the responses with tokens by training step and rollout server. Keeps about :data:`_MAX_RESPONSES` responses."""
     batches: dict[tuple[int, str | None], list[Response]] = {}
     for number, step in enumerate(steps):
         for response in step:
             if response.tokens:
                 batches.setdefault((number, response.server), []).append(response)
     found = [_Batch(batch) for batch in batches.values()]
-    kept = _MOST / max(sum(map(len, batches.values())), 1)
+    kept = _MAX_RESPONSES / max(sum(map(len, batches.values())), 1)
     if kept < 1:
         count = math.ceil(kept * len(found))
         found = [found[n] for n in np.random.default_rng(0).choice(len(found), count, replace=False)]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 import types
@@ -12,9 +11,9 @@ from typing import Any, Literal, TypeVar
 
 import psutil
 
+from rl_accel.log import warn_once
 from rl_accel.reward.grader_threads import threads_of_execution
 
-logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 HELD_SECONDS = 1.0
@@ -23,7 +22,6 @@ _running: set["asyncio.Task[Any]"] = set()
 """Tasks of coroutine graders that have not ended, including tasks that ignore their cancellation.
 
 This set keeps the tasks alive, because asyncio itself has only weak references to tasks."""
-_reported: set[str] = set()
 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
 """Outcome of an execution (a program under test, or a call of a grader).
@@ -212,9 +210,9 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) ->
         finally:
             seconds = time.monotonic() - began
             started |= _children() - before
-            if seconds > HELD_SECONDS and name not in _reported:
-                _reported.add(name)
-                logger.warning(
+            if seconds > HELD_SECONDS:
+                warn_once(
+                    ("held", name),
                     "rl-accel: %s held the event loop for %.1f s, while no response could go on; as a plain function (no async)"
                     " it would run in a process of its own, which can be stopped",
                     name,

@@ -407,8 +407,8 @@ class WorkerPool:
             await self._template.kill()
         self._template = None
         self._idle.clear()
-        while place := self._next_waiting():
-            place.set_exception(SandboxError("the sandbox is closed"))
+        while waiter := self._next_waiting():
+            waiter.set_exception(SandboxError("the sandbox is closed"))
 
     async def _stop(self, worker: Worker) -> None:
         """Stops the execution of a worker after its caller was cancelled.
@@ -432,14 +432,14 @@ class WorkerPool:
                 return worker
             self.deaths += 1  # the worker died while idle: no request is to blame
             await self._end(worker)
-        place: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        waiter: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
         self._grow_soon()
         try:
-            return await place
+            return await waiter
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and not place.exception():
-                self._free(place.result())
+            if waiter.done() and not waiter.cancelled() and not waiter.exception():
+                self._free(waiter.result())
             raise
 
     def _free(self, worker: Worker) -> None:
@@ -447,21 +447,21 @@ class WorkerPool:
         if worker.renews:
             self._do(self._welcome(worker))
             return
-        if place := self._next_waiting():
-            place.set_result(worker)
+        if waiter := self._next_waiting():
+            waiter.set_result(worker)
         else:
             self._idle.append(worker)
 
     def _next_waiting(self) -> "asyncio.Future[Worker] | None":
         """Removes and returns the future of the call that has waited longest for a worker; None if no call waits."""
         while self._waiting:
-            if not (place := self._waiting.popleft()).done():
-                return place
+            if not (waiter := self._waiting.popleft()).done():
+                return waiter
         return None
 
     def _refuse(self, error: SandboxError) -> None:
-        if place := self._next_waiting():
-            place.set_exception(error)
+        if waiter := self._next_waiting():
+            waiter.set_exception(error)
 
     def _grow_soon(self) -> None:
         """Starts workers for the waiting callers.
@@ -475,7 +475,7 @@ class WorkerPool:
 
     def _grow(self) -> None:
         self._growth = None
-        waiting = sum(not place.done() for place in self._waiting) - self._starting
+        waiting = sum(not waiter.done() for waiter in self._waiting) - self._starting
         count = len(self._workers) + self._starting
         room = most = self.size - count
         if not self._start.isolation:

@@ -46,8 +46,10 @@ def key_of(prompt: NDArray[np.int32]) -> int:
 
 
 class Instruction(NamedTuple):
-    """What a rollout client must do next: start the response ``ticket`` on the replica ``replica`` or, if ``stop`` is true, stop it
-    there. A stopped response continues later, possibly on another replica."""
+    """Start the response ``ticket`` on the replica ``replica`` or, if ``stop`` is true, stop it there.
+
+    A stopped response continues later, possibly on another replica.
+    """
 
     ticket: str
     replica: str
@@ -171,7 +173,7 @@ class Balance:
     left migrates from the fullest replica to the emptiest, if the migration should save ``flags.margin`` times its cost. A
     response is stopped at most ``flags.max_moves`` times.
 
-    The router that drives this class calls ``request`` for a response and carries out the decisions that each call returns. It
+    The router that drives this class calls ``request`` for a response and carries out the instructions that each call returns. It
     reports the end of a response by ``over``, and a stop or the death of a replica by ``again``. It calls ``tick`` a few times a
     second. The argument ``now`` is the time in seconds of one clock. Events about finished responses are ignored. Impossible
     events raise ValueError and change nothing.
@@ -231,7 +233,7 @@ class Balance:
     def request(
         self, ticket: str, now: float, prompt: str = "", prompt_tokens: int = 0, home: str = "", movable: bool = True
     ) -> list[Instruction]:
-        """Adds a response to generate, and returns the decisions that follow.
+        """Adds a response to generate, and returns the instructions that follow.
 
         Args:
             ticket: unique name of the response.
@@ -279,10 +281,10 @@ class Balance:
         return self._fill(now)
 
     def again(self, ticket: str, now: float, tokens: int | None = None) -> list[Instruction] | None:
-        """Queues a response again after it was stopped, or after its replica died, and returns the decisions that follow.
+        """Queues a response again after it was stopped, or after its replica died, and returns the instructions that follow.
 
         ``tokens`` is the number of tokens generated since the last start; None means that the replica died. Returns None and
-        changes nothing if the response has ended already, or was stopped although no decision said so.
+        changes nothing if the response has ended already, or was stopped although no instruction said so.
         """
         response = self._responses.get(ticket)
         if response is None or (tokens is not None and not response.stopping):
@@ -298,14 +300,14 @@ class Balance:
         return self._fill(now)
 
     def tick(self, now: float) -> list[Instruction]:
-        """Updates the speed model and the expected lengths. Returns decisions about starts, preemptions and migrations."""
+        """Updates the speed model and the expected lengths. Returns instructions about starts, preemptions and migrations."""
         self._speed.fit()
         for replica in self._replicas.values():
             for response in replica.running.values() if replica.cache_tokens < math.inf else ():
                 response.expected = self._expect(response.group, self._tokens(response, now), now)
         for group in self._queue.values():
             self._set_order(group, now)
-        return self._fill(now) + self._stop_long(now) or self._move(now)
+        return self._fill(now) + self._stop_long(now) or self._migrate(now)
 
     def take_numbers(self) -> dict[str, float]:
         """Returns the metrics of the responses since the last call, by name; {} if no response was completed."""
@@ -361,8 +363,8 @@ class Balance:
         return response.tokens + max(seconds - self._speed.start, 0.0) / self._speed.of(running)
 
     def _fill(self, now: float) -> list[Instruction]:
-        """Assigns waiting responses to replicas while there are free slots. Returns a decision for each response to start."""
-        decisions: list[Instruction] = []
+        """Assigns waiting responses to replicas while there are free slots. Returns an instruction for each response to start."""
+        instructions: list[Instruction] = []
         while self.waiting:
             if self._begun:
                 response = next(iter(self._begun.values()))
@@ -375,8 +377,8 @@ class Balance:
                 break
             self._leave_queue(response)
             self._bind(response, replica, now)
-            decisions.append(Instruction(response.ticket, replica.name))
-        return decisions
+            instructions.append(Instruction(response.ticket, replica.name))
+        return instructions
 
     def _replica_for(self, response: _Response, now: float) -> _Replica | None:
         part, slots = self._speed.part, self.slots
@@ -425,16 +427,16 @@ class Balance:
         if replica is not None and tokens > 0 and seconds > 0:
             again = response.prompt_tokens + response.tokens if response.moves else 0
             self._speed.add(tokens, (replica.count(now) - response.area) / seconds, again, seconds)
-            self._numbers.moves_s += (self._speed.start + again * self._speed.read) * bool(response.moves)
+            self._numbers.move_seconds += (self._speed.start + again * self._speed.read) * bool(response.moves)
             self._numbers.used[replica.name] += seconds
         self._unbind(response, now)
         response.tokens += tokens
         response.seconds += seconds
 
     def _stop_long(self, now: float) -> list[Instruction]:
-        """Returns orders to stop long responses, which continue after all other responses have started.
+        """Returns instructions to stop long responses, which continue after all other responses have started.
 
-        Returns no orders until as many lengths of complete responses are known as there are responses that run or have not started
+        Returns none until as many lengths of complete responses are known as there are responses that run or have not started
         (RECENT lengths are always enough)."""
         if not (self._queue and self.ordered and self.flags.max_moves and self._speed.of(1)):
             return []
@@ -453,8 +455,8 @@ class Balance:
         ]
         return [_stop(response, replica) for response, replica in long[:room]]
 
-    def _move(self, now: float) -> list[Instruction]:
-        """Returns an order to stop a response that should migrate, if no response waits and no other response is being stopped."""
+    def _migrate(self, now: float) -> list[Instruction]:
+        """Returns an instruction to stop one response that should migrate, if no response waits and none is being stopped."""
         speed, flags, replicas = self._speed, self.flags, self._replicas.values()
         if self.waiting or not replicas or not (speed.of(1) or flags.margin == 0):
             return []
@@ -493,7 +495,7 @@ def _stop(response: _Response, replica: _Replica) -> Instruction:
 @dataclass(slots=True)
 class _Numbers:
     moves: int = 0
-    moves_s: float = 0.0
+    move_seconds: float = 0.0
     used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # busy slot-seconds by replica
     done: list[tuple[_Response, float]] = field(default_factory=list)
 
@@ -513,10 +515,10 @@ class _Numbers:
             "slots_in_use_lowest": min(used),
             "slots_in_use_highest": max(used),
             "queue_length": sum(waits) / busy,
-            "queue_wait_s": float(np.mean(waits)),
-            "queue_wait_p90_s": float(np.quantile(waits, 0.9)),
+            "queue_wait_seconds": float(np.mean(waits)),
+            "queue_wait_p90_seconds": float(np.quantile(waits, 0.9)),
             "moves": self.moves,
-            "moves_s": self.moves_s,
+            "move_seconds": self.move_seconds,
             "seconds_saved": end_bound_at_arrival(arrivals, len(used), slots) - until,
         }
         if errors:

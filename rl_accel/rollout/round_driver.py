@@ -116,7 +116,8 @@ class ResponseWorkers(Protocol):
     def wait(self, seconds: float) -> list[Event]:
         """Returns the events since the last call. Waits up to ``seconds`` for the first event; returns [] if none comes."""
 
-    # Optional method ``outside_engines()``: returns the ids of responses that are neither in an engine nor being scored now.
+    def outside_engines(self) -> Collection[int]:
+        """Returns the ids of responses that are neither in an engine nor being scored now."""
 
 
 @dataclass
@@ -328,7 +329,7 @@ class RolloutDriver:
         self._failed_in_a_row = 0
         self._last_error = ""
         self._step = 0
-        for rounded in core.run.rounded_ratios:
+        for rounded in core.run.rounding_warnings:
             logger.warning("rl-accel: tail_batching.%s", rounded)
 
     def play(self, step: int, steps_left: int) -> StepResult:
@@ -348,7 +349,7 @@ class RolloutDriver:
         self._carry_out(self.core.begin_round(steps_left, self._now()))
         ending = False
         while self.core.phase is not Phase.BETWEEN_ROUNDS:
-            if self.core.phase is Phase.SETTLING and not ending:
+            if self.core.phase is Phase.STOPPING and not ending:
                 ending = True
                 self._workers.end_round()
             events = self._workers.wait(REPORT_SECONDS)
@@ -365,8 +366,7 @@ class RolloutDriver:
 
     def _waits_for(self) -> str:
         """Returns a text for the log about the unfinished responses: their states, prompts, and ages in seconds."""
-        outside: Callable[[], Collection[int]] = getattr(self._workers, "outside_engines", tuple)
-        no_request, kinds = set(outside()), defaultdict(list)
+        no_request, kinds = set(self._workers.outside_engines()), defaultdict(list)
         for response_id, response in sorted(self._open.items(), key=lambda item: item[1].since):
             tool = response.doing == "generated" and response_id in no_request
             kinds["in a tool or another part of the agent loop" if tool else f"being {response.doing}"].append(response)

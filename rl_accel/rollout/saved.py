@@ -122,7 +122,7 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
     supply.restore(fetched, payloads)
 
 
-class SettlementLog:
+class Ledger:
     """Log of the prompts that each training step trained or gave up: ``tail_batching/ledger.jsonl`` next to the checkpoints.
 
     Each training step has one line, a JSON object. The keys ``trained``, ``rejected`` (by the group filter) and ``failed``

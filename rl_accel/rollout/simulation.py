@@ -38,7 +38,7 @@ from rl_accel.rollout.tail_decisions import (
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-MANY = 2**40
+ENDLESS_STEPS = 2**40
 
 
 @dataclass(frozen=True)
@@ -405,8 +405,8 @@ def play_rounds(
         cluster: class of the cluster. A subclass of :class:`Cluster` can route requests in another way.
     """
     player = Player(run, cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
-    with collecting_seldom():
-        return [player.play(rounds - number if ends else MANY) for number in range(rounds)]
+    with gc_disabled():
+        return [player.play(rounds - number if ends else ENDLESS_STEPS) for number in range(rounds)]
 
 
 class Player:
@@ -430,7 +430,7 @@ class Player:
         self._generated: dict[int, int] = {}  # number of tokens, by id of responses whose reward is being computed
         self._round = Round()
 
-    def play(self, steps_left: int = MANY) -> Round:
+    def play(self, steps_left: int = ENDLESS_STEPS) -> Round:
         """Simulates one round and returns its results.
 
         ``steps_left`` is the number of remaining training steps, including the step of this round.
@@ -513,7 +513,7 @@ class Player:
 
 
 @contextmanager
-def collecting_seldom() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disables Python's cyclic garbage collection inside the ``with`` block."""
     was_on = gc.isenabled()
     gc.disable()

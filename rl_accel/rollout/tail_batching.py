@@ -73,6 +73,11 @@ class TailRun:
         return self.flags.domain_quotas or {}
 
     @property
+    def surplus_prompts(self) -> int:
+        """Number of prompts that a short round starts. Only for a number as ``flags.prompt_ratio``."""
+        return _scaled(self.prompts_per_step, float(self.flags.prompt_ratio))
+
+    @property
     def surplus_responses(self) -> int:
         """Number of responses that a short round (a round that cuts off slow prompts) starts for each prompt.
 
@@ -81,7 +86,7 @@ class TailRun:
         return _scaled(self.responses_per_prompt, self.flags.response_ratio)
 
     @property
-    def rounded_ratios(self) -> list[str]:
+    def rounding_warnings(self) -> list[str]:
         """Warnings, one for each ratio flag that grows by more than 10% when rounded up to whole prompts or responses."""
         counts = {"prompt_ratio": self.prompts_per_step, "response_ratio": self.responses_per_prompt}
         ratios = {name: ratio for name in counts if not isinstance(ratio := getattr(self.flags, name), str)}
@@ -143,7 +148,7 @@ class _Attempt:
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
+class _Domain:
     """Prompts of one domain, or all prompts if there are no domain quotas.
 
     Attributes:
@@ -179,7 +184,7 @@ class Phase(Enum):
     BETWEEN_ROUNDS = "no round is open"
     FILLING = "the round waits for prompts"
     OPEN = "a round is open"
-    SETTLING = "cancelled responses are not acknowledged"
+    STOPPING = "cancelled responses are not acknowledged"
 
 
 class TailBatching:
@@ -230,7 +235,7 @@ class TailBatching:
         self.phase = Phase.BETWEEN_ROUNDS
         self.settled = 0
         quotas = run.domain_quotas or {"": run.prompts_per_step}
-        self._lanes = {domain: _Lane(quota) for domain, quota in quotas.items()}
+        self._domains = {name: _Domain(quota) for name, quota in quotas.items()}
         self._unsettled: dict[str, _Prompt] = {}
         self._times = CompletionTimes(run.prompts_per_step)
         self._rounds = 0
@@ -281,7 +286,7 @@ class TailBatching:
             self._check_domain(domain)
         for prompt_id, domain in prompts.items():
             prompt = self._unsettled[prompt_id] = _Prompt(prompt_id, domain)
-            self._lane_of(prompt).fresh.append(prompt)
+            self._domain_of(prompt).fresh.append(prompt)
         if self.phase is Phase.FILLING:
             return self._fill(now)
         return self._refill(now) if self.phase is Phase.OPEN else []
@@ -360,7 +365,7 @@ class TailBatching:
         self._unacknowledged -= 1
         self._waste(tokens)
         attempt.surplus_tokens.append(tokens)
-        return self._end_if_settled()
+        return self._end_if_stopped()
 
     def group_checked(self, prompt_id: str, passes: bool, now: float) -> list[Decision]:
         """Handles the verdict of the group filter on a prompt whose responses are all scored.
@@ -385,9 +390,9 @@ class TailBatching:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as JSON-compatible data, from which a later run can resume."""
         prompts: list[_Prompt] = []  # in the order in which a resumed run launches them
-        for lane in self._lanes.values():
-            prompts += [attempt.prompt for attempt in (*lane.kept, *lane.active.values())]
-            prompts += [*lane.queue, *lane.fresh]
+        for domain in self._domains.values():
+            prompts += [attempt.prompt for attempt in (*domain.kept, *domain.active.values())]
+            prompts += [*domain.queue, *domain.fresh]
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -431,47 +436,47 @@ class TailBatching:
 
     def _plan(self) -> RoundKind:
         """Chooses the kind of the next round (short, long or final) and the number of prompts of each domain to run in it."""
-        flags, lanes = self.run.flags, self._lanes.values()
+        flags, domains = self.run.flags, self._domains.values()
         ratio = flags.prompt_ratio
         if isinstance(ratio, str):
             ratio = self._times.best_ratio(FIRST_RATIO, flags.auto_limit)
-        for lane in lanes:
-            lane.target = _scaled(lane.quota, ratio)
-        queued = sum(len(lane.queue) for lane in lanes)
-        surplus = any(lane.target > lane.quota for lane in lanes)
+        for domain in domains:
+            domain.target = _scaled(domain.quota, ratio)
+        queued = sum(len(domain.queue) for domain in domains)
+        surplus = any(domain.target > domain.quota for domain in domains)
         kind: RoundKind = "short"
         # If rounds start no more prompts than they train, no prompt is deferred, and the queue never fills up. Run it now.
         if queued >= (flags.queue_threshold or self.run.prompts_per_step) or (queued and not surplus):
             kind = "long"
-        elif any(lane.target - len(lane.fresh) > self._room(lane) for lane in lanes):
+        elif any(domain.target - len(domain.fresh) > self._room(domain) for domain in domains):
             kind = "final"
         if kind != "short":
-            for lane in lanes:
-                lane.target = lane.quota
+            for domain in domains:
+                domain.target = domain.quota
         return kind
 
-    def _room(self, lane: _Lane) -> int:
+    def _room(self, domain: _Domain) -> int:
         """Returns the number of prompts of a domain that can be added and still be trained in the remaining steps."""
-        return max(self._steps_left * lane.quota - lane.going - len(lane.fresh) - len(lane.queue), 0)
+        return max(self._steps_left * domain.quota - domain.going - len(domain.fresh) - len(domain.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
         """Starts the round if enough prompts are known. Otherwise requests the missing prompts."""
         missing = {}
-        for domain, lane in self._lanes.items():
-            available = len(lane.fresh) if self._kind == "short" else len(lane.fresh) + len(lane.queue)
-            if available < lane.target:
-                missing[domain] = lane.target - available
+        for name, domain in self._domains.items():
+            available = len(domain.fresh) if self._kind == "short" else len(domain.fresh) + len(domain.queue)
+            if available < domain.target:
+                missing[name] = domain.target - available
         if missing:
             return [RequestPrompts(missing)]
         self.phase = Phase.OPEN
         self._rounds += 1
-        launched = sum(lane.target for lane in self._lanes.values())
+        launched = sum(domain.target for domain in self._domains.values())
         self._metrics = RoundMetrics(self._rounds, self._kind, launched / self.run.prompts_per_step)
         self._began, self._trained = now, []
         decisions: list[Decision] = [RoundStarted(self._rounds, self._kind, launched, self._responses_each)]
-        for lane in self._lanes.values():
-            for _ in range(lane.target):
-                decisions.append(self._admit(lane, now, from_queue=self._kind != "short" and bool(lane.queue)))
+        for domain in self._domains.values():
+            for _ in range(domain.target):
+                decisions.append(self._admit(domain, now, from_queue=self._kind != "short" and bool(domain.queue)))
         return decisions
 
     def _refill(self, now: float) -> list[Decision]:
@@ -483,30 +488,30 @@ class TailBatching:
         """
         decisions: list[Decision] = []
         missing = {}
-        for domain, lane in self._lanes.items():
-            while not lane.is_full and lane.going < lane.target:
-                room = self._room(lane)
-                if not lane.fresh and room:
-                    missing[domain] = min(lane.target - lane.going, room)
+        for name, domain in self._domains.items():
+            while not domain.is_full and domain.going < domain.target:
+                room = self._room(domain)
+                if not domain.fresh and room:
+                    missing[name] = min(domain.target - domain.going, room)
                     break
-                if not lane.fresh and lane.going >= lane.quota:
+                if not domain.fresh and domain.going >= domain.quota:
                     break
-                decisions.append(self._admit(lane, now, from_queue=not lane.fresh, is_refill=True))
+                decisions.append(self._admit(domain, now, from_queue=not domain.fresh, is_refill=True))
         return [*decisions, RequestPrompts(missing)] if missing else decisions
 
     def _keep(self, attempt: _Attempt, now: float) -> list[Decision]:
-        lane = self._lane_of(attempt.prompt)
-        del lane.active[attempt.prompt.id]
-        lane.kept.append(attempt)
-        if not lane.is_full:
+        domain = self._domain_of(attempt.prompt)
+        del domain.active[attempt.prompt.id]
+        domain.kept.append(attempt)
+        if not domain.is_full:
             return []
         decisions: list[Decision] = []
-        for slow in lane.active.values():
+        for slow in domain.active.values():
             self._cut_off(slow, now)
             decisions += self._cancel(slow, generated=True)
-        self._put_back([slow.prompt for slow in lane.active.values()])
-        lane.active.clear()
-        return decisions + self._train(now) if all(other.is_full for other in self._lanes.values()) else decisions
+        self._put_back([slow.prompt for slow in domain.active.values()])
+        domain.active.clear()
+        return decisions + self._train(now) if all(other.is_full for other in self._domains.values()) else decisions
 
     def _cut_off(self, attempt: _Attempt, now: float) -> None:
         """Records that a prompt was too slow for this round.
@@ -530,32 +535,32 @@ class TailBatching:
         early = []
         for prompt in prompts:
             if prompt.deferrals >= self.run.flags.max_deferrals:
-                self._lane_of(prompt).queue.append(prompt)
+                self._domain_of(prompt).queue.append(prompt)
             else:
                 early.append(prompt)
         for prompt in reversed(early):
-            self._lane_of(prompt).fresh.appendleft(prompt)
+            self._domain_of(prompt).fresh.appendleft(prompt)
 
     def _train(self, now: float) -> list[Decision]:
-        for lane in self._lanes.values():
-            self._trained += lane.kept
-            lane.kept.clear()
+        for domain in self._domains.values():
+            self._trained += domain.kept
+            domain.kept.clear()
         for attempt in self._trained:
             self._settle(attempt)
         self._metrics.prompts_trained = len(self._trained)
         self._metrics.rollout_seconds = now - self._began
-        self.phase = Phase.SETTLING
+        self.phase = Phase.STOPPING
         batch = TrainBatch(self._rounds, self._kind, tuple(attempt.group() for attempt in self._trained))
-        return [batch, *self._end_if_settled()]
+        return [batch, *self._end_if_stopped()]
 
-    def _end_if_settled(self) -> list[Decision]:
-        if self.phase is not Phase.SETTLING or self._unacknowledged:
+    def _end_if_stopped(self) -> list[Decision]:
+        if self.phase is not Phase.STOPPING or self._unacknowledged:
             return []
         self.phase, self._warm = Phase.BETWEEN_ROUNDS, True
         metrics = self._metrics
         full_wait = self._times.full_wait()
         metrics.seconds_saved = None if full_wait is None else full_wait - metrics.rollout_seconds
-        metrics.queue_length = sum(len(lane.queue) for lane in self._lanes.values())
+        metrics.queue_length = sum(len(domain.queue) for domain in self._domains.values())
         deferred_in = [prompt.deferred_in for prompt in self._unsettled.values() if prompt.deferrals]
         metrics.oldest_deferral_rounds = self._rounds - min(deferred_in, default=self._rounds)
         if metrics.tokens_generated:
@@ -574,15 +579,15 @@ class TailBatching:
     # Prompts and their responses
 
     def _check_domain(self, domain: str) -> None:
-        if self.run.domain_quotas and domain not in self._lanes:
-            raise ValueError(f"the domain of a prompt must be one of {', '.join(self._lanes)}, found {domain!r}")
+        if self.run.domain_quotas and domain not in self._domains:
+            raise ValueError(f"the domain of a prompt must be one of {', '.join(self._domains)}, found {domain!r}")
 
-    def _lane_of(self, prompt: _Prompt) -> _Lane:
-        return self._lanes[prompt.domain if self.run.domain_quotas else ""]
+    def _domain_of(self, prompt: _Prompt) -> _Domain:
+        return self._domains[prompt.domain if self.run.domain_quotas else ""]
 
-    def _admit(self, lane: _Lane, now: float, from_queue: bool, is_refill: bool = False) -> Launch:
-        prompt = (lane.queue if from_queue else lane.fresh).popleft()
-        attempt = lane.active[prompt.id] = _Attempt(prompt, now, is_refill, from_queue)
+    def _admit(self, domain: _Domain, now: float, from_queue: bool, is_refill: bool = False) -> Launch:
+        prompt = (domain.queue if from_queue else domain.fresh).popleft()
+        attempt = domain.active[prompt.id] = _Attempt(prompt, now, is_refill, from_queue)
         self._metrics.prompts_admitted += 1
         return self._launch(attempt, self._responses_each)
 
@@ -624,7 +629,7 @@ class TailBatching:
 
     def _replace(self, attempt: _Attempt, now: float) -> list[Decision]:
         self._settle(attempt)
-        del self._lane_of(attempt.prompt).active[attempt.prompt.id]
+        del self._domain_of(attempt.prompt).active[attempt.prompt.id]
         return self._refill(now)
 
     def _observe(self, attempt: _Attempt) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_accel.errors import RlAccelError
+from rl_accel.errors import RlAccelError, first_line
 from rl_accel.files import BAD_RECORD
 from rl_accel.rollout.simulation import Floats, Ints
 
@@ -29,7 +29,7 @@ PUBLISHED = {"math16k": "math", "code16k": "code", "judge16k": "judge"}
 limit of 16,384 tokens)."""
 PUBLISHED_LIMIT = 16384
 _POINTS = 20_000
-_MOST = 1_000_000_000
+_MAX_NUMBER = 1_000_000_000
 """Largest number that is accepted in a file of response lengths (tokens, or seconds of a reward)."""
 
 
@@ -239,19 +239,19 @@ def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
     try:
         encode = AutoTokenizer.from_pretrained(tokenizer).encode
     except (OSError, ValueError) as error:
-        raise RlAccelError(f"--tokenizer: cannot read {tokenizer}: {str(error).splitlines()[0]}") from error
+        raise RlAccelError(f"--tokenizer: cannot read {tokenizer}: {first_line(error)}") from error
     return lambda text: len(encode(text, add_special_tokens=False)), f"tokens of {tokenizer}"
 
 
 def _number(entry: dict[str, Any], field: str, least: int) -> float:
-    """Returns the number in ``entry[field]``. Raises ValueError if the value is not a number from ``least`` to ``_MOST``."""
+    """Returns the number in ``entry[field]``. Raises ValueError if the value is not a number from ``least`` to ``_MAX_NUMBER``."""
     value = entry[field]
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not least <= number <= _MOST:
-        raise ValueError(f"{field} must be at least {least} and at most {_MOST:,}, found {value!r:.40}")
+    if not least <= number <= _MAX_NUMBER:
+        raise ValueError(f"{field} must be at least {least} and at most {_MAX_NUMBER:,}, found {value!r:.40}")
     return number
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rl_accel.features import TailBatchingFlags
 from rl_accel.rollout.simulation import Floats
 from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.rollout.workload import PUBLISHED, PUBLISHED_LIMIT, Lengths, published
@@ -27,6 +26,8 @@ POLL_SECONDS = 2.0
 DRAWS = 36
 LEAST_STEPS = 4
 """Smallest number of steps that an estimate rests on."""
+SMALLEST_GAIN = 0.02
+"""Share of a step's seconds. A smaller saving is reported as none."""
 _GROUPS = (4, 8, 16)
 """Numbers of responses per prompt that are assumed in turn where the number is unknown."""
 _ALIKE = (0.0, 0.15, 0.3, 0.45)
@@ -263,9 +264,8 @@ def in_rounds(
 
 def launched_by(prompts: int, responses: int) -> tuple[int, int]:
     """Returns how many prompts a short round launches by default, and how many responses of each."""
-    flags = TailBatchingFlags()
-    run = TailRun(prompts, responses, flags)
-    return math.ceil(float(flags.prompt_ratio) * prompts - 1e-9), run.surplus_responses
+    run = TailRun(prompts, responses)
+    return run.surplus_prompts, run.surplus_responses
 
 
 @dataclass(frozen=True)

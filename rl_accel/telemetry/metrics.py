@@ -1,6 +1,6 @@
 """Metrics from patched code, kept per process until the trainer process collects the metrics for its logger.
 
-Callers use relative names such as ``gae/seconds``. :func:`drain` and :func:`observed` return the metrics with the prefix
+Callers use relative names such as ``gae/seconds``. :func:`drain` and :func:`run_observers` return the metrics with the prefix
 ``rl_accel/``. Do not put ``max``, ``min``, ``sum`` or ``total`` into a name, because verl chooses how to reduce a metric by these
 substrings.
 """
@@ -42,8 +42,8 @@ def put(name: str, value: float) -> None:
         _values[name] = float(value)
 
 
-def observe(feature: str, observer: Observer | None) -> None:
-    """Registers ``observer``, which :func:`observed` calls with each step's metrics. None removes the observer of ``feature``."""
+def set_observer(feature: str, observer: Observer | None) -> None:
+    """Registers ``observer``, which :func:`run_observers` calls with each step's metrics. None removes that of ``feature``."""
     with _lock:
         _failed.discard(feature)
         if observer is None:
@@ -52,7 +52,7 @@ def observe(feature: str, observer: Observer | None) -> None:
             _observers[feature] = observer
 
 
-def observer(feature: str) -> Observer | None:
+def observer_of(feature: str) -> Observer | None:
     """Returns the observer registered for ``feature``; None if there is none."""
     return _observers.get(feature)
 
@@ -65,7 +65,7 @@ def drain() -> dict[str, float]:
     return out
 
 
-def observed(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
+def run_observers(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
     """Calls all registered observers with the metrics ``logged`` for ``step``. Returns the metrics that the observers compute.
 
     The result has the form ``{"rl_accel/<name>": value}``. An exception of an observer is logged as a warning, once per feature.

@@ -23,6 +23,7 @@ from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import (
     LEAST_STEPS,
     POLL_SECONDS,
+    SMALLEST_GAIN,
     Estimate,
     Range,
     Rollouts,
@@ -61,13 +62,11 @@ training."""
 
 _TICK = 0.001
 """Seconds per tick of the clock in a simulation of tail_batching."""
-_NOTHING = 0.02
-"""Share of a step. For a smaller saving, no feature is recommended."""
 _NOT_ESTIMATED = (
     "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"
     " from the files of trainer.rollout_data_dir"
 )
-_LARGE, _MOST = 0.15, 0.5
+_LARGE_OLD_LOG_PROB, _LARGE_STAGE = 0.15, 0.5
 """Shares of a step above which :func:`levers` advises a setting of verl: for ``old_log_prob``, and for generation or training."""
 
 _PARTS = {
@@ -117,11 +116,8 @@ class Saving:
 
     @property
     def at_most(self) -> float:
-        """Estimated gain of a feature in seconds per step or, if the gain is unknown, the seconds of the whole part.
-
-        Advice other than a feature of rl-accel has a value below 0, so that such advice is listed last.
-        """
-        return -1 / (1 + self.seconds) if not self.ours else self.gain.mean if self.gain else self.seconds
+        """Estimated gain in seconds per step or, if unknown, the seconds of the whole part."""
+        return self.gain.mean if self.gain else self.seconds
 
 
 @dataclass(frozen=True)
@@ -247,7 +243,7 @@ class Profile:
     @cached_property
     def savings(self) -> Sequence[Saving]:
         """Possible savings, the largest first; savings by other means than features of rl-accel come last."""
-        return sorted(_savings(self), key=lambda saving: -saving.at_most)
+        return sorted(_savings(self), key=lambda saving: (not saving.ours, -saving.at_most))
 
     @property
     def missing(self) -> list[str]:
@@ -482,14 +478,14 @@ def levers(run: Profile) -> list[str]:
     """
     shares = stage_clock.shares(run.stages)
     found = []
-    if shares.get("old_log_prob", 0.0) > _LARGE:
+    if shares.get("old_log_prob", 0.0) > _LARGE_OLD_LOG_PROB:
         what = "algorithm.rollout_correction.bypass_mode=True trains with the rollout's own probabilities instead"
         found.append(f"verl: old_log_prob takes {shares['old_log_prob']:.0%} of a step; {what}.")
     training = sum(shares.get(name, 0.0) for name in ("old_log_prob", "ref", "update_actor", "update_critic"))
-    if training > _MOST:
+    if training > _LARGE_STAGE:
         what = "actor_rollout_ref.actor.use_dynamic_bsz=True packs responses of different lengths"
         found.append(f"verl: training takes {training:.0%} of a step; {what}, if it is not on.")
-    if shares.get("gen", 0.0) > _MOST and run.numbers.get("preemptions", 0.0) > 0:
+    if shares.get("gen", 0.0) > _LARGE_STAGE and run.numbers.get("preemptions", 0.0) > 0:
         what = "rollout.enable_prefix_caching reads a prompt once for all its responses, enable_chunked_prefill delays others less"
         found.append(
             f"verl: the engines preempt {run.numbers['preemptions']:,.0f} requests a step; {what}, if they are not on."
@@ -606,7 +602,7 @@ def _show(run: Profile, console: Console) -> None:
 def _conclusion(best: Saving, step_seconds: float) -> str:
     """Returns the sentence on the largest saving in a step."""
     what = f"{best.name}, {format_seconds(best.seconds)} a step."
-    if best.at_most < _NOTHING * step_seconds:
+    if not best.ours or best.at_most < SMALLEST_GAIN * step_seconds:
         return NOTHING_HELPS
     if best.gain is None:
         return f"Largest part that may be saved: {what} {best.advice} may save some of it."
@@ -672,15 +668,15 @@ def _draw_bars(axes: Any, run: Profile) -> None:
     parts = [(label, run.parts[name], colour) for name, (label, colour) in _PARTS.items() if name in run.parts]
     if parts:
         rows["generation"] = parts
-    for place, row in enumerate(rows.values()):
+    for row, segments in enumerate(rows.values()):
         left = 0.0
-        for label, seconds, colour in row:
-            axes.barh(place, seconds, left=left, height=0.7, color=colour, edgecolor="white", lw=0.5)
+        for label, seconds, colour in segments:
+            axes.barh(row, seconds, left=left, height=0.7, color=colour, edgecolor="white", lw=0.5)
             # A bar too narrow for its label goes into the legend; a character takes a little more than 1% of the width.
             if seconds > 0.015 * len(label) * run.step_seconds:
-                axes.text(left + seconds / 2, place, label, ha="center", va="center", fontsize=8)
+                axes.text(left + seconds / 2, row, label, ha="center", va="center", fontsize=8)
             elif seconds > 0.003 * run.step_seconds:
-                axes.barh(place, 0, color=colour, label=label)
+                axes.barh(row, 0, color=colour, label=label)
             left += max(seconds, 0.0)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
@@ -698,12 +694,12 @@ def _draw_bars(axes: Any, run: Profile) -> None:
 def _draw_responses(axes: Any, run: Profile) -> None:
     """Draws a horizontal line per response: generation, then reward. If there are too many responses, draws every k-th response."""
     responses = sorted(run.last, key=lambda r: (r.ended, r.began))
-    for place, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
+    for row, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
         end = response.ended if response.generated is None else response.generated
         colour = _LINES[response.outcome]
-        axes.plot([response.began, end], [place, place], color=colour, lw=1.2, solid_capstyle="butt")
+        axes.plot([response.began, end], [row, row], color=colour, lw=1.2, solid_capstyle="butt")
         if response.rewarded is not None:
-            axes.plot([end, response.rewarded], [place, place], color=_LINES["reward"], lw=1.2)
+            axes.plot([end, response.rewarded], [row, row], color=_LINES["reward"], lw=1.2)
     for label, colour in _LINES.items():
         axes.plot([], [], color=colour, label=label)
     axes.axvline(run.last_seconds, color="black", lw=0.8, ls=":", label="end of the stage")

@@ -199,12 +199,9 @@ def generation(
     return numbers
 
 
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Returns the quantile ``share`` (0 to 1) of values in ascending order.
-
-    The quantile is the smallest value v for which at least this share of the values is <= v.
-    """
-    return ordered[max(math.ceil(share * len(ordered) - 1e-9), 1) - 1]
+def quantile(values: Sequence[float], share: float) -> float:
+    """Returns the smallest of ``values`` that is greater than or equal to at least the ``share`` (0 to 1) of all values."""
+    return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 def keep(path: Path, step: int, responses: Sequence[Response]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rl_accel.drafts import index
 from rl_accel.drafts.drafter import FIRST_RATES, FLOOR, PRIOR, Drafter
-from rl_accel.drafts.index import BLOCK, CANDIDATES, CONTEXT, GRAM, OTHER, PROMPT, SOURCES, make_pool, slot_of
+from rl_accel.drafts.index import BLOCK, CANDIDATES, CONTEXT, GRAM, OTHER, PROMPT, SOURCES, bucket_of, make_pool
 from rl_accel.rollout.balance import key_of
 
 LENGTH = 110
@@ -49,7 +49,7 @@ class Engine:
         self.now = 0.0
         self.drafter = Drafter(config(**settings), lambda: self.now)
         if not compares:
-            self.drafter._worth.allows = self.drafter._worth.pays = lambda *_: True
+            self.drafter._costs.allows = self.drafter._costs.pays = lambda *_: True
         self.matrix = np.zeros((64, length), np.int32)
         self.ends = np.zeros(64, np.int64)
         self.rows: list[int] = []
@@ -113,8 +113,8 @@ def sequence(key, visit, oldest=0, last=None, length=0):
 class ObviousIndex:
     """What the functions of :mod:`rl_accel.drafts.index` do."""
 
-    def __init__(self, blocks: int, slots: int) -> None:
-        self.blocks, self.slots = blocks, slots
+    def __init__(self, blocks: int, buckets: int) -> None:
+        self.blocks, self.buckets = blocks, buckets
         self.sizes: list[int] = []  # of all blocks ever
         self.chains: dict[tuple[int, int], list[Token]] = defaultdict(list)
 
@@ -136,14 +136,14 @@ class ObviousIndex:
                 last.after = token
             if at >= GRAM:
                 for chain in (0, 1):
-                    self.chains[chain, slot_of(chain, text.key, tokens, at, self.slots)].append(token)
+                    self.chains[chain, bucket_of(chain, text.key, tokens, at, self.buckets)].append(token)
             text.last = token
         text.length = end
 
     def places(self, text, tokens, context, others):
         """The length of the longest match, and the newest places that have it."""
         places = []
-        chain = self.chains[int(others), slot_of(int(others), text.key, tokens, len(context), self.slots)]
+        chain = self.chains[int(others), bucket_of(int(others), text.key, tokens, len(context), self.buckets)]
         for token in chain[: -CANDIDATES - 1 : -1]:
             if not self.holds(token):
                 break
@@ -204,7 +204,7 @@ class ObviousDrafter:
             self.index.extend(prompt.text, tokens, begin)
         oldest = prompt.versions[0] if len(prompt.versions) == prompt.versions.maxlen else 0
         text = sequence(key, self.version, oldest, prompt.text.last, begin)
-        return Request(text=text, prompt=prompt, head=begin, match=None, worth=0)
+        return Request(text=text, prompt=prompt, head=begin, match=None, proposed=0)
 
     def all_rates(self, match):
         return next(rate for rate in self.rates[match[3] == OTHER] if match[2] <= rate[0])
@@ -212,7 +212,7 @@ class ObviousDrafter:
     def propose(self, ids, sampled, ends, matrix):
         rows = [row for row, new in enumerate(sampled) if new]
         for number in self.requests.keys() - {ids[row] for row in rows} if sampled else ():
-            self.requests[number].worth = 0  # vLLM drops the draft of a request that it preempts
+            self.requests[number].proposed = 0  # vLLM drops the draft of a request that it preempts
         for row in rows:
             if ids[row] not in self.requests:
                 self.requests[ids[row]] = self.begin(matrix[row], int(ends[row]) - len(sampled[row]))
@@ -226,8 +226,8 @@ class ObviousDrafter:
             request = self.requests[ids[row]]
             request.match = self.index.lookup(request.text, matrix[row], 8)
             if request.match is not None:
-                request.worth = self.choose(request, request.match)
-                drafts[row] = request.match[0][: request.worth]
+                request.proposed = self.choose(request, request.match)
+                drafts[row] = request.match[0][: request.proposed]
         return drafts
 
     def learn(self, request, new, tokens):
@@ -241,11 +241,11 @@ class ObviousDrafter:
                 tries += share
             for rates, kept in ((request.prompt.rates[source == OTHER], 0.95), (self.all_rates(request.match), 0.99)):
                 rates[-2:] = kept * rates[-2] + hits, kept * rates[-1] + tries
-            if request.worth:
-                for name, value in (("drafted", request.worth), ("accepted", len(new) - 1)):
+            if request.proposed:
+                for name, value in (("drafted", request.proposed), ("accepted", len(new) - 1)):
                     self.counts[name] += value
                     self.counts[f"{name}_{SOURCES[source]}"] += value
-            request.match, request.worth = None, 0
+            request.match, request.proposed = None, 0
         since = 1 << ((request.text.length + len(new) - request.head).bit_length() - 1)
         self.counts["tokens"] += len(new)
         self.counts[f"tokens_from_{since}"] += len(new)
@@ -254,10 +254,10 @@ class ObviousDrafter:
     def choose(self, request, match):
         (own_hits, own_tries), (_, hits, tries) = request.prompt.rates[match[3] == OTHER], self.all_rates(match)
         rate, chance = min(1.0, (own_hits + PRIOR * hits / tries) / (own_tries + PRIOR)), 1.0
-        for worth, share in enumerate(match[1]):
+        for count, share in enumerate(match[1]):
             chance *= rate * share
             if chance < FLOOR:
-                return worth
+                return count
         return len(match[1])
 
 
@@ -281,7 +281,7 @@ def test_random_interleavings_draft_as_the_obvious_drafter_and_only_what_is_in_t
     engine = Engine(**settings)
     drafter = engine.drafter
     drafter._pool = pool
-    obvious = ObviousDrafter(settings, ObviousIndex(blocks, pool.slots.shape[1]))
+    obvious = ObviousDrafter(settings, ObviousIndex(blocks, pool.buckets.shape[1]))
     prompts = [[rng.randrange(2, 9) for _ in range(rng.randrange(1, 50))] for _ in range(4)]
     alike = [[rng.randrange(2, 9) for _ in range(90)] for _ in prompts]
     waiting, happened = [], Counter()

@@ -94,7 +94,7 @@ def read_processes() -> Callable[[Path], list[Features]]:
                 Features(
                     role,
                     {feature["name"]: feature["requested"] for feature in features},
-                    {feature["name"]: {patch["state"] for patch in feature["patches"]} for feature in features},
+                    {feature["name"]: {switch["state"] for switch in feature["switches"]} for feature in features},
                 )
                 for role in ROLES
                 if role in found["title"]

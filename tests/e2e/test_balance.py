@@ -33,7 +33,7 @@ def test_training_is_bit_for_bit_that_of_stock_while_responses_move(train, tmp_p
         assert "actor/pg_loss" in compared
         assert {name: other[name] for name in compared} == {name: one[name] for name in compared}
         assert other["training/rollout_probs_diff_max"] < 1e-4
-        assert other["rl_accel/balance/queue_wait_s"] > 0
+        assert other["rl_accel/balance/queue_wait_seconds"] > 0
         assert 0 < other["rl_accel/balance/slots_in_use"] <= 1
         assert other["rl_accel/telemetry/responses"] == 32
     assert sum(step["rl_accel/balance/moves"] for step in balanced.steps) > 0

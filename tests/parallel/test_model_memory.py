@@ -77,7 +77,7 @@ def test_it_says_what_it_does_not_know(arguments, words):
 
 def test_sizes_that_are_not_possible_have_their_reasons():
     for number in ("15.3 GiB", "18.0 for 131072 tokens", "has 18.0"):
-        assert number in bounds(memory_gb=20.0).why_not(1)
+        assert number in bounds(memory_gb=20.0).obstacles_of(1)
     with pytest.raises(ValueError, match="no tensor-parallel size is possible on 12 GPUs") as error:
         bounds(world_size=12, gpus_per_node=4, min_tp=4, memory_gb=8.0)
     reasons = dict(part.split(": ", 1) for part in str(error.value).split("12 GPUs: ")[1].split("; "))
@@ -110,4 +110,4 @@ def test_exactly_the_sizes_that_fit_are_possible(world, node, kv_heads, group, m
         return
     possible = bounds(world, node, model, 1000, memory_gb=memory)
     assert possible.sizes == wanted
-    assert all(possible.why_not(tp) for tp in range(1, world + 3) if tp not in wanted)
+    assert all(possible.obstacles_of(tp) for tp in range(1, world + 3) if tp not in wanted)

@@ -55,7 +55,7 @@ def patch_of(framework):
 def test_apply_and_revert_at_every_binding(patch_of):
     core, patch = patch_of()
     original = core.double
-    assert patch.state() is SwitchState.PENDING
+    assert patch.state() is SwitchState.WAITING
     patch.apply(10)
     assert (core.double(1), core.REGISTRY["double"](1), patch.state()) == (20, 20, SwitchState.APPLIED)
     first = core.double
@@ -65,7 +65,7 @@ def test_apply_and_revert_at_every_binding(patch_of):
         patch.revert()
         assert core.double is original
         assert core.REGISTRY["double"] is original
-        assert patch.state() is SwitchState.PENDING
+        assert patch.state() is SwitchState.WAITING
 
 
 def test_replacement_looks_like_the_original_and_no_other_patch_of_ours_may_replace_it(patch_of):
@@ -119,7 +119,7 @@ def test_refuses_what_it_was_not_written_for(patch_of, fields, message):
     with pytest.raises(PatchRefused, match=message):
         patch.apply()
     assert (dict(vars(core)), dict(core.REGISTRY)) == before
-    assert patch.state() is SwitchState.PENDING
+    assert patch.state() is SwitchState.WAITING
 
 
 def test_prereleases_and_later_versions_count_and_unknown_ones_are_refused_as_is_a_malformed_target(patch_of):
@@ -153,7 +153,7 @@ def test_foreign_wrapper_before_us_is_named(patch_of, disguised):
     core.double = functools.wraps(original)(theirs) if disguised else theirs
     with pytest.raises(PatchRefused, match=r"already (wrapped|replaced) by .*test_patch.*theirs"):
         patch.apply()
-    assert patch.state() is SwitchState.PENDING
+    assert patch.state() is SwitchState.WAITING
 
 
 def test_upstreams_own_decorators_are_no_foreign_wrappers(framework):
@@ -229,7 +229,7 @@ def test_failed_write_rolls_back(framework):
         patch.apply()
     assert core.double is original
     assert core.REGISTRY["double"] is original
-    assert patch.state() is SwitchState.PENDING
+    assert patch.state() is SwitchState.WAITING
 
 
 def test_probe_that_disagrees_and_factory_that_cannot_deliver_refuse(patch_of):
@@ -250,7 +250,7 @@ def test_probe_that_disagrees_and_factory_that_cannot_deliver_refuse(patch_of):
         with pytest.raises(PatchRefused, match=message):
             patch.apply(3)
         assert core.double is original
-        assert patch.state() is SwitchState.PENDING
+        assert patch.state() is SwitchState.WAITING
     _, patch = patch_of(probe=probe)
     patch.apply(1)
     assert patch.state() is SwitchState.APPLIED
@@ -276,7 +276,7 @@ def test_module_imported_anew_is_patched_anew(patch_of):
     patch.apply()
     name = core.__name__
     del sys.modules[name]
-    assert patch.state() is SwitchState.PENDING
+    assert patch.state() is SwitchState.WAITING
     fresh = __import__(name, fromlist=["double"])
     assert fresh is not core
     patch.apply()

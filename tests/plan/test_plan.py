@@ -113,7 +113,7 @@ def test_an_engine_is_found_again_from_what_it_did(engine, known, most):
 def test_requests_that_begin_later_and_some_of_many_are_fitted_and_too_few_are_refused(monkeypatch):
     lengths = [100, 200, 300, 400, 150, 250, 350, 450, 120, 220, 320, 420, 80, 180, 280, 380]
     assert fit_engine([responses_of(lengths, at_once=8)]).error < 0.01
-    monkeypatch.setattr("rl_accel.plan.fit._MOST", 200)
+    monkeypatch.setattr("rl_accel.plan.fit._MAX_RESPONSES", 200)
     fit = fit_engine(steps_of(12))
     assert fit.responses == 4 * 64
     assert float(fit.engine.seconds(16)) == pytest.approx(float(ENGINE.seconds(16)), rel=1e-4)

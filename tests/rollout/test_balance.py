@@ -11,7 +11,7 @@ from rl_accel.rollout.balance import HOME_MARGIN, Balance, end_bound_at_arrival
 
 
 class Host:
-    """Carries out decisions and keeps books: where each response runs, in which order they were bound."""
+    """Carries out instructions and keeps books: where each response runs, in which order they were bound."""
 
     def __init__(self, slots=1, replicas=1, cache=math.inf, ordered=True, together=False, **flags):
         self.core = Balance(slots, BalanceFlags(**flags), ordered, together)
@@ -19,8 +19,8 @@ class Host:
         for number in range(replicas):
             self.carry_out(self.core.add_replica(f"r{number}", 0.0, cache))
 
-    def carry_out(self, decisions):
-        for ticket, replica, stop in decisions:
+    def carry_out(self, instructions):
+        for ticket, replica, stop in instructions:
             if stop:
                 assert self.at[ticket] == replica
                 assert ticket not in self.stops
@@ -318,7 +318,7 @@ def test_numbers_of_a_step():
         host.over(ticket, 100)
     numbers = host.core.take_numbers()
     assert (numbers["slots_in_use"], numbers["moves"]) == (1.0, 0)
-    assert numbers["queue_length"] == numbers["queue_wait_s"] == pytest.approx((1 + 2) / 6)
+    assert numbers["queue_length"] == numbers["queue_wait_seconds"] == pytest.approx((1 + 2) / 6)
     host.now += 100.0  # a step of training
     for ticket in ("a2", "b2"):
         host.request(ticket)

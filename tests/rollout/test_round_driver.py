@@ -67,6 +67,9 @@ class Schedule:
             self.stored.add(event.result)
         return [event]
 
+    def outside_engines(self):
+        return set()
+
     def _left_by(self, response_id):
         return (response_id, None) if response_id % 2 else None
 

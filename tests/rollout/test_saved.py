@@ -13,7 +13,7 @@ from PIL import Image
 
 from rl_accel.errors import ConfigError
 from rl_accel.rollout.round_driver import PromptSupply, StepResult
-from rl_accel.rollout.saved import ResumeError, SettlementLog, restore, save
+from rl_accel.rollout.saved import Ledger, ResumeError, restore, save
 from rl_accel.rollout.tail_batching import TailBatching, TailRun
 from rl_accel.rollout.tail_decisions import TrainBatch
 
@@ -34,7 +34,7 @@ def saved_run(folder, prompts=3):
 
 
 def test_the_log_forgets_what_a_checkpoint_does_not_hold(tmp_path):
-    log = SettlementLog(tmp_path)
+    log = Ledger(tmp_path)
     log.rewind(0)
     for step in (1, 2, 3):
         log.add(step, StepResult(TrainBatch(step, "short", ()), trained={f"1:{step}": step - 1}))
@@ -130,7 +130,7 @@ def test_rows_come_back_as_they_were_and_what_would_run_code_is_refused_when_it_
 
 
 def test_a_run_that_is_killed_while_it_resumes_keeps_its_log(tmp_path, monkeypatch):
-    log = SettlementLog(tmp_path)
+    log = Ledger(tmp_path)
     log.add(1, StepResult(TrainBatch(1, "short", ()), trained={"1:1": 0}))
     before = log.path.read_text()
     monkeypatch.setattr("pathlib.Path.replace", mock.Mock(side_effect=KeyboardInterrupt))

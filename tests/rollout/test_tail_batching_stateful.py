@@ -66,7 +66,7 @@ class Host(RuleBasedStateMachine):
     def boot(self, core):
         """A new process: nothing is under way."""
         self.core = core
-        self.open = self.settling = False
+        self.open = self.stopping = False
         self.request = None
         self.live, self.attempts, self.gone = {}, {}, []
 
@@ -77,7 +77,7 @@ class Host(RuleBasedStateMachine):
             getattr(self, "on_" + type(decision).__name__.lower())(decision)
 
     def on_requestprompts(self, decision):
-        assert not self.settling
+        assert not self.stopping
         assert decision.counts
         for domain, count in decision.counts.items():
             slots = self.steps * self.slots[domain]
@@ -86,7 +86,7 @@ class Host(RuleBasedStateMachine):
 
     def on_roundstarted(self, decision):
         assert not self.open
-        assert not self.settling
+        assert not self.stopping
         assert not self.live, "an older response was still about when a round began"
         assert decision.kind in ("short", "long", "final")
         assert decision.responses == (self.surplus if decision.kind == "short" else self.R0)
@@ -179,11 +179,11 @@ class Host(RuleBasedStateMachine):
             assert Counter(self.books.offered[group.prompt_id] for group in decision.groups) == self.quotas
         self.batches[decision.kind] += 1
         self.tally["prompts_trained"] += len(decision.groups)
-        self.open, self.settling, self.request = False, True, None
+        self.open, self.stopping, self.request = False, True, None
 
     def on_roundended(self, decision):
         assert not self.live, "a round ended before every cancelled response was acknowledged"
-        assert self.settling, "a round ended without a batch"
+        assert self.stopping, "a round ended without a batch"
         metrics = decision.metrics
         assert metrics.kind == self.kind
         for name in ("prompts_trained", "prompts_admitted", "prompts_rejected", "prompts_failed"):
@@ -193,7 +193,7 @@ class Host(RuleBasedStateMachine):
         every = self.tally["used"] + self.tally["wasted"] + self.tally["rejected_tokens"]
         assert metrics.wasted_token_share == pytest.approx(self.tally["wasted"] / every if every else 0)
         assert metrics.oldest_deferral_rounds >= 0
-        self.open = self.settling = False
+        self.open = self.stopping = False
         self.request = None
 
     # Events
@@ -271,7 +271,7 @@ class Host(RuleBasedStateMachine):
         assert self.core.response_failed(response_id, 5, self.now) == []
         assert self.core.response_aborted(response_id, 5) == []
 
-    @precondition(lambda self: not self.open and not self.settling and not self.request)
+    @precondition(lambda self: not self.open and not self.stopping and not self.request)
     @rule(steps=st.integers(1, 8))
     def begin(self, steps):
         self.steps = steps
@@ -312,7 +312,7 @@ class Host(RuleBasedStateMachine):
 
     @invariant()
     def something_can_happen(self):
-        if self.open or self.settling:
+        if self.open or self.stopping:
             assert self.possible() or self.request, "deadlock"
 
     @invariant()
@@ -338,7 +338,7 @@ class Host(RuleBasedStateMachine):
 
     def play_round(self):
         rng = random.Random(0)
-        while self.open or self.settling or self.request:
+        while self.open or self.stopping or self.request:
             if self.request:
                 self.offer(0, True, "code")
                 continue

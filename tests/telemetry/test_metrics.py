@@ -6,7 +6,7 @@ from rl_accel.telemetry import metrics
 @pytest.fixture(autouse=True)
 def nobody_is_left():
     yield
-    metrics.observe("clock", None)
+    metrics.set_observer("clock", None)
 
 
 def test_an_observer_sees_each_step_until_it_is_taken_off_and_one_that_fails_warns_once_and_is_asked_again(caplog):
@@ -18,11 +18,11 @@ def test_an_observer_sees_each_step_until_it_is_taken_off_and_one_that_fails_war
             raise RuntimeError("no")
         return {"clock/steps": len(seen)}
 
-    metrics.observe("clock", look)
+    metrics.set_observer("clock", look)
     logged = [{"a": 1.0}, {}, {}, {"b": 2.0}]
-    found = [metrics.observed(step, values) for step, values in enumerate(logged, 1)]
+    found = [metrics.run_observers(step, values) for step, values in enumerate(logged, 1)]
     assert found == [{"rl_accel/clock/steps": 1}, {}, {}, {"rl_accel/clock/steps": 4}]
     assert len(caplog.records) == 1
-    metrics.observe("clock", None)
-    assert metrics.observed(5, {}) == {}
+    metrics.set_observer("clock", None)
+    assert metrics.run_observers(5, {}) == {}
     assert seen == list(enumerate(logged, 1))

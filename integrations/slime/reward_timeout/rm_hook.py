@@ -10,7 +10,6 @@ import asyncio
 import copy
 import functools
 import inspect
-import logging
 import os
 import textwrap
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.reward_timeout import RM_HOOK, check, grader_worker
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
 from rl_accel.integrations.slime.rollout_log import Rollout
+from rl_accel.log import warn_once
 from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
 from rl_accel.reward.execution import ExecutionResult, Limits, gather_until, run_within
@@ -37,8 +37,6 @@ from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, p
 from rl_accel.reward.sandbox import Graders, Sandbox
 from rl_accel.reward.scores import Scores
 from rl_accel.switch import forget_when_off
-
-logger = logging.getLogger("rl_accel")
 
 _MOST_WORKERS = 16
 """Upper bound of the default number of grader processes. Each grader process imports slime and takes some 250 MiB of memory."""
@@ -289,14 +287,6 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
     flush_here()
     numbers = _collect(rollout.number, rollout.metrics)
     if not numbers and not OPEN:
-        _say_that_nothing_was_graded(rollout.args.rollout_function_path)
+        message = "rl-accel: reward_timeout has nothing to do: %s has graded no sample with slime's reward functions"
+        warn_once("no grading", message, f"--rollout-function-path {rollout.args.rollout_function_path}")
     return {f"rl_accel/{name}": number for name, number in numbers.items()}
-
-
-@functools.lru_cache(maxsize=1)
-def _say_that_nothing_was_graded(rollout_function: str) -> None:
-    words = "reward_timeout has nothing to do: --rollout-function-path"
-    logger.warning("rl-accel: %s %s has graded no sample with slime's reward functions", words, rollout_function)
-
-
-forget_when_off.append(_say_that_nothing_was_graded.cache_clear)

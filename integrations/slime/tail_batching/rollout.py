@@ -84,7 +84,7 @@ class TailDataSource(RolloutDataSource):
         self._domain_key = flags.domain_key
         self._core = TailBatching(run_of(args, flags, len(self)))
         self.supply = PromptSupply(self._core.run, self._fetch, len(self), flags.domain_key)
-        self._log = saved.SettlementLog(Path(args.save) / "rollout") if args.save else None
+        self._log = saved.Ledger(Path(args.save) / "rollout") if args.save else None
         self._moments: dict[int, tuple[RolloutDataSource, dict[str, Any], int, dict[str, dict[str, Any]]]] = {}
         self._engines = Engines(args)
         self._responses = Responses(args, self._engines, self._new_index, flags.agent_loop_limit)

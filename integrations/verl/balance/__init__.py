@@ -2,7 +2,7 @@
 
 A response waits until a rollout replica has a free slot, and may migrate to another replica later. :func:`wire` selects module
 ``router`` in verl's ``router_config_path`` and adds :class:`BalancingWorker` to verl's agent-loop workers. The router actor carries
-out the decisions of :class:`~rl_accel.rollout.balance.Balance`. Module ``client`` replaces the router in verl's client.
+out the instructions of :class:`~rl_accel.rollout.balance.Balance`. Module ``client`` replaces the router in verl's client.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from rl_accel.integrations.verl.engines import engine_of
 from rl_accel.patches.seams import step_observer
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import AgentLoopManager
-from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.patches.verl.verl_run import ROLLOUT, ROUTER_KEY, VerlRun
 from rl_accel.runtime import RUNTIME
 from rl_accel.telemetry import metrics
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS
@@ -36,8 +36,6 @@ LENGTHS = "balance.json"
 :meth:`~rl_accel.rollout.balance.Balance.learn`."""
 WORKER_PART = f"{__name__}.BalancingWorker"
 _FLAG = "rl_accel.balance"
-_ROLLOUT = "actor_rollout_ref.rollout"
-_KEY = f"{_ROLLOUT}.router_config_path"
 _refuse = functools.partial(refuse, _FLAG)
 
 
@@ -47,15 +45,15 @@ def wire(run: VerlRun, flags: BalanceFlags) -> None:
     Raises:
         ConfigError: a setting conflicts with balanced rollouts.
     """
-    if run.get(_KEY, "") not in ("", str(ROUTER)):
-        _refuse(_KEY, None, run.get(_KEY), "there is one router")
-    for key in (f"{_ROLLOUT}.full_determinism", f"{_ROLLOUT}.disaggregation.enabled"):
+    if run.get(ROUTER_KEY, "") not in ("", str(ROUTER)):
+        _refuse(ROUTER_KEY, None, run.get(ROUTER_KEY), "there is one router")
+    for key in (f"{ROLLOUT}.full_determinism", f"{ROLLOUT}.disaggregation.enabled"):
         run.require_off(_FLAG, key, "it has a routing of its own")
-    if not flags.slots and run.get(f"{_ROLLOUT}.max_num_seqs", 0) < 1:
-        _refuse(f"{_ROLLOUT}.max_num_seqs", "at least 1", run.get(f"{_ROLLOUT}.max_num_seqs"))
+    if not flags.slots and run.get(f"{ROLLOUT}.max_num_seqs", 0) < 1:
+        _refuse(f"{ROLLOUT}.max_num_seqs", "at least 1", run.get(f"{ROLLOUT}.max_num_seqs"))
     agent_loop.check(run, _FLAG, "responses must be generated through our client")
     with open_dict(run.config):
-        OmegaConf.update(run.config, _KEY, str(ROUTER))
+        OmegaConf.update(run.config, ROUTER_KEY, str(ROUTER))
     agent_loop.choose(run, WORKER_PART)
 
 
@@ -87,19 +85,19 @@ class BalancingWorker(agent_loop.WorkerPart):
         slots = flags[BALANCE].slots or rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
         router: Any = manager.llm_client._load_balancer
         engine = engine_of(config)
-        resumed = config_intake.resumed_from(config_intake.trainer())
+        resumed = config_intake.resumed_checkpoint(config_intake.trainer())
         file = resumed / LENGTHS if resumed else None
         lengths = json.loads(file.read_text()) if file and file.is_file() else {}
         caches = ray.get(router.set_up.remote(engine, lengths, slots, flags[BALANCE], ordered, together))
         words = "rl-accel: balance: replicas of %d slots, with caches of tokens (None: unknown or without limit): %s%s"
         logger.info(words, slots, caches, "" if engine.stop else "; this engine cannot move responses")
-        metrics.observe("balance", Observer(router, Path(config.trainer.default_local_dir)))
+        metrics.set_observer("balance", Observer(router, Path(config.trainer.default_local_dir)))
 
 
 class Observer:
     """Logs the router actor's metrics once a step, and saves the router's response lengths in the checkpoints in ``folder``."""
 
-    def __init__(self, router: Any = None, folder: Path = Path()) -> None:
+    def __init__(self, router: Any, folder: Path) -> None:
         self._router, self._folder = router, folder
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
@@ -110,7 +108,7 @@ class Observer:
         """
         import ray
 
-        if self._router is None or "timing_s/gen" not in logged:
+        if "timing_s/gen" not in logged:
             return {}
         if (checkpoint := self._folder / f"global_step_{step}").is_dir():
             lengths = ray.get(self._router.lengths.remote(), timeout=ANSWER_SECONDS)
@@ -119,4 +117,4 @@ class Observer:
         return {f"balance/{name}": value for name, value in numbers.items()}
 
 
-SWITCHES = (step_observer("balance", lambda _flags: Observer()),)
+SWITCHES = (step_observer("balance", lambda _flags: lambda _step, _logged: {}),)  # attach() sets the observer

@@ -23,7 +23,7 @@ TICK_SECONDS = 0.25
 @ray.remote(max_concurrency=1_000_000)  # each waiting response is a pending call of this actor
 @extends(Router)
 class BalancedRouter:
-    """Router actor that carries out the decisions of the policy :class:`Balance`. ``servers`` maps server names to handles."""
+    """Router actor that carries out the instructions of the policy :class:`Balance`. ``servers`` maps server names to handles."""
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
         self._servers = dict(servers)
@@ -35,7 +35,7 @@ class BalancedRouter:
         self._watches: dict[Any, asyncio.Task[None]] = {}  # task that waits for the death of a worker, by worker
 
     async def set_up(self, engine: EngineSupport, lengths: dict[str, list[int]], *args: Any) -> dict[str, int | None]:
-        """Creates the policy :class:`Balance` and starts the periodic decisions of this policy.
+        """Creates the policy :class:`Balance`, which gives instructions periodically from then on.
 
         Args:
             engine: capabilities of the servers' engine.
@@ -58,13 +58,13 @@ class BalancedRouter:
             except Exception:
                 logger.exception("rl-accel: balance: no response was moved this time")
 
-    def _carry_out(self, decisions: list[Instruction]) -> None:
-        for decision in decisions:
-            server = self._servers[decision.replica]
-            if decision.stop:
-                server.__ray_call__.remote(self._engine.stop, decision.ticket)
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            server = self._servers[instruction.replica]
+            if instruction.stop:
+                server.__ray_call__.remote(self._engine.stop, instruction.ticket)
             else:
-                self._waiting.pop(decision.ticket).set_result((decision.replica, server))
+                self._waiting.pop(instruction.ticket).set_result((instruction.replica, server))
 
     async def acquire_server(self, request_id: str, worker: Any, **response: Any) -> tuple[str, Any] | None:
         """Waits until a rollout server has a slot for a response.
@@ -107,13 +107,13 @@ class BalancedRouter:
         Returns:
             Name and handle of the next server; None if the response has ended, or was stopped by something else than the router.
         """
-        decisions = self._balance.again(ticket, time.monotonic(), tokens)
-        return None if decisions is None else await self._bound(ticket, decisions)
+        instructions = self._balance.again(ticket, time.monotonic(), tokens)
+        return None if instructions is None else await self._bound(ticket, instructions)
 
-    async def _bound(self, ticket: str, decisions: list[Instruction]) -> tuple[str, Any] | None:
+    async def _bound(self, ticket: str, instructions: list[Instruction]) -> tuple[str, Any] | None:
         future: asyncio.Future[tuple[str, Any] | None]
         future = self._waiting[ticket] = asyncio.get_running_loop().create_future()
-        self._carry_out(decisions)
+        self._carry_out(instructions)
         self._fail_without_servers()
         return await future
 

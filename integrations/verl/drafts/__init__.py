@@ -28,7 +28,7 @@ from rl_accel.integrations.verl import engines
 from rl_accel.patches.seams import step_observer
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import Trainer
-from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.patches.verl.verl_run import ROLLOUT, ROUTER_KEY, VerlRun
 from rl_accel.telemetry import metrics
 
 logger = logging.getLogger("rl_accel")
@@ -51,8 +51,7 @@ LARGEST_DIFFERENCE = 0.05
 """Maximum mean difference between the engine's and the trainer's probabilities of sampled tokens in the first steps. With bfloat16,
 the difference is 0.01."""
 _FLAG = "rl_accel.drafts"
-_ROLLOUT = "actor_rollout_ref.rollout"
-_VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
+_VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 _WORKER = "rl_accel.integrations.verl.drafts.worker.DraftsWorkerExtension"
 _refuse = functools.partial(refuse, _FLAG)
 
@@ -68,10 +67,10 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
     """
     get = run.get
     version = _vllm_version()
-    if reason := engines.why_not("vLLM", version, TRIED):
+    if reason := engines.version_problem("vLLM", version, TRIED):
         _refuse("vLLM", f"{TRIED[0]} to {TRIED[-1]}", version, f"vLLM {reason}")
-    if get(f"{_ROLLOUT}.mtp.enable"):
-        run.require_off(_FLAG, f"{_ROLLOUT}.mtp.enable_rollout", "an engine has one drafter")
+    if get(f"{ROLLOUT}.mtp.enable"):
+        run.require_off(_FLAG, f"{ROLLOUT}.mtp.enable_rollout", "an engine has one drafter")
     ours: dict[str, Any] = {
         f"{_VLLM}.speculative_config": {
             "method": "custom_class",
@@ -80,14 +79,13 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
         },
         f"{_VLLM}.worker_extension_cls": _WORKER,
         f"{_VLLM}.additional_config": {SETTINGS: asdict(flags)},
-        f"{_ROLLOUT}.router_config_path": str(ROUTER),
+        ROUTER_KEY: str(ROUTER),
     }
-    if all(get(f"{_ROLLOUT}.{size}_size", 1) == 1 for size in SIZES):
+    if all(get(f"{ROLLOUT}.{size}_size", 1) == 1 for size in SIZES):
         backend = f"{_VLLM}.distributed_executor_backend"
         ours[backend] = get(backend) or ONE_PROCESS  # an executor that the user has chosen is fine, too
-    router = f"{_ROLLOUT}.router_config_path"
-    if get(router) and Path(get(router)).is_relative_to(ROUTER.parents[1]):
-        ours[router] = get(router)  # the router of the balance feature also keeps a prompt's responses together
+    if (router := get(ROUTER_KEY)) and Path(router).is_relative_to(ROUTER.parents[1]):
+        ours[ROUTER_KEY] = router  # the router of the balance feature also keeps a prompt's responses together
     for key, value in ours.items():
         found = get(key)
         found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found

@@ -15,6 +15,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
+from rl_accel.errors import first_line
 from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
 from rl_accel.integrations.verl.tail_batching import MODE
@@ -344,7 +345,7 @@ class Workers:
         except RayActorError as error:
             lost = sorted(response_id for response_id, home in self._home.items() if home == index)
             self._all_actors.remove(self._actors.pop(index))
-            line = f"agent-loop worker {index} died: {error}".splitlines()[0]
+            line = f"agent-loop worker {index} died: {first_line(error)}"
             logger.error("rl-accel: %s; %d responses are lost with it", line, len(lost))
             events = [Event("failed", response_id, error=line, lost=True) for response_id in lost]
         for event in events:

@@ -21,6 +21,7 @@ import psutil
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from rl_accel.errors import first_line
 from rl_accel.integrations.verl.engines import EngineSupport, engine_of, is_death
 from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
 from rl_accel.patches.seams import extends
@@ -99,7 +100,7 @@ class ServerLost(RuntimeError):
 
 
 def _in_one_line(error: BaseException) -> str:
-    return str(getattr(error, "cause", None) or error).strip().splitlines()[0]
+    return first_line(getattr(error, "cause", None) or error)
 
 
 async def find_dead(replicas: Sequence[RolloutReplica]) -> list[RolloutReplica]:

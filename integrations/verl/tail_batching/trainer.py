@@ -84,7 +84,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         check_data(run, rows, getattr(self.train_dataset, "dataframe", None))
         self._core = TailBatching(run)
         self._supply = PromptSupply(run, self._fetch_row, rows, run.flags.domain_key)
-        self._log = saved.SettlementLog(Path(self.config.trainer.default_local_dir))
+        self._log = saved.Ledger(Path(self.config.trainer.default_local_dir))
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
 
     def _fetch_row(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class TailBatchingTrainer(PPOTrainerSync):
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
-        if folder := config_intake.resumed_from(self):
+        if folder := config_intake.resumed_checkpoint(self):
             saved.restore(folder / saved.FOLDER, self.global_steps, self._core, self._supply)
         self._log.rewind(self.global_steps)
 

@@ -31,8 +31,8 @@ def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
     """
     run.require_chosen(FLAG, _MODE_KEY, MODE)
     check(run)
-    if run.in_driver and run.resumes_from:
-        saved.find(run.resumes_from / saved.FOLDER)
+    if run.in_driver and run.checkpoint_to_resume:
+        saved.find(run.checkpoint_to_resume / saved.FOLDER)
     config = run.config
     with open_dict(config):
         OmegaConf.update(config, _MODE_KEY, MODE)

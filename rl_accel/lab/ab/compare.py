@@ -18,6 +18,7 @@ from rl_accel.lab.ab.convergence import listed
 from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, parse_margin
 from rl_accel.lab.ab.runner import RunResult, load_result
 from rl_accel.lab.ab.stats import RunData
+from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.telemetry.readers import read
 
 SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", "train_time"])
@@ -70,7 +71,7 @@ def gather(
     if (folder / "ab.json").exists():
         recipe = load(folder / "recipe.yaml")
     else:
-        rounds = any(name.startswith("rl_accel/tail_batching/") for name in names)
+        rounds = any(name.startswith(METRICS_PREFIX) for name in names)
         of_framework = SLIME if SLIME.reward in names else Metrics()
         recipe = Recipe("compare", metrics=of_framework, rollout=Rollout(rounds))
     recipe = replace(recipe, arms={arm: recipe.arms.get(arm, Arm()) for arm in arms}, baseline=next(iter(arms)))

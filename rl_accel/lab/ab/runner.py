@@ -238,7 +238,7 @@ def supervised(
                 raise
             finally:
                 if (process.returncode or 0) < 0:
-                    end_all(lambda: [child for child in descendants() if child.pid not in others], grace_s=2.0)
+                    end_all(lambda: [child for child in descendants() if child.pid not in others])
         if not (again and reason == "ended" and process.returncode and RAY_DID_NOT_START in _tail(log, before)):
             break
         with log.open("a") as file:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_accel.lab.ab.recipe import NOT_COMPARED, Metrics, Recipe
+from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.rollout.saved import FOLDER
 from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, read_kept
 
@@ -31,8 +32,7 @@ KINDS = ("short", "long", "final")
 ALL = "all"
 """Kind of a step whose rollout waits for every response, as without tail batching. ``KINDS`` are the kinds of rounds of tail
 batching; a round is the rollout of one step."""
-_PREFIX = "rl_accel/tail_batching/"
-_COUNTED = ("rollout/", _PREFIX)
+_COUNTED = ("rollout/", METRICS_PREFIX)
 """Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``, the most reliable first: counted by the rollout engine, and
 counted by tail batching."""
 _LOST = "rollout/prompts_lost"
@@ -44,7 +44,7 @@ _DATA = {
     "rewards killed a step": ("rl_accel/reward_timeout/killed",),
     "staleness, mean": ("training/off_policy/trajectory_staleness/mean",),
     "staleness, worst": ("training/off_policy/trajectory_staleness_worst/max",),
-    "prompts put off a step": (_PREFIX + "prompts_deferred",),
+    "prompts put off a step": (METRICS_PREFIX + "prompts_deferred",),
 }
 """Statistics of the training data in the report: mapping from label to the names of the metric in verl, slime or rl-accel."""
 _PHASES = {
@@ -327,7 +327,7 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
 
 def kind_of(metrics: Mapping[str, float]) -> str:
     """Returns the kind of a step with these metrics: short, long or final round of tail batching, else ``ALL``."""
-    return next((kind for kind in KINDS if metrics.get(f"{_PREFIX}{kind}_round") == 1.0), ALL)
+    return next((kind for kind in KINDS if metrics.get(f"{METRICS_PREFIX}{kind}_round") == 1.0), ALL)
 
 
 def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
@@ -351,11 +351,11 @@ def _tokens(runs: Sequence[RunData]) -> dict[str, float | None]:
     ``accepted`` is the mean length of trained responses, and ``cancelled`` that of cancelled responses, of the prompts that have
     both. A value is None if no run logged the data.
     """
-    prefix = next((prefix for prefix in _COUNTED if _logged(runs, prefix + "tokens_generated")), _PREFIX)
+    prefix = next((prefix for prefix in _COUNTED if _logged(runs, prefix + "tokens_generated")), METRICS_PREFIX)
     generated, wasted = (sum(_logged(runs, prefix + name)) for name in ("tokens_generated", "tokens_wasted"))
     found = {"wasted": wasted / generated if generated else None}
     for kind in ("accepted", "cancelled"):
-        lengths = _logged(runs, f"{_PREFIX}{kind}_tokens_mean")
+        lengths = _logged(runs, f"{METRICS_PREFIX}{kind}_tokens_mean")
         found[kind] = float(np.mean(lengths)) if lengths else None
     return found
 
@@ -454,5 +454,5 @@ def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
         "steps": list(steps),
         "kind": [kind_of(metrics) for metrics in steps.values()],
         "seconds": [metrics.get(recipe.metrics.stage_prefix + "gen") for metrics in steps.values()],
-        "queue": [metrics.get(_PREFIX + "queue_length") for metrics in steps.values()],
+        "queue": [metrics.get(METRICS_PREFIX + "queue_length") for metrics in steps.values()],
     }

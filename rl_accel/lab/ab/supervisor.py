@@ -106,7 +106,7 @@ def supervise(grace_s: float, temp: str, command: list[str]) -> int:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-    ended = end_descendants(leave_s=min(grace_s, _ORPHANS_S)) if in_time else end_all(descendants, grace_s=2.0)
+    ended = end_descendants(leave_s=min(grace_s, _ORPHANS_S)) if in_time else end_all(descendants)
     if ended:
         print(f"rl-accel ab: ended what the run left behind: {', '.join(sorted(ended))}", file=sys.stderr)
     if stopped and temp:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rl_accel.lab.ab.recipe import RunPlan, load, plan_runs, prepare_command
 from rl_accel.lab.ab.runner import Stop, last_lines, prepare, ray_temp_dir, supervised
 from rl_accel.lab.bench.measure import console_of_benchmark
+from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.rollout.saved import FOLDER
 
 VICTIMS: dict[str, tuple[str, ...]] = {
@@ -118,7 +119,7 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
         with ray_temp_dir() as ray_dir:
             environment = {**plan.env, "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
             outcome = supervised(command, environment, folder, log, stop, follow, ray_dir)
-        failed = "rl_accel/tail_batching/responses_failed"
+        failed = f"{METRICS_PREFIX}responses_failed"
         result.failed_responses += int(sum(row["data"].get(failed, 0) for row in _lines(metrics)))
         metrics.unlink(missing_ok=True)  # the next launch starts a new metrics file
         if outcome.reason == "timeout":

@@ -163,9 +163,9 @@ def replay(
                     for row, new, row.draft in zip(rows, sampled, drafts, strict=True):
                         epochs[row.epoch][0] += len(new) - 1
                         epochs[row.epoch][1] += 1
-                for place in reversed([at for at, row in enumerate(rows) if row.done == len(row.tokens)]):
-                    matrix[place] = matrix[len(rows) - 1]  # vLLM fills gaps in the same way
-                    rows[place] = rows[-1]
+                for gap in reversed([at for at, row in enumerate(rows) if row.done == len(row.tokens)]):
+                    matrix[gap] = matrix[len(rows) - 1]  # vLLM fills gaps in the same way
+                    rows[gap] = rows[-1]
                     rows.pop()
         drafter.new_weights()
     return drafter.counts, dict(epochs), engine_steps["stock"], engine_steps["ours"], took

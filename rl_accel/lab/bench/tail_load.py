@@ -40,11 +40,10 @@ from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, Tai
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, clear
 from rl_accel.integrations.verl.tail_batching.wiring import wire
 from rl_accel.patches.verl.verl_run import VerlRun
-from rl_accel.rollout.round_driver import PromptSupply, RolloutDriver
-from rl_accel.rollout.saved import SettlementLog
+from rl_accel.rollout.round_driver import METRICS_PREFIX, PromptSupply, RolloutDriver
+from rl_accel.rollout.saved import Ledger
 from rl_accel.rollout.tail_batching import TailBatching
 
-PREFIX = "rl_accel/tail_batching/"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 WORKERS, SERVERS = 2, 2
 RATIO = 1.25
@@ -140,7 +139,7 @@ class ReplicaStandIn:
 class RoundsOnly(TailBatchingTrainer):
     """rl-accel's trainer, reduced to the parts that a rollout round needs. Has no models, no data files and no checkpoints."""
 
-    def __init__(self, driver: RolloutDriver, log: SettlementLog, steps: int) -> None:
+    def __init__(self, driver: RolloutDriver, log: Ledger, steps: int) -> None:
         self._driver, self._log, self._last_step = driver, log, steps
 
 
@@ -170,7 +169,7 @@ class Load:
         self._supply = PromptSupply(self._core.run, lambda: _row(next(numbers)), 10**9)
         replicas = [ReplicaStandIn(server) for server in self._servers.values()]
         stopped = RolloutServers(SimpleNamespace(get_replicas=lambda: replicas), engine_of(config))
-        log = SettlementLog(folder)
+        log = Ledger(folder)
         log.rewind(0)
         # The trainer expects more steps than are run here. In the last steps of a training run, tail batching starts fewer
         # prompts, so that the last round would be smaller than the others.
@@ -195,7 +194,7 @@ class Load:
         trained = {int(key.split("_")[1]) for key in batch.keys}
         last = max(at for kind, response_id, at in events if kind == "scored" and response_id in trained)
         return {
-            "kind": next(kind for kind in ("short", "long", "final") if metrics[f"{PREFIX}{kind}_round"]),
+            "kind": next(kind for kind in ("short", "long", "final") if metrics[f"{METRICS_PREFIX}{kind}_round"]),
             "launched_responses": len({response_id for _, response_id, _ in events}),
             "seconds": ended - began,
             "trainer_cpu_s": used,
@@ -219,7 +218,7 @@ class Load:
                 f"a batch must be {prompts} prompts x {responses} responses, found {len(by_prompt)} and {len(keys)} keys"
             )
         stored = set((tq.kv_list("train") or {}).get("train", {}))
-        if stored != set(keys) or metrics[f"{PREFIX}ghost_keys"]:
+        if stored != set(keys) or metrics[f"{METRICS_PREFIX}ghost_keys"]:
             raise RuntimeError(f"nothing but the batch may be stored, found {len(stored - set(keys))} other keys")
         if twice := self._trained & by_prompt.keys():
             raise RuntimeError(f"every prompt must be trained once, found {len(twice)} twice")

@@ -98,7 +98,7 @@ class Scheduler:
             raise ValueError(f"max_num_seqs wants at least 1, found {slots}")
         if kv_tokens is not None and (isinstance(kv_tokens, bool) or not isinstance(kv_tokens, int) or kv_tokens < 2):
             raise ValueError(f"kv_tokens wants an integer of at least 2, or None for no limit, found {kv_tokens!r}")
-        self._places = slots
+        self._slots = slots
         self.kv_tokens = kv_tokens
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
@@ -121,7 +121,7 @@ class Scheduler:
     def next(self, running: Sequence[Request]) -> Request | None:
         """Removes and returns the request at the front of the queue if slots and cache budget allow this request to join
         ``running``. Otherwise returns None."""
-        if not self.waiting or len(running) >= self._places:
+        if not self.waiting or len(running) >= self._slots:
             return None
         if self.kv_tokens is not None and running:
             length = sum(request.length for request in running) + self.waiting[0].length

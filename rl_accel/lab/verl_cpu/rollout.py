@@ -19,6 +19,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 from verl.workers.rollout.utils import ensure_async_iterator
 
+from rl_accel.errors import first_line
 from rl_accel.lab.cpu_engine.engine import Engine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.lab.cpu_engine.scheduler import EngineStats, Generation
@@ -275,7 +276,5 @@ def read_counters(servers: Sequence[str]) -> dict[str, Reading | None]:
             stats = ray.get(answer, timeout=ANSWER_SECONDS)
             readings[server] = Reading(stats.preemptions, handle._actor_id.hex())
         except RayError as error:
-            logger.warning(
-                "rl-accel: preemptions are unknown, %s does not answer: %s", server, str(error).splitlines()[:1]
-            )
+            logger.warning("rl-accel: preemptions are unknown, %s does not answer: %s", server, first_line(error))
     return readings

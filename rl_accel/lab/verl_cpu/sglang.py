@@ -189,7 +189,7 @@ def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
     from rl_accel.integrations.verl import engines
 
     rollout, version = "actor_rollout_ref.rollout", installed_version()
-    if reason := engines.why_not("SGLang", version, TRIED):
+    if reason := engines.version_problem("SGLang", version, TRIED):
         yield f"{rollout}.name=hf_cpu", f"SGLang {reason}; `make sglang` builds its environment"
         return
     if get(f"{rollout}.free_cache_engine", True):

@@ -138,7 +138,7 @@ def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
     ``get(key, default)`` returns the value of a setting.
     """
     rollout, version = "actor_rollout_ref.rollout", installed_version()
-    if reason := engines.why_not(DISTRIBUTION, version, TRIED):
+    if reason := engines.version_problem(DISTRIBUTION, version, TRIED):
         yield f"{rollout}.name=hf_cpu", f"{DISTRIBUTION} {reason}; `make vllm` builds its environment"
         return
     if not get(f"{rollout}.enforce_eager"):

@@ -42,7 +42,7 @@ def reports(python):
 
 def gae_states(status: dict) -> tuple[str, list[str]]:
     (gae,) = [feature for feature in status["features"] if feature["name"] == "gae"]
-    return gae["requested"], [patch["state"] for patch in gae["patches"]]
+    return gae["requested"], [switch["state"] for switch in gae["switches"]]
 
 
 @pytest.mark.slow

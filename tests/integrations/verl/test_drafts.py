@@ -40,13 +40,13 @@ def test_the_first_steps_are_compared_with_the_trainer_and_stop_the_training_if_
     for wrong in (0.2, float("nan")):
         with pytest.raises(metrics.StopTraining, match="train without drafts"):
             drafts.check({"training/rollout_probs_diff_mean": wrong})
-    metrics.observe("drafts", lambda _step, logged: drafts.check(logged) or {})
+    metrics.set_observer("drafts", lambda _step, logged: drafts.check(logged) or {})
     try:
-        assert metrics.observed(1, {}) == {}
+        assert metrics.run_observers(1, {}) == {}
         with pytest.raises(metrics.StopTraining):
-            metrics.observed(2, {"training/rollout_probs_diff_mean": 1.0})
+            metrics.run_observers(2, {"training/rollout_probs_diff_mean": 1.0})
     finally:
-        metrics.observe("drafts", None)
+        metrics.set_observer("drafts", None)
 
 
 def test_numbers_of_a_step():

@@ -76,13 +76,13 @@ class AgentLoops:
 
 
 @pytest.fixture
-def observed():
+def run_observers():
     """The observers of the test end with it."""
-    yield metrics.observed
-    metrics.observe("balance", None)
+    yield metrics.run_observers
+    metrics.set_observer("balance", None)
 
 
-def test_a_resumed_run_knows_the_lengths_of_its_checkpoint(tmp_path, monkeypatch, observed):
+def test_a_resumed_run_knows_the_lengths_of_its_checkpoint(tmp_path, monkeypatch, run_observers):
     server, worker = start(Nothing), start(AgentLoops)
 
     def run(step=0, **trainer):
@@ -101,11 +101,11 @@ def test_a_resumed_run_knows_the_lengths_of_its_checkpoint(tmp_path, monkeypatch
     known, router = run()
     assert known == {}
     generate("a", "one", 7)
-    observed(1, {"timing_s/gen": 1.0})
+    run_observers(1, {"timing_s/gen": 1.0})
     (tmp_path / "global_step_2").mkdir()
     generate("b", "one", 9)
     generate("c", "two", 5)
-    assert 0 < observed(2, {"timing_s/gen": 1.0})["rl_accel/balance/slots_in_use"] <= 1
+    assert 0 < run_observers(2, {"timing_s/gen": 1.0})["rl_accel/balance/slots_in_use"] <= 1
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")] == ["global_step_2/balance.json"]
     assert run(step=2)[0] == {"one": [7, 9], "two": [5]}
     assert run(step=1)[0] == {}, "a checkpoint without lengths is one that was saved without this feature"
@@ -135,7 +135,7 @@ class DraftingServer:
             parallel_config=SimpleNamespace(distributed_executor_backend="mp", **ranks),
         )
         self.drafter = Drafter(config)
-        self.drafter._worth.allows = self.drafter._worth.pays = lambda *_: True
+        self.drafter._costs.allows = self.drafter._costs.pays = lambda *_: True
 
     async def collective_rpc(self, method, args):
         assert method == "exchange_drafts"

@@ -198,7 +198,7 @@ def test_the_environment_switches_features_on_and_flags_of_the_run_are_checked(p
     assert done.returncode == 1
     gae = json.loads(done.stdout.splitlines()[-1])["features"][0]
     assert gae["requested"] == "by name"
-    assert [patch["state"] for patch in gae["patches"]] == ["applied"]
+    assert [switch["state"] for switch in gae["switches"]] == ["applied"]
     assert done.stderr.strip().splitlines()[-1] == (
         "rl_accel.errors.ConfigError: framework config: unknown key rl_accel.gae.enabel "
         "(did you mean rl_accel.gae.enable?); rl_accel.gae takes enable, backend, chunk_size, threads"

@@ -442,7 +442,7 @@ def test_features_are_registered_from_the_import_of_their_modules_until_they_are
         names = ("tail_batching", "reward_timeout", "telemetry")
         rl_accel.enable(**dict.fromkeys(names, True))
         status = lambda name: rl_accel.status()[name]
-        assert [status(name).patches[0].state for name in names] == ["waiting"] * 3, rl_accel.status()
+        assert [status(name).switches[0].state for name in names] == ["waiting"] * 3, rl_accel.status()
 
         import verl
         children = {{}}  # verl's modules register ours while they are imported, whichever part of ours is the first to ask
@@ -467,13 +467,13 @@ def test_features_are_registered_from_the_import_of_their_modules_until_they_are
         threading.Thread(target=ask, daemon=True).start()
         import verl.utils.tracking
         assert status("telemetry").applied
-        found = metrics.observed(1, {{"timing_s/step": 4.0, "timing_s/gen": 3.0}})
+        found = metrics.run_observers(1, {{"timing_s/step": 4.0, "timing_s/gen": 3.0}})
         assert found["rl_accel/telemetry/share/gen"] == 0.75 and found["rl_accel/telemetry/share/other"] == 0.25
-        assert metrics.observed(1, {{"val/acc": 1.0}}) == {{}}
+        assert metrics.run_observers(1, {{"val/acc": 1.0}}) == {{}}
 
         import verl.experimental.reward_loop
         assert status("reward_timeout").applied
-        assert metrics.observer("reward_timeout").__module__ == "rl_accel.integrations.verl.reward_timeout"
+        assert metrics.observer_of("reward_timeout").__module__ == "rl_accel.integrations.verl.reward_timeout"
 
         from verl.trainer.ppo.v1 import get_trainer_cls
         assert get_trainer_cls("tail_batching").__name__ == "TailBatchingTrainer"
@@ -505,8 +505,8 @@ def test_features_are_registered_from_the_import_of_their_modules_until_they_are
             print(error)
 
         rl_accel.disable()
-        assert metrics.observer("reward_timeout") is None
-        assert metrics.observed(1, {{"timing_s/step": 4.0}}) == {{}}
+        assert metrics.observer_of("reward_timeout") is None
+        assert metrics.run_observers(1, {{"timing_s/step": 4.0}}) == {{}}
         try:
             get_trainer_cls("tail_batching")
             raise AssertionError("still registered")

@@ -216,4 +216,4 @@ def test_another_function_is_refused_in_a_line(patch_of, old, new, message):
         patch.apply()
     assert "\n" not in str(refused.value)
     assert vars(core) == before
-    assert patch.state() is SwitchState.PENDING
+    assert patch.state() is SwitchState.WAITING

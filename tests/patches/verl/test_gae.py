@@ -9,7 +9,6 @@ from verl.trainer.ppo import core_algos
 
 from rl_accel.errors import PatchRefused
 from rl_accel.features import GaeFlags
-from rl_accel.patches.parity import warn_once
 from rl_accel.patches.verl import gae
 from rl_accel.switch import SwitchState
 from rl_accel.telemetry import metrics
@@ -20,8 +19,7 @@ from rl_accel.telemetry import metrics
 @pytest.fixture(autouse=True)
 def original():
     """verl's own function, with which every test begins and ends; no numbers wait."""
-    assert PATCH.state() is SwitchState.PENDING
-    warn_once.cache_clear()
+    assert PATCH.state() is SwitchState.WAITING
     metrics.drain()
     yield core_algos.compute_gae_advantage_return
     PATCH.revert()
@@ -140,4 +138,4 @@ def test_a_kernel_that_cannot_take_verls_tensors_is_refused():
     for backend, reason in {"triton": "gae.backend=triton|triton", "fastest": "gae.backend=fastest"}.items():
         with pytest.raises(PatchRefused, match=reason):
             PATCH.apply(GaeFlags(backend=backend))
-    assert PATCH.state() is SwitchState.PENDING
+    assert PATCH.state() is SwitchState.WAITING

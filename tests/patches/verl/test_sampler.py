@@ -32,7 +32,7 @@ TIMES = st.lists(st.integers(1, 900), min_size=12, max_size=20, unique=True)
 
 @pytest.fixture(autouse=True)
 def untouched():
-    assert PATCH.state() is SwitchState.PENDING
+    assert PATCH.state() is SwitchState.WAITING
     metrics.drain()
     yield
     PATCH.revert()
@@ -58,7 +58,7 @@ def test_waits_milliseconds_and_leaves_the_interval_alone_even_if_interrupted(ki
     assert made.poll_interval == 600.0
     found = metrics.drain()
     assert found["rl_accel/sampler/polls"] == 5
-    assert found["rl_accel/sampler/wait_s"] < 600
+    assert found["rl_accel/sampler/wait_seconds"] < 600
     monkeypatch.setattr(replay_buffer.time, "sleep", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         made._wait_for_next_poll("train", debug)
@@ -83,7 +83,7 @@ def test_cost_of_the_training_between_samples_is_not_taken_for_a_poll(monkeypatc
     ahead = time.perf_counter
     monkeypatch.setattr(sampler.time, "perf_counter", lambda: ahead() + 100.0)  # a step of 100 s went by
     made._wait_for_next_poll("train", time.time())
-    assert metrics.drain()["rl_accel/sampler/wait_s"] < 2.0
+    assert metrics.drain()["rl_accel/sampler/wait_seconds"] < 2.0
 
 
 def test_log_line_and_its_pace_are_verls(monkeypatch, caplog):

@@ -42,7 +42,7 @@ def test_in_and_out_of_every_binding_of_a_body_that_was_tested_with(patch):
         assert all(now is held[0] and now is not then for now, then in zip(held, before, strict=True))
     finally:
         patch.revert()
-    assert patch.state() is SwitchState.PENDING
+    assert patch.state() is SwitchState.WAITING
     assert all(now is then for now, then in zip(held_by(patch), before, strict=True))
 
 
