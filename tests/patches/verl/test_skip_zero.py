@@ -383,8 +383,8 @@ def two_ranks(rank, folder):
 
 
 @pytest.mark.slow
-def test_two_ranks_agree_on_their_micro_batches(tmp_path):
-    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in (0, 1)]
+def test_two_ranks_agree_on_their_micro_batches(tmp_path, forking):
+    ranks = [subprocess.Popen([*forking, __file__, str(rank), str(tmp_path)]) for rank in (0, 1)]
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert {*first} == {f"{name} {dynamic}" for name in ("some", "none", "all zero") for dynamic in (True, False)}
