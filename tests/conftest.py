@@ -29,6 +29,7 @@ from hypothesis import settings
 from rl_accel import log
 from rl_accel.lab import sglang_servers
 from rl_accel.lab.ab.runner import RAY_DID_NOT_START
+from rl_accel.lab.ab.supervisor import forks
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing here
 settings.load_profile("shared machine")
@@ -36,6 +37,8 @@ settings.load_profile("shared machine")
 REPO = Path(__file__).resolve().parent.parent
 STARTED = time.monotonic()
 
+END = "\nimport os, sys\nsys.stdout.flush(), sys.stderr.flush(), os._exit(0)"
+"""The end of a script that a fork runs."""
 STARTS = 3
 """Attempts to start Ray, which gives itself a fixed time that a busy machine may exceed."""
 DURATIONS = Path(__file__).with_name("durations.json")
@@ -187,17 +190,33 @@ def clean_environment() -> dict[str, str]:
     return {**kept, "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false"}
 
 
+@pytest.fixture(scope="session")
+def forking(clean_environment) -> Iterator[list[str]]:
+    """A command like that of Python, whose processes are forks of one that has imported torch and transformers.
+
+    What imports verl is sooner ready; each fork imports verl and this project itself, but finds them where this process does.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="rla", dir="/tmp") as folder,
+        forks(sys.executable, f"{folder}/forks", clean_environment) as command,
+    ):
+        yield command
+
+
 @pytest.fixture
-def python(clean_environment, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def python(clean_environment, tmp_path, request) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a Python script in a fresh process outside the checkout: ``python(source, "word", RL_ACCEL_CONFIG=...)``.
 
+    With ``fork=True`` it is one of ``forking``, which serves where it does not matter that torch has been imported; it ends with
+    the last line of the script, without the two seconds that Python takes to take so many modules apart.
     It runs again, twice at most, where Ray does not start in the time that it allows itself.
     """
 
-    def run(source: str, *words: str, timeout: float = 540, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(source: str, *words: str, fork: bool = False, timeout: float = 540, **environment: str) -> Any:
         script = tmp_path / "script.py"
-        script.write_text(textwrap.dedent(source))
-        command, env = [sys.executable, str(script), *words], {**clean_environment, **environment}
+        script.write_text(textwrap.dedent(source) + fork * END)
+        interpreter = request.getfixturevalue("forking") if fork else [sys.executable]
+        command, env = [*interpreter, str(script), *words], {**clean_environment, **environment}
         for _ in range(STARTS):
             done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout)
             if RAY_DID_NOT_START not in done.stderr:

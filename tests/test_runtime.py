@@ -21,7 +21,7 @@ for folder in map(str.strip, sys.stdin):
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), number)
         runpy.run_path("script.py")
-        break
+        sys.stdout.flush(), sys.stderr.flush(), os._exit(0)
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 CHANGED_SIGNATURE = ("lam: torch.Tensor,\n", "lam: torch.Tensor,\n    new_argument=None,\n")

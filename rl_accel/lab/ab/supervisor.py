@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rl_accel.lab.ab import fork_client, fork_server
@@ -35,6 +35,29 @@ _ORPHANS_S = 5.0
 
 
 @contextlib.contextmanager
+def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]:
+    """Context manager that starts a :mod:`fork_server` with the interpreter ``python``, and ends the server afterwards.
+
+    Yields a command that takes the place of ``python``: it reaches the server at the socket ``path``, and runs as a fork of it.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(64)  # clients wait while the server imports libraries
+        server = subprocess.Popen(
+            [python, fork_server.__file__, str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            env={**env, **_ONE_THREAD},
+        )
+    assert server.stdin is not None
+    try:
+        yield [python, "-S", "-E", fork_client.__file__, path]
+    finally:
+        server.stdin.close()
+        server.wait()
+
+
+@contextlib.contextmanager
 def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
     """Context manager that starts a :mod:`fork_server` for a run on verl's CPU platform, and ends the server after the run.
 
@@ -50,23 +73,9 @@ def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
         yield command
         return
     path = f"{temp}/forks-{os.getpid()}"  # a run that is started again has the folder of its first start
-    start = [python, "-S", "-E", fork_client.__file__, path]
-    os.environ[WORKER_PYTHON] = shlex.join(start)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(path)
-        listener.listen(64)  # clients wait while the server imports libraries
-        server = subprocess.Popen(
-            [python, fork_server.__file__, str(listener.fileno())],
-            stdin=subprocess.PIPE,
-            pass_fds=[listener.fileno()],
-            env={**os.environ, **_ONE_THREAD},
-        )
-    assert server.stdin is not None
-    try:
+    with forks(python, path, os.environ) as start:
+        os.environ[WORKER_PYTHON] = shlex.join(start)
         yield [*start, *words]
-    finally:
-        server.stdin.close()
-        server.wait()
 
 
 def supervise(grace_s: float, temp: str, command: list[str]) -> int:

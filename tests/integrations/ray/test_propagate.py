@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 
 import pytest
 
@@ -9,7 +10,7 @@ ACTOR = """
 import json, os
 import ray, rl_accel
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, runtime_env={"py_executable": os.environ["FORKING"]})
 class Parent:
     def status(self):
         import verl.trainer.ppo.core_algos  # what every verl worker process does, by way of its class
@@ -28,11 +29,11 @@ APPLIED = ("by name", ["applied"])
 
 
 @pytest.fixture
-def reports(python):
-    """``reports(script, **environment)`` runs a driver and returns its reports by label."""
+def reports(python, forking):
+    """``reports(script, **environment)`` runs a driver, whose actors are forks, and returns its reports by label."""
 
     def run(script, **environment):
-        done = python(ACTOR + script, **environment)
+        done = python(ACTOR + script, FORKING=shlex.join(forking), **environment)
         assert done.returncode == 0, done.stderr[-3000:]
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"label"')]
         return {line["label"]: line for line in lines}

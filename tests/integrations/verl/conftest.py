@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -49,13 +50,13 @@ def configured(composed: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def job(ray_address: str, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Makes this process the driver of a job for the tests of a module, whose classes actors get by value."""
+def job(ray_address: str, forking: list[str], request: pytest.FixtureRequest) -> Iterator[None]:
+    """Makes this process the driver of a job for the tests of a module, whose classes actors get by value; actors are forks."""
     import ray
 
     module = sys.modules[request.module.__name__]
     ray.cloudpickle.register_pickle_by_value(module)
-    ray.init(address=ray_address)
+    ray.init(address=ray_address, runtime_env={"py_executable": shlex.join(forking)})
     yield
     ray.shutdown()
     ray.cloudpickle.unregister_pickle_by_value(module)

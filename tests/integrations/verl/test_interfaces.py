@@ -84,7 +84,7 @@ def test_a_changed_verl_is_named_by_doctor_and_no_feature_starts(python, tmp_pat
         print(json.dumps([checks, refused]))
         """,
         *named,
-        PYTHONPATH=f"{tmp_path}:{Path(seams.__file__).parents[2]}",
+        fork=True,  # finds verl beside its script
     )
     assert done.returncode == 0, done.stderr
     checks, refused = json.loads(done.stdout.splitlines()[-1])

@@ -52,6 +52,7 @@ def test_without_a_flag_only_what_reads_flags_is_touched_and_disable_puts_it_bac
     assert rl_accel.status().flag_readers == ()
     print(json.dumps(sorted(changed)))
     """,
+        fork=True,
         VERL_USE_EXTERNAL_PLUGINS="none",
     )
     assert done.returncode == 0, done.stderr
@@ -177,7 +178,8 @@ def test_every_trainer_that_is_built_from_a_configuration_reads_its_flags_and_de
         for cls in (RayPPOTrainer, Plain, OwnConstructor, OwnWorkers, Separate, Fully):
             assert not {"__rl_accel_original__", "__rl_accel_patch__"} & vars(cls.__init__).keys(), cls
         assert "__init_subclass__" not in vars(RayPPOTrainer)
-        """
+        """,
+        fork=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -193,6 +195,7 @@ def test_the_environment_switches_features_on_and_flags_of_the_run_are_checked(p
         print(json.dumps(rl_accel.status().to_dict()))
         validate_config(OmegaConf.create({"rl_accel": {"gae": {"enabel": True}}}), False, False)
         """,
+        fork=True,
         RL_ACCEL="gae",
     )
     assert done.returncode == 1
@@ -207,7 +210,7 @@ def test_the_environment_switches_features_on_and_flags_of_the_run_are_checked(p
 
 @pytest.mark.slow
 def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
-    done = python("import verl\nprint('unreachable')", RL_ACCEL="sampler, gea")
+    done = python("import verl\nprint('unreachable')", fork=True, RL_ACCEL="sampler, gea")
     assert done.returncode == 1
     assert "unreachable" not in done.stdout
     assert done.stderr.strip().splitlines()[-1] == (
@@ -215,7 +218,7 @@ def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
         "rl_accel takes auto, gae, advantages, sampler, final_output, skip_zero, tail_batching, reward_timeout, telemetry, "
         "tp_replan, balance, drafts"
     )
-    done = python("import verl\nprint('unreachable')", RL_ACCEL_SOURCES='{"half of the flags')
+    done = python("import verl\nprint('unreachable')", fork=True, RL_ACCEL_SOURCES='{"half of the flags')
     assert done.returncode == 1
     assert "unreachable" not in done.stdout  # verl logs an exception of any other kind where nobody sees it
     assert done.stderr.strip().splitlines()[-1].startswith("rl-accel: flags cannot be read: JSONDecodeError: ")
@@ -225,6 +228,6 @@ def test_a_command_whose_flags_a_program_that_has_called_disable_takes_away_says
     flag = "+rl_accel.gae.enable=True"
     line = "the flags of this command are ignored, because the program that started it has called disable()"
     for words, sources, said in (([flag], "null", 1), ([flag], "{}", 0), ([], "null", 0)):
-        done = python("import verl", *words, RL_ACCEL_SOURCES=sources)
+        done = python("import verl", *words, fork=True, RL_ACCEL_SOURCES=sources)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count(line) == said

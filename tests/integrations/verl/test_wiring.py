@@ -513,6 +513,7 @@ def test_features_are_registered_from_the_import_of_their_modules_until_they_are
         except ValueError as error:
             assert "sync" in str(error)
     """,
+        fork=True,
         VERL_PLATFORM="cpu",
         VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin",
     )

@@ -6,6 +6,7 @@ import sys
 import psutil
 import pytest
 
+from rl_accel.lab.ab.fork_server import LIBRARIES
 from rl_accel.lab.ab.runner import Stop, ray_temp_dir, supervised
 
 pytestmark = pytest.mark.slow
@@ -124,6 +125,7 @@ def test_a_server_in_which_a_library_started_a_thread_does_not_fork(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, threading\n"
         "if any(word.endswith('fork_server.py') for word in sys.orig_argv):\n"
+        f"    sys.modules |= dict.fromkeys({LIBRARIES})  # cannot be imported\n"
         "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
     code, told = run(PROGRAM, tmp_path, PYTHONPATH=str(tmp_path))

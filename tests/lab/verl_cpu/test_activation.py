@@ -16,7 +16,8 @@ def test_a_verl_that_is_not_told_of_it_imports_nothing_of_it(python):
         assert "prometheus_client" not in sys.modules, "every process of everybody would pay for it"
         assert "VERL_ENGINE_DEVICE" not in os.environ
         print("nothing was imported")
-        """
+        """,
+        fork=True,
     )
     assert result.stdout == "nothing was imported\n", result.stderr
 
@@ -54,6 +55,7 @@ def test_with_it_verl_finds_every_part_and_a_run_that_cannot_work_stops_before_a
         sys.argv = ["main_ppo", "actor_rollout_ref.rollout.name=vllm", "hydra.run.dir=.", "hydra.output_subdir=null"]
         verl.trainer.main_ppo.main()
         """,
+        fork=True,
         VERL_PLATFORM="cpu",
         VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin",
         MODEL=str(model_folder),
