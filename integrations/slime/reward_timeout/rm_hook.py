@@ -10,6 +10,7 @@ import asyncio
 import copy
 import functools
 import inspect
+import logging
 import os
 import textwrap
 from collections.abc import Callable
@@ -246,7 +247,7 @@ def _spec_of_path(path: str) -> GraderSpec:
     awaits = is_async and _awaits(called)
     if not awaits:
         where = "in processes of its own, which share no state with this process"
-        logger.info("rl-accel: reward_timeout runs %s, which awaits nothing, %s", path, where)
+        logging.getLogger("rl_accel").info("rl-accel: reward_timeout runs %s, which awaits nothing, %s", path, where)
     return GraderSpec(path, function, awaits, is_async)
 
 
