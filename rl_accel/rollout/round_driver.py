@@ -386,8 +386,8 @@ class RolloutDriver:
             self._results[response_id] = event.result
         if event.kind != "generated":
             self._open.pop(response_id, None)
-        elif response_id in self._open:
-            self._open[response_id] = _Open(self._open[response_id].prompt_id, now, "scored")
+        elif (known := self._open.get(response_id)) and known.doing == "generated":
+            self._open[response_id] = _Open(known.prompt_id, now, "scored")
         match event.kind:
             case "generated":
                 return self.core.response_generated(response_id, event.tokens)

@@ -73,6 +73,7 @@ _PARTS = {
     "most_seconds": ("nine in ten responses", "#4878a8"),
     "waiting_seconds": ("waiting for the longest", "#b5498f"),
     "reward_seconds": ("rewards", "#9bc0de"),
+    "unexplained_seconds": ("waiting that no length explains", "#9bc0de"),
     "rest_seconds": ("noticing, storing", "#b7b7a4"),
 }
 _OTHER_COLOUR = "#d9d9d9"
@@ -229,9 +230,13 @@ class Profile:
         if measured or self.estimate is None:
             return measured
         found = self.estimate
-        others = found.waiting.mean, found.unexplained.mean, found.polling.mean + found.storing
-        parts = zip(_PARTS, (max(self.stages["gen"] - sum(others), 0.0), *others), strict=True)
-        return {name: seconds for name, seconds in parts if seconds}
+        parts = {
+            "waiting_seconds": found.waiting.mean,
+            "unexplained_seconds": found.unexplained.mean,
+            "rest_seconds": found.polling.mean + found.storing,
+        }
+        parts["most_seconds"] = max(self.stages["gen"] - sum(parts.values()), 0.0)
+        return {name: seconds for name, seconds in parts.items() if seconds}
 
     @cached_property
     def zero_groups(self) -> tuple[Sequence[float], str]:
@@ -350,7 +355,8 @@ def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, s
 def _measured(run: Profile) -> list[Saving]:
     """Returns savings in the generation of a run with telemetry."""
     steps = list(run.responses.values())
-    most, waiting, reward, rest = (run.numbers.get(name, 0.0) for name in _PARTS)
+    names = ("most_seconds", "waiting_seconds", "reward_seconds", "rest_seconds")
+    most, waiting, reward, rest = (run.numbers.get(name, 0.0) for name in names)
     share = run.numbers.get("tool_share", 0.0)
     savings = [
         _saving(run, WAITING, waiting, _gain_of_tail_batching(steps), "tail_batching"),
@@ -384,7 +390,7 @@ def _estimated(run: Profile, found: Estimate) -> list[Saving]:
             f" Less a limit of {_LIMITS.minimum:g} s for each rollout"
         )
         unexplained = found.unexplained.mean, (found.over, how)
-        savings.append(_saving(run, "waiting that no length explains", *unexplained, "reward_timeout"))
+        savings.append(_saving(run, _PARTS["unexplained_seconds"][0], *unexplained, "reward_timeout"))
     if not rollouts.on_policy:
         how = "it needs rollouts that train the weights that generated them"
     elif found.tail is None:
