@@ -142,7 +142,7 @@ def train(recipe_command, probe_environment, read_processes) -> Callable[..., Ru
         script, log, metrics, probes = (folder / n for n in ("driver.py", "train.log", "metrics.jsonl", "status"))
         script.write_text(driver)
         probes.mkdir()
-        first = next(index for index, item in enumerate(command) if "=" in item)
+        first = next(index for index, item in enumerate(command) if index and "=" in item)
         command = [command[0], str(script), *command[first:], *overrides]
         with ray_temp_dir() as ray_dir:
             environment |= {
