@@ -54,6 +54,11 @@ def prose_of(page: Path) -> str:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
+def test_the_support_matrix_has_a_row_for_every_feature(repo):
+    rows = re.findall(r"^\| `(\w+)` \|", (repo / "docs" / "support-matrix.md").read_text(), re.MULTILINE)
+    assert {feature.name for feature in FEATURES} <= set(rows)
+
+
 def test_readme_is_short_and_has_a_row_for_every_feature(repo):
     text = (repo / "README.md").read_text()
     assert len(text.splitlines()) <= 90
