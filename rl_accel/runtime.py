@@ -324,9 +324,7 @@ def enable(*names: str, **features: Any) -> Status:
             f"{KEYWORDS} wants names of features or name=flags, found {wrong[0]!r} ({type(wrong[0]).__name__})"
         )
     if twice := [name for name in names if name in features]:
-        raise ConfigError(
-            f"{KEYWORDS} names {twice[0]} twice, as {twice[0]!r} and as {twice[0]}={features[twice[0]]!r}"
-        )
+        raise ConfigError(f"{KEYWORDS}: {twice[0]} is there twice, as a name and as {twice[0]}={features[twice[0]]!r}")
     flags: dict[str, Any] = dict.fromkeys(names, True) if names or features else {"auto": True}
     for name, value in features.items():
         flags[name] = {"enable": True, **value} if isinstance(value, Mapping) else value

@@ -153,9 +153,10 @@ def test_new_settings_reach_an_applied_patch_and_wrong_ones_change_nothing(fake_
         assert len({id(original), id(first), id(second)}) == 3
         assert second.__wrapped__ is original, "a second enable() must not stack"
         rl_accel.enable(gae=dict(backend="chunk"))
-        for wrong in (dict(gea=True), dict(gae=dict(backend="nunba")), dict(gae=dict(threads=-1)), dict(gae=3)):
+        wrongs = (dict(gea=True), dict(gae=dict(backend="nunba")), dict(gae=dict(threads=-1)), dict(gae=3))
+        for names, wrong in (*(((), wrong) for wrong in wrongs), (("gae",), dict(gae=False))):
             try:
-                rl_accel.enable(**wrong)
+                rl_accel.enable(*names, **wrong)
             except ConfigError as error:
                 assert str(error).startswith("rl_accel.enable(): "), error
             else:

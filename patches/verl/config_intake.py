@@ -146,7 +146,7 @@ def _take_in(run: VerlRun) -> None:
         RUNTIME.set_layer(FRAMEWORK, given)
     flags = RUNTIME.flags()
     for warning in flags.warnings if run.in_driver else ():
-        logger.warning("rl-accel: %s", warning)
+        warn_once(warning, "rl-accel: %s", warning)
     for feature, reason in wire(run, flags).items():
         if run.in_driver or not run.is_v1:  # else verl's V1 driver has logged it
             message = "rl-accel: %s is on and has nothing to do in this run: %s"

@@ -240,6 +240,8 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line_after_the_table(tmp_p
     output = call(tmp_path, "--picture", tmp_path / "absent" / "x.png")
     assert "share of the step" in output.out
     assert output.err == f"rl-accel: {tmp_path / 'absent' / 'x.png'}: No such file or directory\n"
+    output = call(tmp_path, "--picture", tmp_path / "x.words")
+    assert re.match(rf"rl-accel: {tmp_path}/x.words is no picture: Format 'words' is not supported", output.err)
     (tmp_path / "m.jsonl").write_bytes("{}".encode("utf-16"))
     assert re.fullmatch(
         r"rl-accel: .* holds no metrics of .*m\.jsonl is in UTF-16: wanted plain text in UTF-8\n", call(tmp_path).err

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import sys
 
 import numpy as np
@@ -231,6 +232,11 @@ def test_a_large_log_has_a_progress_bar(tmp_path, monkeypatch, capsys):
 def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(RlAccelError, match="does not exist"):
         read(str(tmp_path / "absent"))
+    with pytest.raises(RlAccelError, match="wanted a path before and after each comma"):
+        read("", str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RlAccelError, match="pipe is no regular file, such as a pipe"):
+        read(str(tmp_path / "pipe"))
     wanted = "holds no metrics of verl's file logger, TensorBoard, W&B, a CSV of W&B, verl's"
     with pytest.raises(RlAccelError, match=wanted):
         read(str(tmp_path))

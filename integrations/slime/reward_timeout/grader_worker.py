@@ -45,10 +45,8 @@ class NotSent:
             raise AttributeError(name)
         self._refuse()
 
-    __bool__ = __call__ = __contains__ = __eq__ = __float__ = __getitem__ = __hash__ = __int__ = __iter__ = __len__ = (
-        _refuse
-    )
-    __str__ = _refuse
+    __bool__ = __call__ = __contains__ = __eq__ = __float__ = __getitem__ = _refuse
+    __hash__ = __int__ = __iter__ = __len__ = __str__ = _refuse
 
 
 def pack(values: dict[str, Any], owner: str) -> Packed:
@@ -111,9 +109,8 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     if grader is None:
         _warm_up(arguments)
     function = rm_hub.async_rm if grader is None else load_function(grader)
-    runner = (
-        asyncio.Runner()
-    )  # one event loop for all calls, because a grader may keep a session that belongs to the loop
+    # One event loop for all calls, because a grader may keep a session that belongs to the loop.
+    runner = asyncio.Runner()
 
     def grade(samples: list[Packed], single: bool) -> tuple[Any, list[Changes]]:
         unpacked = [_unpack_sample(packed) for packed in samples]

@@ -157,10 +157,8 @@ class RewardTimeoutManager(RewardManagerBase):
             SandboxError: the reward function cannot be imported in a separate process.
             Exception: the exception that the reward function raised.
         """
-        arguments = {
-            **dict(zip(_PARAMETERS, args, strict=False)),
-            **kwargs,
-        }  # a user's manager may pass more, or others
+        # A user's manager may pass other arguments than verl's; these names only serve to identify prompt and source.
+        arguments = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
         source = str(arguments.get("data_source"))
         prompt, teach = _RESPONSE.get() or (
             _prompt_of(source, arguments.get("ground_truth"), None, arguments.get("extra_info")),

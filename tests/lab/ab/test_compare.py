@@ -204,14 +204,19 @@ def test_folders_give_arms_their_names(call, write, folders, arms):
         (["{a}, ", "--against", "{b}"], "wants a path before and after each comma, found an empty one"),
         (["{a}", "--against", ""], "wants a path before and after each comma, found an empty one"),
         (["{empty}"], "'stock-seed0,,tail-seed0' wants a path before and after each comma"),
+        (["{twice}"], "found duplicate key a"),
+        (["{a}", "--against", "{slime}"], "stock: no run logged rollout/raw_reward; --reward names"),
         (["{yaml}"], "wants two or more arms, the baseline first, each a list of runs, found {{'a': 1}}"),
     ],
 )
 def test_wrong_input_is_one_line_that_names_it(invoke, write, tmp_path, words, wanted):
     (tmp_path / "arms.yaml").write_text("a: 1")
     (tmp_path / "empty.yaml").write_text("a: ['stock-seed0,,tail-seed0']\nb: [tail-seed0]")
+    (tmp_path / "twice.yaml").write_text("a: [stock-seed0]\nb: [tail-seed0]\na: [other]")
+    (tmp_path / "slime.log").write_text("rollout 0: {'rollout/raw_reward': 0.5}\n")
     places = {"a": write("stock-seed0"), "b": write("tail-seed0")}
-    places |= {"yaml": tmp_path / "arms.yaml", "empty": tmp_path / "empty.yaml"}
+    files = {"yaml": "arms.yaml", "empty": "empty.yaml", "twice": "twice.yaml", "slime": "slime.log"}
+    places |= {name: tmp_path / file for name, file in files.items()}
     assert wanted.format(**places) in invoke(
         compare, *(word.format(**places) for word in words), "--out", tmp_path / "out", code=None
     )

@@ -114,6 +114,25 @@ def test_an_async_function_is_cancelled_at_its_limit(configure, manager_of, resp
     assert (told["timeouts"], told["errors"], told["correct"]) == (2, 1, 1), "a TimeoutError of its own is an error"
 
 
+TOGETHER = """
+import asyncio
+
+arrived, full = [], asyncio.Event()
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    arrived.append(solution_str)
+    if len(arrived) == 300:
+        full.set()
+    await full.wait()
+    return 1.0
+"""
+
+
+def test_a_coroutine_may_wait_until_all_responses_of_a_batch_have_arrived(configure, manager_of, responses, score):
+    manager = manager_of(configure(TOGETHER))
+    assert [item["reward_score"] for item in score(manager, responses(*["7"] * 300))] == [1.0] * 300
+
+
 def test_prompts_are_told_apart_by_their_text_and_not_by_uid(configure, manager_of, responses, score):
     manager, data = manager_of(configure(SYNC)), []
     for uid, text, source in (("one", "q1", "a"), ("two", "q1", "a"), ("one", "q2", "a"), ("one", "q1", "b")):
