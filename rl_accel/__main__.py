@@ -104,6 +104,8 @@ def status(as_json: bool) -> None:
     RUNTIME.adopt(os.environ.get("RL_ACCEL_SOURCES"))
     answer = RUNTIME.status()
     click.echo(json.dumps(answer.to_dict(), indent=2) if as_json else str(answer))
+    for warning in RUNTIME.flags().warnings:
+        click.echo(warning, err=True)
 
 
 @cli.command()

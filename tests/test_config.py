@@ -1,5 +1,8 @@
 """One schema for every source; every wrong flag is an error that names key, wish and nearest known key."""
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,7 +131,7 @@ def test_any_mapping_either_resolves_or_is_a_config_error(flags):
     assert isinstance(config, Flags)
 
 
-def test_a_flag_of_a_feature_that_nobody_turns_on_is_a_warning():
+def test_a_flag_of_a_feature_that_nobody_turns_on_is_a_warning(clean_environment):
     line = "rl_accel.gae.backend has no effect without rl_accel.gae.enable"
     for section, others, warnings in (
         ({"backend": "numba"}, {}, (line,)),
@@ -137,6 +140,9 @@ def test_a_flag_of_a_feature_that_nobody_turns_on_is_a_warning():
         ({"backend": "numba", "enable": False}, {}, ()),
     ):
         assert resolve([("test", {"gae": section, **others})]).warnings == warnings
+    env = {**clean_environment, "RL_ACCEL_CONFIG": "{gae: {backend: numba}}"}
+    shown = subprocess.run([sys.executable, "-m", "rl_accel", "status"], env=env, capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, f"{line}\n")
 
 
 def test_flags_that_contradict_each_other_are_told_with_their_sources():
