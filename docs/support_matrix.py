@@ -149,7 +149,7 @@ def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict
     checks = defaultdict(list)
     for check in report["checks"]:
         is_feature = check["feature"] not in ("reads flags", "logs numbers")
-        if is_feature and check["patch"].partition(".")[0] == framework and check["verdict"] != "absent":
+        if is_feature and check["switch"].partition(".")[0] == framework and check["verdict"] != "absent":
             checks[check["feature"]].append(check)
     for feature, found in checks.items():
         works = sum(check["verdict"] == "works" for check in found)
@@ -157,7 +157,7 @@ def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict
         cells[feature] = "yes" if works == len(found) else f"{works} of {len(found)}" if works and separate else "no"
         for check in found:
             if check["verdict"] != "works" and not check["reason"].startswith("needs "):
-                first, *others = check["reason"].removeprefix(check["patch"] + ": ").split("; ")
+                first, *others = check["reason"].removeprefix(check["switch"] + ": ").split("; ")
                 reasons[feature].append(
                     f"`{check['patch']}`: {first}" + (f"; and {len(others)} more" if others else "")
                 )

@@ -66,9 +66,9 @@ def as_text(diagnosis: dict[str, Any]) -> str:
     rows += [("kernel", name, "cannot" if why else "works", why or "") for name, why in diagnosis["backends"].items()]
     versions = "  ".join(f"{name} {version or '-'}" for name, version in diagnosis["versions"].items())
     head = [f"rl-accel {diagnosis['version']}, Python {diagnosis['python']}", versions, ""]
-    patches = [("patch", "upstream", "remove when")]
+    patches = [("switch", "upstream", "remove when")]
     patches += [
-        (check["patch"], check["upstream"], check["remove_when"])
+        (check["switch"], check["upstream"], check["remove_when"])
         for check in diagnosis["checks"]
         if "upstream" in check
     ]
@@ -155,8 +155,8 @@ def _verdict(feature: str, name: str, attempt: Callable[[], None]) -> dict[str, 
     return _check(feature, name, "works")
 
 
-def _check(feature: str, patch: str, verdict: str, reason: str = "") -> dict[str, str]:
-    return {"feature": feature, "patch": patch, "verdict": verdict, "reason": reason}
+def _check(feature: str, switch: str, verdict: str, reason: str = "") -> dict[str, str]:
+    return {"feature": feature, "switch": switch, "verdict": verdict, "reason": reason}
 
 
 def _version(distribution: str) -> str | None:

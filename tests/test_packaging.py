@@ -74,7 +74,7 @@ def test_doctor_from_the_wheel_says_what_works_and_without_verl_that_it_is_absen
     stdout = run(str(wheel_python.parent / "rl-accel"), "doctor", "--json")
     found = json.loads(stdout[stdout.index("{") :])
     assert found["versions"]["verl"] == "0.9.1"
-    assert {check["patch"]: check["verdict"] for check in found["checks"]}["verl.gae"] == "works"
+    assert {check["switch"]: check["verdict"] for check in found["checks"]}["verl.gae"] == "works"
     assert found["backends"]["numba"] is None
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules.update(verl=None, ray=None)\n")
     stdout = run("-m", "rl_accel", "doctor", "--json", PYTHONPATH=str(tmp_path), SLIME_ROOT="")

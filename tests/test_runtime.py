@@ -262,7 +262,7 @@ def test_doctor_shows_the_verl_that_is_imported(fake_verl, check, tmp_path):
         code=1,
     )
     found = json.loads(stdout)
-    checks = {check["patch"]: check for check in found["checks"]}
+    checks = {check["switch"]: check for check in found["checks"]}
     assert found["versions"]["verl"] == "7.8.9"
     assert checks["verl.gae"] == {**checks["verl.gae"], "verdict": "works", "upstream": "none"}
     for observer in ("telemetry.observer", "tp_replan.observer", "trainer_mode.tail_batching"):

@@ -99,12 +99,12 @@ class StoreClient:
     exchanged.
 
     Args:
-        replica: this process's own copy of the anchors and counts.
+        anchors: this process's own copy of the anchors and counts.
         path: file of the store; None: memory only.
     """
 
-    def __init__(self, replica: LocalAnchors, path: str | None) -> None:
-        self._replica = replica
+    def __init__(self, anchors: LocalAnchors, path: str | None) -> None:
+        self._anchors = anchors
         self._path = path
         self._task: asyncio.Task[None] | None = None
         self._wanted = False
@@ -152,7 +152,7 @@ class StoreClient:
         If the store does not answer in time, the next exchange awaits the same call. A second call would count everything twice.
         """
         if self._call is None:
-            delta = self._replica.take_delta()
+            delta = self._anchors.take_delta()
             self._call = delta, asyncio.ensure_future(self._ask(delta))
         delta, call = mine = self._call
         try:
@@ -163,23 +163,23 @@ class StoreClient:
             if self._call is not mine:  # another coroutine has handled this call
                 return
             self._call, self._handle = None, None
-            self._replica.put_back(delta)
+            self._anchors.put_back(delta)
             self._complain(first_line(error))
         else:
             if self._call is not mine:
                 return
             self._call, self._silent = None, False
-            self._replica.apply(update)
+            self._anchors.apply(update)
 
     async def _ask(self, delta: AnchorDelta) -> Update:
         if self._handle is None:
-            self._handle = anchor_store(self._path, self._replica.timeout.flags)
+            self._handle = anchor_store(self._path, self._anchors.timeout.flags)
         update: Update = await self._handle.exchange.remote(delta)
         return update
 
     def _complain(self, why: str) -> None:
         self._wanted = True  # continue until the changes are sent
-        self._replica.count("store_unreachable")
+        self._anchors.count("store_unreachable")
         if not self._silent:
             logger.warning("rl-accel: the store of reward anchors does not answer: %s", why)
         self._silent = True

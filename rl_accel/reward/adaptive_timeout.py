@@ -29,19 +29,20 @@ FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
 """Default full budgets (longest allowed times) in seconds, of a grader and of a program under test.
 
 Used unless the user or the framework sets a full budget."""
-_MOST_IN_DOUBT = 4
+_MAX_UNPROVEN = 4
 """Maximum number of executions that get an adaptive limit before ended executions show that adaptive limits fit.
 
 Until then, further executions get the full budget, so that wrong limits stop few answers. See :class:`AdaptiveTimeout`."""
-_MOST_SURPRISING = 64
-_ENOUGH = 12.0
+_MAX_RECENT_RECORDS = 64
+"""Maximum number of keys remembered because their latest correct execution was a record."""
+_SUSPEND_AT = 12.0
 """Log likelihood ratio (evidence that adaptive limits no longer fit) at which these limits are suspended.
 
 Chance alone reaches this value at most once in 160,000 correct executions."""
-_BEYOND_LIMIT = 4.0
+_EVIDENCE_BEYOND_LIMIT = 4.0
 """Amount added to the log likelihood ratio (evidence that adaptive limits no longer fit) for a correct execution that took longer
 than the adaptive limit of its key."""
-_NEAR = 0.7
+_RECORD_SHARE_WHEN_SLOWER = 0.7
 """Assumed share of records among correct executions after executions have become slower. A record takes longer than all earlier
 correct executions of its key. The test for limits that no longer fit compares this share with the chance 1/n of the n-th
 correct execution."""
@@ -98,9 +99,9 @@ class AdaptiveTimeout:
         self._caution = caution
         self._anchors: OrderedDict[str, AnchorTuple] = OrderedDict()
         self._probes_due = 0.0
-        self._in_doubt = 0
+        self._unproven = 0
         self._evidence = 0.0
-        self._surprising: deque[str] = deque(maxlen=_MOST_SURPRISING)
+        self._recent_records: deque[str] = deque(maxlen=_MAX_RECENT_RECORDS)
         self.era = 0
 
     def __len__(self) -> int:
@@ -122,9 +123,9 @@ class AdaptiveTimeout:
             if self._probes_due > 1 - 1e-9:
                 self._probes_due -= 1
                 return Limit(full, full, "probe")
-            if self._in_doubt >= _MOST_IN_DOUBT:
+            if self._unproven >= _MAX_UNPROVEN:
                 return Limit(full, full, "learning")
-            self._in_doubt += 1
+            self._unproven += 1
         return limit
 
     def learned(self, key: str, maximum: float | None = None) -> Limit:
@@ -170,7 +171,7 @@ class AdaptiveTimeout:
                 raise ValueError(f"{name} must be a finite number of at least 0, found {value!r}")
         if not stopped:
             self._weigh(key, wall, correct)
-        suspends = self._evidence >= _ENOUGH
+        suspends = self._evidence >= _SUSPEND_AT
         if suspends:
             self.suspend(self.era + 1)
         if correct:
@@ -179,7 +180,7 @@ class AdaptiveTimeout:
 
     def forget_limit(self) -> None:
         """Records that an execution with an adaptive limit was cancelled or was an evaluation, so nothing is learned from it."""
-        self._in_doubt = max(0, self._in_doubt - 1)
+        self._unproven = max(0, self._unproven - 1)
 
     def suspend(self, era: int) -> None:
         """Suspends all adaptive limits: every key has the full budget until enough new correct executions are known.
@@ -187,23 +188,26 @@ class AdaptiveTimeout:
         Anchors (longest correct executions) are kept and can only grow. ``era`` is the number of this suspension. A process that
         receives a larger number from another process suspends its limits too.
         """
-        self.era, self._evidence, self._in_doubt = era, 0.0, 0
-        self._surprising.clear()
+        self.era, self._evidence, self._unproven = era, 0.0, 0
+        self._recent_records.clear()
         self._anchors = OrderedDict((key, (wall, cpu, 0)) for key, (wall, cpu, _) in self._anchors.items())
 
     def _weigh(self, key: str, wall: float, correct: bool) -> None:
         """Updates the statistical evidence that time limits no longer fit, after an execution that no limit has stopped."""
         limit, (longest_before, _, known) = self.learned(key), self.get(key)
-        if limit.reason == "learning" or key in self._surprising:
+        if limit.reason == "learning" or key in self._recent_records:
             return
         by_chance = 1 / (known + 1)
         if correct and wall > longest_before and wall > limit.wall / 2:
-            self._evidence += _BEYOND_LIMIT if wall > limit.wall else max(0.0, math.log(_NEAR / by_chance))
-            self._surprising.append(key)  # the next execution would be compared with this record, which is no evidence
+            expected = max(0.0, math.log(_RECORD_SHARE_WHEN_SLOWER / by_chance))
+            self._evidence += _EVIDENCE_BEYOND_LIMIT if wall > limit.wall else expected
+            self._recent_records.append(
+                key
+            )  # the next execution would be compared with this record, which is no evidence
         else:
-            self._in_doubt = max(0, self._in_doubt - 2)
+            self._unproven = max(0, self._unproven - 2)
             if correct:
-                self._evidence = max(0.0, self._evidence + math.log((1 - _NEAR) / (1 - by_chance)))
+                self._evidence = max(0.0, self._evidence + math.log((1 - _RECORD_SHARE_WHEN_SLOWER) / (1 - by_chance)))
 
     def get(self, key: str) -> AnchorTuple:
         """Returns the anchor of ``key`` (a prompt and test case); zeros if ``key`` is unknown."""

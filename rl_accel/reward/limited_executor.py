@@ -25,10 +25,10 @@ _Waiting = tuple[float, int, "asyncio.Future[None]"]
 """Waiting execution: arrival time plus expected duration (in seconds), sequence number, and future.
 
 The future is resolved when the execution gets a slot."""
-_LOOKS = 4
+_CHECKS_PER_MINIMUM = 4
 """Number of checks for a new time limit within ``minimum`` seconds, the shortest adaptive limit."""
-_LEAST_PAUSE_SECONDS = 0.02
-_IN_VAIN = (8, 64, 512, 4096)
+_SHORTEST_CHECK_SECONDS = 0.02
+_WARN_AFTER_EXECUTIONS = (8, 64, 512, 4096)
 """Numbers of executions at which a warning is logged if every execution so far has exceeded its time limit."""
 
 
@@ -155,11 +155,11 @@ class LimitedExecutor:
 
     An execution that has run for ``minimum`` seconds and still has no adaptive limit is late. Its prompt then gains priority.
 
-    ``docs/reward-timeout.md`` (Metrics) describes the counts that are added to ``replica``. A finished execution with
+    ``docs/reward-timeout.md`` (Metrics) describes the counts that are added to ``anchors``. A finished execution with
     ``teach=False`` (evaluation) counts as ``eval_executions`` only.
 
     Args:
-        replica: anchors and counts of this process.
+        anchors: anchors and counts of this process.
         slots: maximum number of executions that run at once.
         limits: resource limits of an execution. The policy replaces the wall and CPU seconds.
         maximum: full budget in seconds; None: the full budget of the policy.
@@ -168,18 +168,18 @@ class LimitedExecutor:
 
     def __init__(
         self,
-        replica: LocalAnchors,
+        anchors: LocalAnchors,
         slots: int,
         limits: Limits | None = None,
         maximum: float | None = None,
         adapts: bool = True,
     ) -> None:
-        self.replica = replica
+        self.anchors = anchors
         self.limits = limits or Limits()
         self.scheduler = FairScheduler(slots)
-        self._maximum = maximum or replica.timeout.maximum
+        self._maximum = maximum or anchors.timeout.maximum
         self._adapts = adapts
-        self._in_vain: int | None = 0
+        self._timeouts_in_a_row: int | None = 0  # None once an execution has ended otherwise
 
     async def execute(
         self,
@@ -199,10 +199,10 @@ class LimitedExecutor:
             teach: False for an evaluation, which uses the learned limits but does not change the limits.
         """
         key = f"{prompt}/{case}"
-        timeout, loop = self.replica.timeout, asyncio.get_running_loop()
+        timeout, loop = self.anchors.timeout, asyncio.get_running_loop()
         came = loop.time()
         async with self.scheduler.slot(prompt, timeout.expected(key, self._maximum)) as is_late:
-            began = loop.time()
+            waited = loop.time() - came
             full = Limit(self._maximum, self._maximum, "learning")
             limit, updates = timeout.limit(key, self._maximum) if self._adapts else full, LimitUpdates()
             limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=updates)
@@ -211,39 +211,45 @@ class LimitedExecutor:
             async def follow() -> None:
                 """Applies new limits to the execution. Marks it as late if ``minimum`` seconds pass without an adaptive limit."""
                 nonlocal limit
-                for look in itertools.count(1):
-                    await asyncio.sleep(max(timeout.flags.minimum / _LOOKS, _LEAST_PAUSE_SECONDS))
+                for check in itertools.count(1):
+                    await asyncio.sleep(max(timeout.flags.minimum / _CHECKS_PER_MINIMUM, _SHORTEST_CHECK_SECONDS))
                     is_new = self._adapts and limit.reason == "learning"
                     before, limit = limit, (timeout.limit if is_new else timeout.learned)(key, self._maximum)
                     if limit.reason == "probe":
                         return
                     if limit != before:
                         updates.publish(limit.wall, limit.cpu)
-                    elif limit.reason == "learning" and look == _LOOKS:
+                    elif limit.reason == "learning" and check == _CHECKS_PER_MINIMUM:
                         is_late()
 
             following = asyncio.create_task(follow()) if self._adapts and limit.reason != "probe" else None
             try:
                 result = await run(limits)
             except asyncio.CancelledError:
-                self.replica.count("cancelled")
+                self.anchors.count("cancelled")
                 if begins_adaptive:
                     timeout.forget_limit()
                 raise
             finally:
                 if following:
                     following.cancel()
-        timed_out = result.verdict == "timeout"
-        self._notice(timed_out)
-        if not teach:
-            self.replica.count("eval_executions")
+        self._warn_if_none_finishes(result)
+        if teach:
+            is_correct = correct(result)
+            if self._adapts:
+                timed_out = result.verdict == "timeout"
+                self.anchors.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, timed_out)
+            self._count(result, limit, is_correct, waited)
+        else:
+            self.anchors.count("eval_executions")
             if begins_adaptive:
                 timeout.forget_limit()
-            return result
+        return result
+
+    def _count(self, result: ExecutionResult, limit: Limit, is_correct: bool, waited: float) -> None:
+        """Counts an execution that ended with ``result`` under ``limit`` after it had waited ``waited`` seconds for its slot."""
+        timed_out = result.verdict == "timeout"
         was_early = timed_out and limit.reason == "adaptive"
-        is_correct = correct(result)
-        if self._adapts:
-            self.replica.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, timed_out)
         for name, amount in (
             ("executions", 1),
             ("correct", is_correct),
@@ -252,22 +258,21 @@ class LimitedExecutor:
             ("killed", result.verdict in ("killed", "memory")),
             ("probes", limit.reason == "probe"),
             ("seconds", result.wall),
-            ("waited_seconds", began - came),
+            ("waited_seconds", waited),
             ("saved_seconds", max(self._maximum - result.wall, 0.0) if was_early else 0.0),
         ):
-            self.replica.count(name, float(amount))
-        return result
+            self.anchors.count(name, float(amount))
 
-    def _notice(self, timed_out: bool) -> None:
-        """Logs a warning if every execution so far has timed out. ``timed_out`` says whether the latest execution has."""
-        if self._in_vain is None:
+    def _warn_if_none_finishes(self, latest: ExecutionResult) -> None:
+        """Logs a warning if every execution so far, the ``latest`` included, has timed out."""
+        if self._timeouts_in_a_row is None:
             return
-        self._in_vain = self._in_vain + 1 if timed_out else None
-        if self._in_vain in _IN_VAIN:
+        self._timeouts_in_a_row = self._timeouts_in_a_row + 1 if latest.verdict == "timeout" else None
+        if self._timeouts_in_a_row in _WARN_AFTER_EXECUTIONS:
             logger.warning(
                 "rl-accel: none of the first %d answers could be graded within %g s, and all get timeout_score; if they only"
                 " take long, raise rl_accel.reward_timeout.maximum",
-                self._in_vain,
+                self._timeouts_in_a_row,
                 self._maximum,
             )
 

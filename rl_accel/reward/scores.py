@@ -39,7 +39,7 @@ class Scores:
 
     Args:
         flags: settings, of which ``correct_above``, ``timeout_score`` and ``score_errors`` are used.
-        replica: counts of this process. This class counts responses without a usable reward as ``errors``, or ``eval_errors`` in an
+        anchors: counts of this process. This class counts responses without a usable reward as ``errors``, or ``eval_errors`` in an
             evaluation. :class:`~rl_accel.reward.limited_executor.LimitedExecutor` counts responses whose grader was stopped.
         keys: keys that the framework reads from a dict reward. The first key is required.
         number_keys: keys of a dict reward that may hold the training score. The first of these keys that the dict has is used.
@@ -49,7 +49,7 @@ class Scores:
     """
 
     flags: RewardTimeoutFlags
-    replica: LocalAnchors
+    anchors: LocalAnchors
     keys: Sequence[str]
     number_keys: Sequence[str]
     correct_keys: Sequence[str]
@@ -97,7 +97,7 @@ class Scores:
             self._compare(source)
         else:
             if result.verdict in ("done", "error"):
-                self.replica.count("errors" if teach else "eval_errors")
+                self.anchors.count("errors" if teach else "eval_errors")
             if not self.flags.score_errors:
                 if result.verdict == "done":
                     return result.value

@@ -43,31 +43,31 @@ async def test_limits_adapt_once_enough_correct_results_of_the_prompt_and_test_c
     executor = made()
     seen = [await execute(executor, "passed", wall=wall, cpu=wall / 10) for wall in (4.0, 6.0, 1.0)]
     assert seen == [(30.0, 30.0), (30.0, 30.0), (9.5, 9.5)]
-    assert executor.replica.take_delta().counts["correct"] == 3.0
+    assert executor.anchors.take_delta().counts["correct"] == 3.0
     assert await execute(executor, "passed", wall=9.0, teach=False) == (9.5, 9.5)
-    assert executor.replica.timeout.get("p/0") == (6.0, 0.6, 3)
-    assert executor.replica.take_delta().counts == {"eval_executions": 1.0}
+    assert executor.anchors.timeout.get("p/0") == (6.0, 0.6, 3)
+    assert executor.anchors.take_delta().counts == {"eval_executions": 1.0}
     assert await execute(executor, "wrong", "p", "1") == (30.0, 30.0)
     assert await execute(executor, "wrong", "q", "0") == (30.0, 30.0)
 
 
 async def test_an_evaluation_with_the_full_budget_says_nothing_of_the_limits_of_others():
     executor = made()
-    policy = executor.replica.timeout
-    policy._in_doubt = 5  # executions under adaptive limits whose results are still unknown
+    policy = executor.anchors.timeout
+    policy._unproven = 5  # executions under adaptive limits whose results are still unknown
     await execute(executor, "passed", "new", wall=1.0, teach=False)
-    assert policy._in_doubt == 5
+    assert policy._unproven == 5
     await execute(executor, "passed", "p", wall=1.0)
-    before = policy._in_doubt
+    before = policy._unproven
     await execute(executor, "passed", "p", wall=1.0, teach=False)
-    assert policy._in_doubt == before, "it was counted when it began and is no longer"
+    assert policy._unproven == before, "it was counted when it began and is no longer"
 
 
 @pytest.mark.parametrize(("verdict", "anchor"), [("passed", (3.5, 3.0, 1)), *((v, (0.0, 0.0, 0)) for v in FAILURES)])
 async def test_only_correct_results_teach_and_only_time_with_a_processor(verdict, anchor):
     executor = made()
     await execute(executor, verdict, wall=9.0, cpu=3.0, waited=5.5)
-    assert executor.replica.timeout.get("p/0") == anchor
+    assert executor.anchors.timeout.get("p/0") == anchor
 
 
 async def test_what_is_counted():
@@ -76,7 +76,7 @@ async def test_what_is_counted():
         await execute(executor, verdict, "p", wall=wall)
     for verdict, wall in (("timeout", 30.0), ("memory", 1.0)):
         await execute(executor, verdict, "q", wall=wall)
-    counts = dict(executor.replica.take_delta().counts)
+    counts = dict(executor.anchors.take_delta().counts)
     del counts["waited_seconds"]
     wanted = {"executions": 5.0, "correct": 2.0, "timeouts": 2.0, "timeouts_full": 1.0, "killed": 1.0}
     assert counts == {**wanted, "probes": 0.0, "seconds": 35.0, "saved_seconds": 28.0}
@@ -85,8 +85,8 @@ async def test_what_is_counted():
 async def test_where_time_is_that_of_others_the_budget_is_full_and_nothing_is_learned():
     executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(FLAGS)), 4, maximum=300.0, adapts=False)
     assert [await execute(executor, "passed", wall=1.0) for _ in range(4)] == [(300.0, 300.0)] * 4
-    assert len(executor.replica.timeout) == 0
-    assert executor.replica.take_delta().counts["correct"] == 4.0
+    assert len(executor.anchors.timeout) == 0
+    assert executor.anchors.take_delta().counts["correct"] == 4.0
 
 
 async def test_a_run_in_which_nothing_can_be_graded_is_warned_and_told_the_flag(caplog):
@@ -117,7 +117,7 @@ async def test_cancelling_the_caller_cancels_the_execution_and_frees_its_slot():
         await task
     assert stopped == [True]
     await execute(executor, "passed")
-    counts = executor.replica.take_delta().counts
+    counts = executor.anchors.take_delta().counts
     assert (counts["cancelled"], counts["executions"]) == (1.0, 1.0)
 
 
@@ -148,7 +148,7 @@ async def test_a_sandbox_that_fails_fails_the_program_and_stops_its_other_cases(
     with pytest.raises(RuntimeError, match="no worker"):
         await execute_program(executor, Programs(), "p", "", cases)
     await execute(executor, "passed", "q")  # its slot is free
-    assert executor.replica.take_delta().counts["executions"] < 50
+    assert executor.anchors.take_delta().counts["executions"] < 50
 
 
 SHORT = RewardTimeoutFlags(scale=1.5, slack=0.05, minimum=0.2, maximum=20.0, min_correct=2, probe_share=0.0)
@@ -213,7 +213,7 @@ async def test_a_hang_that_began_with_the_full_budget_ends_soon_after_enough_oth
     assert (hung.verdict, hung.wall) == ("timeout", 0.2)
     assert [result.verdict for result in others] == ["passed", "passed"]
     assert (executions.given["hangs"], executions.given["first"]) == ([20.0, 0.2], [20.0])
-    counts = executions.executor.replica.take_delta().counts
+    counts = executions.executor.anchors.take_delta().counts
     assert (counts["timeouts"], counts["timeouts_full"], counts["saved_seconds"]) == (1.0, 0.0, pytest.approx(19.8))
 
 
@@ -229,7 +229,7 @@ async def test_it_keeps_the_full_budget(flags, seconds, others, counted):
     executions = Executions(replace(SHORT, minimum=0.1, maximum=0.8, **flags))
     slow, *_ = await executions.together(("slow", seconds), *others)
     assert (slow.wall, executions.given["slow"]) == (min(seconds, 0.8), [0.8])
-    counts = executions.executor.replica.take_delta().counts
+    counts = executions.executor.anchors.take_delta().counts
     assert {name: counts[name] for name in counted} == counted
 
 
@@ -254,10 +254,10 @@ async def test_its_limit_rises_with_the_anchor():
 )
 async def test_what_happens_to_limits_counts_for_one_that_runs_too(before, meanwhile, seconds, verdict, given):
     executions = Executions()
-    executions.executor.replica.timeout.merge(before)
+    executions.executor.anchors.timeout.merge(before)
     running = asyncio.create_task(executions.together(("slow", seconds)))
     await executions.began.wait()
-    meanwhile(executions.executor.replica.timeout)
+    meanwhile(executions.executor.anchors.timeout)
     (slow,) = await running
     assert executions.given["slow"] == pytest.approx(given)
     assert (slow.verdict, slow.wall) == (verdict, min(seconds, executions.given["slow"][-1]))

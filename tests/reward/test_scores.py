@@ -93,14 +93,14 @@ def test_a_stand_in_has_the_keys_that_the_framework_looks_up():
 
 
 def test_errors_are_counted_apart_from_what_was_stopped_and_each_kind_logged_once(caplog):
-    replica, flags = LocalAnchors(), RewardTimeoutFlags(score_errors=True)
-    scores = Scores(flags, replica, (), ("score",), ("score",), numbers_only=True)
+    anchors, flags = LocalAnchors(), RewardTimeoutFlags(score_errors=True)
+    scores = Scores(flags, anchors, (), ("score",), ("score",), numbers_only=True)
     for result in (FAILED, ExecutionResult(verdict="error", value=None, reason="KeyError: 'y'"), done(None)):
         assert scores.reward_of(result, "a", True) == 0.0
     scores.reward_of(FAILED, "a", False)
     scores.reward_of(ExecutionResult(verdict="killed", value=None, reason="memory limit"), "a", True)
     scores.reward_of(ExecutionResult(verdict="timeout", value=None, reason="wall limit"), "a", True)
-    assert replica.take_delta().counts == {"errors": 3.0, "eval_errors": 1.0}
+    assert anchors.take_delta().counts == {"errors": 3.0, "eval_errors": 1.0}
     kinds = ("KeyError: 'x'", "returned None", "memory limit")
     assert [[kind for kind in kinds if kind in line] for line in caplog.messages] == [[kind] for kind in kinds]
 
@@ -115,7 +115,7 @@ def test_what_a_grader_raises_or_returns_is_for_the_framework_and_counted():
             scores.reward_of(ExecutionResult(verdict="killed", reason="its process ended with 3"), "a", True)
         assert scores.reward_of(done(None), "a", True) is None
         assert scores.reward_of(ExecutionResult(verdict="timeout"), "a", True) == 0.0
-        assert scores.replica.take_delta().counts == {"errors": 2.0}
+        assert scores.anchors.take_delta().counts == {"errors": 2.0}
 
 
 def test_a_stopped_answer_that_scores_more_than_a_wrong_one_is_said_once(caplog):

@@ -108,19 +108,19 @@ class Grading:
     def __init__(self, args: Any) -> None:
         self.flags = flags = flags_of(args)[REWARD_TIMEOUT]
         check(args, flags)
-        self.replica = LocalAnchors(AdaptiveTimeout(flags))
+        self.anchors = LocalAnchors(AdaptiveTimeout(flags))
         path = str(Path(args.save) / "rl_accel_reward_anchors.json") if args.save else None
-        self.store_client = StoreClient(self.replica, path)
+        self.store_client = StoreClient(self.anchors, path)
         self._workers = flags.workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
         limits = Limits(memory=flags.memory_mb << 20)
         full, for_programs = flags.maximum or FULL_BUDGET, flags.maximum or PROGRAM_BUDGET
-        self._program_executor = LimitedExecutor(self.replica, self._workers, limits, for_programs)
-        self._executor = LimitedExecutor(self.replica, self._workers, limits, full)
-        self._awaited_executor = LimitedExecutor(self.replica, _MOST_AWAITED, limits, full, flags.limit_waiting)
+        self._program_executor = LimitedExecutor(self.anchors, self._workers, limits, for_programs)
+        self._executor = LimitedExecutor(self.anchors, self._workers, limits, full)
+        self._awaited_executor = LimitedExecutor(self.anchors, _MOST_AWAITED, limits, full, flags.limit_waiting)
         # Keys of the score in a reward, as in slime: one key for training, and perhaps another key for evaluations.
         keys = [key for key in (args.reward_key, args.eval_reward_key) if key]
         number_keys = keys[:1] or ["acc", "score"]
-        self._scores = Scores(flags, self.replica, keys, number_keys, number_keys, numbers_only=False)
+        self._scores = Scores(flags, self.anchors, keys, number_keys, number_keys, numbers_only=False)
         self._packed_args = grader_worker.pack(vars(args), "args")
         self._stock_args = copy.copy(args)
         self._stock_args.custom_rm_path = None

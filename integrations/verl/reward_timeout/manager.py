@@ -82,21 +82,21 @@ class RewardTimeoutManager(RewardManagerBase):
         super().__init__(config, tokenizer, compute_score)
         section = config.reward[SECTION]
         self._flags = flags = RewardTimeoutFlags(**section.flags)
-        self.replica = LocalAnchors(AdaptiveTimeout(flags))
-        self._store_client = StoreClient(self.replica, section.anchors)
+        self.anchors = LocalAnchors(AdaptiveTimeout(flags))
+        self._store_client = StoreClient(self.anchors, section.anchors)
         if ray.is_initialized() and SUCCESSOR in (ray.get_runtime_context().get_actor_name() or ""):
-            self.replica.count("reward_workers_lost")
+            self.anchors.count("reward_workers_lost")
         self._program_slots = flags.workers or _share_of_cores(config.reward.num_workers)
         self._slots = flags.workers or min(32, (os.cpu_count() or 1) + 4)
         limits = Limits(memory=flags.memory_mb << 20)
         is_limited = section.manager["name"] == "rate_limited"
         full = flags.maximum or (config.reward.get("timeout", FULL_BUDGET) if is_limited else FULL_BUDGET)
         for_programs = flags.maximum or PROGRAM_BUDGET
-        self._program_executor = LimitedExecutor(self.replica, self._program_slots, limits, for_programs)
-        self._fusion_executor = LimitedExecutor(self.replica, _FUSION_SLOTS, limits, for_programs)
-        self._executor = LimitedExecutor(self.replica, self._slots, limits, full)
-        self._awaited_executor = LimitedExecutor(self.replica, _AWAITED_SLOTS, limits, full, flags.limit_waiting)
-        self._scores = Scores(flags, self.replica, (), ("score",), ("acc", "score"), numbers_only=True)
+        self._program_executor = LimitedExecutor(self.anchors, self._program_slots, limits, for_programs)
+        self._fusion_executor = LimitedExecutor(self.anchors, _FUSION_SLOTS, limits, for_programs)
+        self._executor = LimitedExecutor(self.anchors, self._slots, limits, full)
+        self._awaited_executor = LimitedExecutor(self.anchors, _AWAITED_SLOTS, limits, full, flags.limit_waiting)
+        self._scores = Scores(flags, self.anchors, (), ("score",), ("acc", "score"), numbers_only=True)
         self._graders: dict[str, Graders] = {}
         self._deaths = 0
         self._configured = section.manager
@@ -173,7 +173,7 @@ class RewardTimeoutManager(RewardManagerBase):
                 prompt, "", functools.partial(run, args, kwargs), self._scores.is_correct, teach
             )
         deaths = sum(graders.deaths for graders in self._graders.values())
-        self.replica.count("workers_replaced", deaths - self._deaths)
+        self.anchors.count("workers_replaced", deaths - self._deaths)
         self._deaths = deaths
         return self._scores.reward_of(result, source, teach)
 

@@ -212,7 +212,7 @@ async def run_arms(
                 results = [result for (result,) in cases]
                 check(batch, results)
                 arms[name].results += results
-                arms[name].counts.update(executors[name].replica.take_delta().counts)
+                arms[name].counts.update(executors[name].anchors.take_delta().counts)
     return arms
 
 

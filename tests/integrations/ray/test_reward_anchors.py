@@ -31,17 +31,17 @@ def job(ray_address, monkeypatch):
 
 class Worker:
     def __init__(self, path):
-        self.replica = LocalAnchors()
-        self.store_client = reward_anchors.StoreClient(self.replica, path)
+        self.anchors = LocalAnchors()
+        self.store_client = reward_anchors.StoreClient(self.anchors, path)
 
     async def learn(self, key, seconds):
-        self.replica.record(key, seconds, seconds, correct=True)
-        self.replica.count("executions")
+        self.anchors.record(key, seconds, seconds, correct=True)
+        self.anchors.count("executions")
         self.store_client.use()
 
     async def known(self):
         self.store_client.use()
-        return dict(self.replica.timeout.anchors())
+        return dict(self.anchors.timeout.anchors())
 
 
 def until(ready):
@@ -124,13 +124,13 @@ def test_changes_that_a_slow_store_takes_long_over_are_counted_once(monkeypatch)
     monkeypatch.setattr(reward_anchors, "EXCHANGE_SECONDS", 0.01)
 
     async def main():
-        replica = LocalAnchors()
-        line = reward_anchors.StoreClient(replica, None)
-        replica.record("a", 1.0, 1.0, correct=True)
-        replica.count("executions")
+        anchors = LocalAnchors()
+        line = reward_anchors.StoreClient(anchors, None)
+        anchors.record("a", 1.0, 1.0, correct=True)
+        anchors.count("executions")
         line.use()
         await asyncio.sleep(1.0)
-        return replica.timeout.get("a")
+        return anchors.timeout.get("a")
 
     assert asyncio.run(main()) == (1.0, 1.0, 1)
     _, counts = store.take_counts()

@@ -64,7 +64,7 @@ def counts():
     from rl_accel.integrations.slime.reward_timeout.rm_hook import OPEN
 
     (grading,) = OPEN.values()
-    return Counter({**grading.replica.take_delta().counts, "anchors": len(grading.replica.timeout)})
+    return Counter({**grading.anchors.take_delta().counts, "anchors": len(grading.anchors.timeout)})
 
 
 def alive(folder):

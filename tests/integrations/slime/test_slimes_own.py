@@ -35,7 +35,7 @@ def test_doctor_tries_every_patch_in_the_checkout(slime_root, clean_environment)
     assert done.returncode == any(check["verdict"] == "cannot" for check in found["checks"]), done.stderr
     assert found["sandbox"].startswith(("bubblewrap", "process ("))
     assert found["versions"]["slime"] == str(slime_root / "slime")
-    verdicts = {check["patch"]: (check["verdict"], check["reason"]) for check in found["checks"]}
+    verdicts = {check["switch"]: (check["verdict"], check["reason"]) for check in found["checks"]}
     assert verdicts["slime.requests"] == verdicts["slime.abort"] == ("works", "")
     for name in ("slime.gae", "slime.reinforce_plus_plus"):
         assert verdicts[name] in [("works", ""), ("cannot", "No module named 'megatron'")]

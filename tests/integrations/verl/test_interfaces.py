@@ -72,7 +72,7 @@ def test_a_changed_verl_is_named_by_doctor_and_no_feature_starts(python, tmp_pat
         from omegaconf import OmegaConf
         from rl_accel.doctor import diagnose
         from rl_accel.errors import PatchRefused
-        checks = {check["patch"]: (check["verdict"], check["reason"]) for check in diagnose()["checks"]}
+        checks = {check["switch"]: (check["verdict"], check["reason"]) for check in diagnose()["checks"]}
         from rl_accel.patches.verl import config_intake
         refused = {}
         for feature in sys.argv[1:]:

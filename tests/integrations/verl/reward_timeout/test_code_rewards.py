@@ -56,7 +56,7 @@ def prime(configure, manager_of):
             finally:
                 await manager.close()
 
-        return asyncio.run(all_of_them()), manager.replica
+        return asyncio.run(all_of_them()), manager.anchors
 
     return run
 

@@ -65,7 +65,7 @@ def test_a_hang_costs_its_own_reward_only_and_errors_are_as_in_verl(configure, m
     assert repr(found[2]) == "ValueError('no such thing')"
     assert (type(dies).__name__, str(dies)[-24:]) == ("GraderError", "its process ended with 3")
     assert hangs["reward_score"] == sleeps["reward_score"] == -1.0
-    counted = manager.replica.take_delta().counts
+    counted = manager.anchors.take_delta().counts
     assert (counted["executions"], counted["correct"], counted["timeouts"], counted["timeouts_full"]) == (8, 1, 2, 2)
     assert (counted["killed"], counted["errors"]) == (1, 3)
 
@@ -110,7 +110,7 @@ def test_an_async_function_is_cancelled_at_its_limit(configure, manager_of, resp
     assert time.monotonic() - began < 10
     assert [item["reward_score"] for item in found] == [1.0, 0.0, -1.0, -1.0]
     assert repr(raised) == "TimeoutError('of an http client')"
-    told = manager.replica.take_delta().counts
+    told = manager.anchors.take_delta().counts
     assert (told["timeouts"], told["errors"], told["correct"]) == (2, 1, 1), "a TimeoutError of its own is an error"
 
 
@@ -138,7 +138,7 @@ def test_prompts_are_told_apart_by_their_text_and_not_by_uid(configure, manager_
     for uid, text, source in (("one", "q1", "a"), ("two", "q1", "a"), ("one", "q2", "a"), ("one", "q1", "b")):
         data += responses("7", uid=uid, raw_prompt=[{"role": "user", "content": text}], data_source=source)
     score(manager, data)
-    assert sorted(anchor[2] for anchor in manager.replica.timeout.anchors().values()) == [1, 1, 2]
+    assert sorted(anchor[2] for anchor in manager.anchors.timeout.anchors().values()) == [1, 1, 2]
 
 
 CUSTOM = """
