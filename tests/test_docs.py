@@ -59,10 +59,11 @@ def test_the_support_matrix_has_a_row_for_every_feature(repo):
     assert {feature.name for feature in FEATURES} <= set(rows)
 
 
-def test_readme_is_short_and_has_a_row_for_every_feature(repo):
+def test_readme_and_pages_of_features_are_short_and_readme_has_a_row_for_every_feature(repo):
     text = (repo / "README.md").read_text()
-    assert len(text.splitlines()) <= 90
     assert [row[1] for row in FEATURE_ROW.finditer(text)] == [feature.name for feature in FEATURES]
+    for page in (repo / "README.md", *(page_of(feature.name) for feature in FEATURES)):
+        assert len(page.read_text().splitlines()) <= 80, page
 
 
 def page_of(feature: str) -> Path:
@@ -93,9 +94,10 @@ def test_flags_files_and_names_in_a_page_exist(page):
         assert pkgutil.resolve_name(f"rl_accel.{name}") is not None
 
 
-def metrics_of(page: Path) -> set[str]:
-    """The names in the first cells of the tables below a heading that says Metrics."""
-    section = re.search(r"^## Metrics$(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+def described_metrics(feature: str) -> set[str]:
+    """The names in the first cells of the feature's table in docs/metrics.md."""
+    page = (REPO / "docs" / "metrics.md").read_text()
+    section = re.search(rf"^## {feature}$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     cells = re.findall(r"^\| (`[^|]*`) \|", section[1] if section else "", re.MULTILINE)
     return {name.rpartition("/")[2] for cell in cells for name in re.findall(r"`([\w/<>]+)`", cell)}
 
@@ -107,7 +109,7 @@ def test_the_metrics_of_tail_batching_are_all_described():
     known = {field.name: 0.0 for field in fields(RoundMetrics)}
     logged = StepResult(round=RoundMetrics(**{**known, "number": 1, "kind": "short"})).metrics()
     names = {name.removeprefix(METRICS_PREFIX) for name in logged}
-    assert metrics_of(page_of("tail_batching")) == names | {"ghost_keys"}
+    assert described_metrics("tail_batching") == names | {"ghost_keys"}
 
 
 CLOCK = "telemetry.stage_clock:"
@@ -123,7 +125,7 @@ LOGGED_BY = {
 
 
 @pytest.mark.parametrize("feature", LOGGED_BY)
-def test_the_metrics_that_a_page_describes_are_those_that_are_logged(feature):
+def test_the_metrics_that_are_described_are_those_that_are_logged(feature):
     names: list[ast.expr | None] = []
     for function in LOGGED_BY[feature]:
         source = inspect.getsource(pkgutil.resolve_name(f"rl_accel.{function}"))
@@ -139,7 +141,7 @@ def test_the_metrics_that_a_page_describes_are_those_that_are_logged(feature):
     if feature == "reward_timeout":
         strings += pkgutil.resolve_name("rl_accel.integrations.ray.reward_anchors:_COUNTS")
     logged = {name.rpartition("/")[2] for name in strings}
-    described = {name for name in metrics_of(page_of(feature)) if "<" not in name}
+    described = {name for name in described_metrics(feature) if "<" not in name}
     assert described | {"applied"} == {name for name in logged if "{" not in name} | {"applied"}
 
 

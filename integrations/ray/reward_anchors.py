@@ -198,7 +198,7 @@ class Collector:
     def __call__(self, _step: int, _logged: Mapping[str, Any]) -> dict[str, float]:
         """Returns the counts since the last call, by metric name; {} until the store has answered for the first time.
 
-        ``docs/reward-timeout.md`` (Metrics) describes the counts.
+        ``docs/metrics.md`` describes the counts.
         """
         if not ray.is_initialized():
             return {}

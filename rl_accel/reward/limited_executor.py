@@ -155,7 +155,7 @@ class LimitedExecutor:
 
     An execution that has run for ``minimum`` seconds and still has no adaptive limit is late. Its prompt then gains priority.
 
-    ``docs/reward-timeout.md`` (Metrics) describes the counts that are added to ``anchors``. A finished execution with
+    ``docs/metrics.md`` describes the counts that are added to ``anchors``. A finished execution with
     ``teach=False`` (evaluation) counts as ``eval_executions`` only.
 
     Args:
