@@ -159,7 +159,7 @@ def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict
             if check["verdict"] != "works" and not check["reason"].startswith("needs "):
                 first, *others = check["reason"].removeprefix(check["switch"] + ": ").split("; ")
                 reasons[feature].append(
-                    f"`{check['patch']}`: {first}" + (f"; and {len(others)} more" if others else "")
+                    f"`{check['switch']}`: {first}" + (f"; and {len(others)} more" if others else "")
                 )
     return cells, reasons
 

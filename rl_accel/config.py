@@ -27,7 +27,7 @@ AUTO = "auto"
 _AUTO_HELP = "turn on the lossless features that work here (what a bare rl_accel.enable() does)"
 
 Requested = Literal["by name", "automatically", "off"]
-Layer = tuple[str, Mapping[str, Any]]
+Source = tuple[str, Mapping[str, Any]]
 """One source of flags: the name of the source for messages, and the flags that the source sets, as nested mappings."""
 
 
@@ -51,15 +51,16 @@ class Flags:
         return "automatically" if enable is None and self.auto and feature.automatic else "off"
 
 
-def resolve(layers: Sequence[Layer]) -> Flags:
-    """Merges the flags of all sources with the default flags. A later source in ``layers`` overrides the earlier ones.
+def resolve(sources: Sequence[Source]) -> Flags:
+    """Merges the flags of all sources with the default flags. A later source in ``sources`` overrides the earlier ones.
 
     Raises:
         ConfigError: a key is unknown, a value has the wrong type or is out of range, or flags contradict each other.
     """
     auto = False
     given: dict[str, dict[str, Any]] = {feature.name: {} for feature in FEATURES}
-    for source, flags in layers:
+    given_by: dict[str, list[str]] = {feature.name: [] for feature in FEATURES}
+    for source, flags in sources:
         for key, value in as_mapping(flags, source).items():
             if key == AUTO:
                 if not isinstance(value, bool):
@@ -70,18 +71,15 @@ def resolve(layers: Sequence[Layer]) -> Flags:
             if name not in given:
                 raise ConfigError(f"{source}: unknown key {_unknown('rl_accel', key, (AUTO, *given))}")
             given[name] |= _checked_section(name, {flag: value} if dot else value, source)
+            given_by[name].append(source)
     sections = {feature.name: feature.flags(**given[feature.name]) for feature in FEATURES}
     for name, section in sections.items():
         if hasattr(section, "validate"):
             try:
                 section.validate()
             except ValueError as error:
-                named = [
-                    source
-                    for source, flags in layers
-                    if any(key.partition(".")[0] == name for key in as_mapping(flags, source))
-                ]
-                raise ConfigError(f"{' and '.join(named)}: rl_accel.{name}: {error}") from error
+                named = " and ".join(dict.fromkeys(given_by[name]))
+                raise ConfigError(f"{named}: rl_accel.{name}: {error}") from error
     merged = Flags(auto, sections)
     idle = [
         feature for feature in FEATURES if merged.requested(feature) == "off" and sections[feature.name].enable is None

@@ -128,7 +128,7 @@ def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:
                 yield _check(feature.name, what, "cannot", problem)
         for switch in itertools.chain.from_iterable(map(switches_of, modules)):
             if adapters and adapters["verdict"] == "cannot":
-                yield _check(feature.name, switch.name, "cannot", f"needs {adapters['patch']}")
+                yield _check(feature.name, switch.name, "cannot", f"needs {adapters['switch']}")
             else:
                 yield _try(feature.name, switch, feature.flags())
 

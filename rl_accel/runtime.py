@@ -97,7 +97,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._layers: FlagSources = {}
+        self._sources: FlagSources = {}
         self._flags = cfg.resolve([])
         self._reads_flags = False
         self._switches: dict[str, _WantedSwitch] = {}
@@ -108,7 +108,7 @@ class Runtime:
         return self._flags
 
     @_retried
-    def set_layer(self, source: str, flags: Any) -> None:
+    def set_source(self, source: str, flags: Any) -> None:
         """Replaces the flags of ``source``. Changes the frameworks to match, and passes all flags on to Ray processes.
 
         Raises:
@@ -117,9 +117,9 @@ class Runtime:
         """
         flags = cfg.as_mapping(flags, source)
         with self._lock:
-            layers = self._layers or _environment()
-            if layers.get(source) != flags or self._layers is None:
-                self._replace_layers({**layers, source: flags}, publish=True)
+            sources = self._sources or _environment()
+            if sources.get(source) != flags or self._sources is None:
+                self._replace_sources({**sources, source: flags}, publish=True)
 
     @_retried
     def adopt(self, payload: str | None) -> None:
@@ -132,7 +132,7 @@ class Runtime:
                 None or ``{}`` if it published no flags. The flags in the environment count then.
         """
         with self._lock:
-            if self._layers is None:
+            if self._sources is None:
                 return
             inherited: FlagSources = json.loads(payload) if payload else {}
             if inherited == {}:
@@ -142,29 +142,29 @@ class Runtime:
                     "rl-accel: the flags of this command are ignored, because the program that started it has called disable()"
                 )
             self._reads_flags = True
-            layers = None if inherited is None else {**inherited, **self._layers}
-            self._replace_layers(layers, publish=bool(layers) and payload is None)
+            sources = None if inherited is None else {**inherited, **self._sources}
+            self._replace_sources(sources, publish=bool(sources) and payload is None)
 
-    def layers(self) -> FlagSources:
+    def sources(self) -> FlagSources:
         """Returns a copy of the mapping from source name to flags, for a later :meth:`restore`. None after :func:`disable`."""
         with self._lock:
-            return None if self._layers is None else dict(self._layers)
+            return None if self._sources is None else dict(self._sources)
 
     @_retried
-    def restore(self, layers: FlagSources) -> None:
-        """Restores the flags of all sources to ``layers``, which :meth:`layers` returned earlier. None: turns all features off."""
+    def restore(self, sources: FlagSources) -> None:
+        """Restores the flags of all sources to what :meth:`sources` returned earlier. None: turns all features off."""
         with self._lock:
-            self._replace_layers(layers, publish=True)
+            self._replace_sources(sources, publish=True)
 
-    def _replace_layers(self, layers: FlagSources, publish: bool) -> None:
-        before = self._layers, self._flags
-        given = layers or {}
+    def _replace_sources(self, sources: FlagSources, publish: bool) -> None:
+        before = self._sources, self._flags
+        given = sources or {}
         flags = cfg.resolve([(source, given[source]) for source in _PRECEDENCE if source in given])
-        self._layers, self._flags = layers, flags
+        self._sources, self._flags = sources, flags
         try:
             self._bring_in_line()
         except BaseException as error:
-            self._layers, self._flags = before
+            self._sources, self._flags = before
             try:
                 self._bring_in_line()
             except Exception as second:
@@ -177,7 +177,7 @@ class Runtime:
             self._publish()
 
     def _publish(self) -> None:
-        payload = None if self._layers == {} else json.dumps(self._layers)
+        payload = None if self._sources == {} else json.dumps(self._sources)
         os.environ.pop(SOURCES_VAR, None)
         if payload is not None:
             os.environ[SOURCES_VAR] = payload
@@ -215,7 +215,7 @@ class Runtime:
                     for switch in _imported_switches(module):
                         yield _WantedSwitch(switch, feature.name, named, self._flags[feature])
         for owner, modules, wanted in (
-            (_FLAG_READER, FLAG_READERS, on or (self._reads_flags and self._layers is not None)),
+            (_FLAG_READER, FLAG_READERS, on or (self._reads_flags and self._sources is not None)),
             (_LOGGER, LOGGERS, on),
         ):
             for framework, module in modules.items():
@@ -255,7 +255,7 @@ class Runtime:
             ]
             return Status(
                 pid=os.getpid(),
-                sources=tuple(source for source in _PRECEDENCE if source in (self._layers or {})),
+                sources=tuple(source for source in _PRECEDENCE if source in (self._sources or {})),
                 features=tuple(features),
                 flag_readers=self._status_of(_FLAG_READER),
                 loggers=self._status_of(_LOGGER),
@@ -328,7 +328,7 @@ def enable(*names: str, **features: Any) -> Status:
     flags: dict[str, Any] = dict.fromkeys(names, True) if names or features else {"auto": True}
     for name, value in features.items():
         flags[name] = {"enable": True, **value} if isinstance(value, Mapping) else value
-    RUNTIME.set_layer(KEYWORDS, flags)
+    RUNTIME.set_source(KEYWORDS, flags)
     return RUNTIME.status()
 
 
@@ -355,7 +355,7 @@ def status() -> Status:
 @contextmanager
 def enabled(*names: str, **features: Any) -> Iterator[Status]:
     """Turns features on inside a block, ``with rl_accel.enabled("gae"):``. Restores the previous flags at the block's end."""
-    before = RUNTIME.layers()
+    before = RUNTIME.sources()
     try:
         yield enable(*names, **features)
     finally:

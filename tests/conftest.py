@@ -88,7 +88,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def _flags_of_this_process() -> tuple[Any, dict[str, str]]:
     runtime = sys.modules.get("rl_accel.runtime")  # many tests need none
     variables = {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
-    return runtime.RUNTIME.layers() if runtime else {}, variables
+    return runtime.RUNTIME.sources() if runtime else {}, variables
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ def flags_of(args: Any) -> Flags:
         PatchRefused: a feature does not support this version of slime.
     """
     given = getattr(args, "rl_accel", None) or {}
-    if given or RUNTIME.layers() is not None:
-        RUNTIME.set_layer(FRAMEWORK, given)
+    if given or RUNTIME.sources() is not None:
+        RUNTIME.set_source(FRAMEWORK, given)
     require_values(RUNTIME.flags())
     return RUNTIME.flags()
 

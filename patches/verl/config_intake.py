@@ -143,7 +143,7 @@ def _take_in(run: VerlRun) -> None:
     if run.in_driver:
         _require_section_name(run.config)
     if (given := run.get(SECTION)) is not None:
-        RUNTIME.set_layer(FRAMEWORK, given)
+        RUNTIME.set_source(FRAMEWORK, given)
     flags = RUNTIME.flags()
     for warning in flags.warnings if run.in_driver else ():
         warn_once(warning, "rl-accel: %s", warning)

@@ -166,9 +166,34 @@ def _warn(message: str) -> None:
         warn_once(message, "rl-accel: skip_zero %s", message)
 
 
-def _make(original: Any, settings: Any) -> Any:
+def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[int], int]:
+    """Chooses with the other data-parallel ranks how many rows (responses) of the mini-batch each rank trains.
+
+    With equally many rows on all ranks, verl finds the same number of micro-batches for all of them.
+
+    Args:
+        engine, data: engine and mini-batch of this rank.
+        zero: for each row of ``data``, whether its gradient is certainly 0.
+
+    Returns:
+        A tuple ``(wanted, sizes, tokens)``: number of rows that each rank trains, number of rows on each rank, and number of
+        trained tokens of all rows on all ranks.
+    """
     from verl.utils import tensordict_utils as tu
     from verl.utils.device import get_device_id
+
+    group = engine.get_data_parallel_group()
+    here = torch.tensor([len(zero), zero.count(False), int(data["loss_mask"].sum())], device=get_device_id())
+    ranks = [torch.empty_like(here) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(ranks, here, group=group)
+    sizes, trained, tokens = zip(*(rank.tolist() for rank in ranks), strict=True)
+    is_dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
+    multiple = 1 if is_dynamic else tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", 1)
+    return -(-max(1, *trained) // multiple) * multiple, list(sizes), sum(tokens)
+
+
+def _make(original: Any, settings: Any) -> Any:
+    from verl.utils import tensordict_utils as tu
     from verl.utils.metric import Metric
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -185,6 +210,31 @@ def _make(original: Any, settings: Any) -> Any:
             _warn(f"stays off: {error}")
             return None
 
+    def train_rows(engine: Any, data: Any, loss_function: Any, forward_only: Any, saved: Counter[str]) -> Any:
+        """Calls verl's function with the rows that must be trained. Adds what the other rows would have cost to ``saved``."""
+        zero = _find_zero_rows(data)
+        wanted, sizes, tokens = _agree_on_rows(engine, data, zero)
+        if wanted >= min(sizes):
+            return original(engine, data, loss_function, forward_only)
+
+        def normalised_by_all(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            tu.assign_non_tensor(data, batch_num_tokens=tokens)
+            return loss_function(model_output=model_output, data=data, dp_group=dp_group)
+
+        lengths = data["input_ids"].offsets().diff().tolist()
+        rows = _choose_rows(zero, lengths, wanted)
+        started = time.perf_counter()
+        output = original(engine, tu.index_select_tensor_dict(data, rows), normalised_by_all, forward_only)
+        seconds = time.perf_counter() - started
+        skipped = sum(lengths) - (computed := sum(lengths[row] for row in rows))
+        # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
+        counts = {"rows": sum(sizes) - wanted * len(sizes), "tokens": skipped * len(sizes)}
+        # The lower of two estimates: the kept rows may be short, and then pay more for a token than long rows do.
+        share = min(skipped / computed, (len(zero) - wanted) / wanted)
+        saved.update({**counts, "seconds_saved": seconds * share})
+        _warn(_SAID)
+        return output
+
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: Any = False) -> Any:
         # A caller that reads the outputs of all rows, such as verl's Tinker worker, asks for the model's output.
         needs_all = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
@@ -195,36 +245,7 @@ def _make(original: Any, settings: Any) -> Any:
         saved = engines[self][1]
         if saved is None:
             return original(self, data, loss_function, forward_only)
-
-        zero, group = _find_zero_rows(data), self.get_data_parallel_group()
-        here = torch.tensor([len(zero), zero.count(False), int(data["loss_mask"].sum())], device=get_device_id())
-        ranks = [torch.empty_like(here) for _ in range(torch.distributed.get_world_size(group))]
-        torch.distributed.all_gather(ranks, here, group=group)
-        sizes, trained, tokens = zip(*(rank.tolist() for rank in ranks), strict=True)
-        # With equally many rows on all ranks, verl finds the same number of micro-batches for all of them.
-        is_dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
-        multiple = 1 if is_dynamic else tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", 1)
-        wanted = -(-max(1, *trained) // multiple) * multiple
-
-        def normalised_by_all(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-            tu.assign_non_tensor(data, batch_num_tokens=sum(tokens))
-            return loss_function(model_output=model_output, data=data, dp_group=dp_group)
-
-        if wanted >= min(sizes):
-            output = original(self, data, loss_function, forward_only)
-        else:
-            lengths = data["input_ids"].offsets().diff().tolist()
-            rows = _choose_rows(zero, lengths, wanted)
-            started = time.perf_counter()
-            output = original(self, tu.index_select_tensor_dict(data, rows), normalised_by_all, forward_only)
-            seconds = time.perf_counter() - started
-            skipped = sum(lengths) - (computed := sum(lengths[row] for row in rows))
-            # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
-            counts = {"rows": sum(sizes) - wanted * len(sizes), "tokens": skipped * len(sizes)}
-            # The lower of two estimates: the kept rows may be short, and then pay more for a token than long rows do.
-            share = min(skipped / computed, (len(zero) - wanted) / wanted)
-            saved.update({**counts, "seconds_saved": seconds * share})
-            _warn(_SAID)
+        output = train_rows(self, data, loss_function, forward_only, saved)
         if tu.get_non_tensor_data(data, "update_lr_scheduler", True):  # the last mini-batch of the step
             for name in ("rows", "tokens", "seconds_saved"):
                 output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(saved[name]))

@@ -103,7 +103,6 @@ def test_training_goes_on_whatever_is_killed(left):
 def test_the_metrics_say_what_happened(left):
     assert set(left.numbers("applied")) == {1.0}
     assert sum(left.numbers("store_restarts")) in (1, 2)  # the reward worker that is killed may own the store
-    assert sum(left.numbers("store_unreachable")) >= 1
     assert sum(left.numbers("reward_workers_lost")) == 1
     assert sum(left.numbers("workers_replaced")) >= 1
     assert sum(left.numbers("errors")) == 0
