@@ -129,14 +129,14 @@ class Runtime:
 
         Args:
             payload: flags that the driver process published, by source, as JSON; ``null`` if the driver called :func:`disable`;
-                None or ``{}`` if it published no flags. The flags in the environment count then.
+                None or ``{}`` if it published no flags. Flags in this process's environment count unless the driver had its own.
         """
         with self._lock:
             if self._sources is None:
                 return
             inherited: FlagSources = json.loads(payload) if payload else {}
-            if inherited == {}:
-                inherited = _environment()
+            if inherited is not None:  # a runtime_env may set variables for Ray processes that the driver does not have
+                inherited = {**_environment(), **inherited}
             if inherited is None and any(word.lstrip("+").startswith("rl_accel.") for word in sys.argv):
                 logger.warning(
                     "rl-accel: the flags of this command are ignored, because the program that started it has called disable()"

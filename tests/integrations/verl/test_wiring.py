@@ -105,6 +105,34 @@ def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(configure
         assert plain(config) == plain(configured({**given, **changes}))
 
 
+OWN = {"telemetry": {"enable": True, "endpoint": "http://mine"}, "accel": {"level": 3}, "sampler.enable": True}
+OWN |= {"sampler.class_path": "/x/mine.py"}
+
+
+def test_a_section_of_the_users_own_that_resembles_ours_is_left_to_them(configured):
+    config = configured(OWN)
+    config_intake.in_driver(config)
+    assert plain(config) == plain(configured(OWN))
+    for ours in (
+        {"telemetry.enable": True},
+        {"gae": {"enable": True, "backnd": "numba"}},
+        {"rl_acel.gea.enable": True},
+    ):
+        with pytest.raises(ConfigError, match="flags of rl-accel belong in rl_accel, found"):
+            config_intake.in_driver(configured(ours))
+
+
+def test_flags_of_a_run_end_with_it_in_a_process_of_several_runs(configured, monkeypatch):
+    monkeypatch.setenv("RL_ACCEL", "advantages")
+    requested = []
+    for given in ({"rl_accel.gae.enable": True}, {}, {"rl_accel.gae.backend": "chunk"}, {"rl_accel": None}):
+        config_intake.in_driver(configured(given))
+        flags = config_intake.RUNTIME.flags()
+        requested.append((flags.requested(features.GAE), flags[features.GAE].backend))
+        assert flags.requested(features.ADVANTAGES) == "by name"
+    assert requested == [("by name", "auto"), ("off", "auto"), ("off", "chunk"), ("off", "auto")]
+
+
 TOO_LATE = [
     ("tail_batching", {}, r"trainer_mode = tail_batching, found sync \(verl's validate_config sets it"),
     ("tp_replan", {"rl_accel.tp_replan.action": "restart"}, r"disable_log_stats = False, found True"),
