@@ -27,16 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rl_accel.config import AUTO, Flags
-from rl_accel.errors import ConfigError
+from rl_accel.errors import ConfigError, first_line, refuse
 from rl_accel.features import FEATURES, TAIL_BATCHING, Feature
 from rl_accel.log import warn_once
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl.interfaces import Trainer
-from rl_accel.patches.verl.verl_run import RAY_TRAINER_CLASS, VerlRun
+from rl_accel.patches.verl.verl_run import RAY_TRAINER_CLASS, TRAINERS, VerlRun
 from rl_accel.runtime import FRAMEWORK, RUNTIME, switches_of
 
 logger = logging.getLogger("rl_accel")
@@ -106,7 +107,8 @@ def in_driver(config: Any) -> None:
         ConfigError: a key is unknown, a value is invalid, or a feature cannot work with ``config``.
         PatchRefused: a feature enabled by name cannot be applied to the installed verl.
     """
-    _take_in(VerlRun(config, in_driver=True))
+    if _is_readable(config):
+        _take_in(VerlRun(config, in_driver=True))
 
 
 def in_trainer(config: Any, trainer: Any = None) -> None:
@@ -119,7 +121,22 @@ def in_trainer(config: Any, trainer: Any = None) -> None:
     global _trainer
     if trainer is not None:
         _trainer = weakref.ref(trainer)
-    _take_in(VerlRun(config, trainer))
+    if _is_readable(config):
+        _take_in(VerlRun(config, trainer))
+
+
+def _is_readable(config: Any) -> bool:
+    """Returns whether ``config`` is verl's configuration. A trainer of the user's own may have an object of another type.
+
+    Raises:
+        ConfigError: it is not, and a feature enabled by name reads or sets keys in it.
+    """
+    if OmegaConf.is_dict(config):
+        return True
+    for feature in FEATURES:
+        if RUNTIME.flags().requested(feature) == "by name" and (feature.verl or feature.name in TRAINERS):
+            refuse(f"rl_accel.{feature.name}", "the type of the configuration", "DictConfig", type(config).__name__)
+    return False
 
 
 def _require_section_name(config: Any) -> None:
@@ -153,7 +170,10 @@ def _require_section_name(config: Any) -> None:
 def _take_in(run: VerlRun) -> None:
     if run.in_driver:
         _require_section_name(run.config)
-    given = run.get(SECTION)
+    try:
+        given = run.get(SECTION)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{FRAMEWORK}: {SECTION}: {first_line(error)}") from error
     if given is None and run.in_driver and FRAMEWORK in (RUNTIME.sources() or {}):
         given = {}  # flags of an earlier run of this process (hydra's --multirun) end with that run
     if given is not None:

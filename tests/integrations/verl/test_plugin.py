@@ -210,12 +210,16 @@ def test_the_environment_switches_features_on_and_flags_of_the_run_are_checked(p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drivers", "on"),
-    [({"framework config": {"sampler": True}}, ["gae", "sampler"]), ({"environment RL_ACCEL": {}}, [])],
+    ("drivers", "variables", "on"),
+    [
+        ({"framework config": {"sampler": True}}, {"RL_ACCEL": "gae"}, ["gae", "sampler"]),
+        ({"environment RL_ACCEL": {}}, {"RL_ACCEL": "gae"}, []),
+        ({"environment RL_ACCEL_CONFIG": {"gae": True}}, {"RL_ACCEL_CONFIG": "of/the/driver.yaml"}, ["gae"]),
+    ],
 )
-def test_variables_of_a_runtime_env_count_beside_the_flags_of_the_driver(python, drivers, on):
+def test_variables_of_a_runtime_env_count_beside_the_flags_of_the_driver(python, drivers, variables, on):
     script = "import json, verl, rl_accel\nprint(json.dumps(rl_accel.status().to_dict()))"
-    done = python(script, fork=True, RL_ACCEL="gae", RL_ACCEL_SOURCES=json.dumps(drivers))
+    done = python(script, fork=True, RL_ACCEL_SOURCES=json.dumps(drivers), **variables)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])["features"]
     assert [feature["name"] for feature in found if feature["requested"] == "by name"] == on

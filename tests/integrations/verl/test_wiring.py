@@ -12,6 +12,7 @@ import datasets
 import pytest
 from omegaconf import OmegaConf
 
+import rl_accel
 from rl_accel import features
 from rl_accel.config import resolve
 from rl_accel.errors import ConfigError
@@ -131,6 +132,19 @@ def test_flags_of_a_run_end_with_it_in_a_process_of_several_runs(configured, mon
         requested.append((flags.requested(features.GAE), flags[features.GAE].backend))
         assert flags.requested(features.ADVANTAGES) == "by name"
     assert requested == [("by name", "auto"), ("off", "auto"), ("off", "chunk"), ("off", "auto")]
+
+
+def test_a_configuration_of_another_type_is_left_to_the_users_own_trainer():
+    for config in ({"trainer": {}}, SimpleNamespace(trainer=None), OmegaConf.create([1]), None):
+        for take_in in (config_intake.in_driver, config_intake.in_trainer):
+            take_in(config)
+            with rl_accel.enabled("gae"):
+                take_in(config)
+            with rl_accel.enabled("skip_zero"), pytest.raises(ConfigError, match="configuration = DictConfig, found"):
+                take_in(config)
+    config = OmegaConf.create({"rl_accel": "${nowhere}"})
+    with pytest.raises(ConfigError, match=r"^framework config: rl_accel: Interpolation key 'nowhere' not found$"):
+        config_intake.in_trainer(config)
 
 
 TOO_LATE = [
