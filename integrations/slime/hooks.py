@@ -5,8 +5,9 @@ from typing import Any
 
 from rl_accel.config import Flags
 from rl_accel.errors import ConfigError, refuse
+from rl_accel.features import SLIME_MEGATRON
 from rl_accel.integrations.slime import launch_line
-from rl_accel.integrations.slime.launch_line import function_at, put_in_place, put_init_in_place
+from rl_accel.integrations.slime.launch_line import flag_of, function_at, put_in_place, put_init_in_place
 from rl_accel.runtime import FRAMEWORK, RUNTIME
 
 logger = logging.getLogger("rl_accel")
@@ -54,6 +55,16 @@ def require_file(args: Any, flags: Flags) -> None:
                 refuse(f"rl_accel.{feature}", f"{key} of --custom-config-path", wanted, found, reason)
 
 
+def idle_notes(args: Any, flags: Flags) -> list[str]:
+    """Returns a line for the log for each named feature that has nothing to do in slime's modes for debugging."""
+    notes = []
+    for feature, section, hooks in launch_line.hooks_of_features_that_are_on(flags):
+        mode = "debug_rollout_only" if hooks.file == SLIME_MEGATRON else "debug_train_only"
+        if section.enable and getattr(args, mode, False):
+            notes.append(f"{feature} has nothing to do with {flag_of(mode)}")
+    return notes
+
+
 def data_source(args: Any) -> Any:
     """Turns the enabled features on in slime's rollout process, and returns the data source (slime's ``--data-source-path``).
 
@@ -63,7 +74,7 @@ def data_source(args: Any) -> Any:
     """
     flags = flags_of(args)
     require_file(args, flags)
-    for note in put_in_place(args, flags, launch_line.of_this_job()):
+    for note in [*idle_notes(args, flags), *put_in_place(args, flags, launch_line.of_this_job())]:
         logger.info("rl-accel: %s", note)
     flags_of(args)  # put_in_place may have changed args.rl_accel
     return function_at(args.data_source_path)(args)

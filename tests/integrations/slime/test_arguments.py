@@ -200,6 +200,14 @@ def test_a_flag_whose_arguments_the_file_has_not_set_is_no_secret(
         hooks.data_source(args)
 
 
+def test_modes_for_debugging_say_what_has_nothing_to_do(launched, caplog):
+    for mode, idle in (("debug_train_only", ["sampler"]), ("debug_rollout_only", ["gae", "advantages"])):
+        caplog.clear()
+        hooks.data_source(launched(["gae", "advantages", "sampler"], **{mode: True}))
+        flag = mode.replace("_", "-")
+        assert caplog.messages == [f"rl-accel: {name} has nothing to do with --{flag}" for name in idle]
+
+
 @pytest.mark.parametrize(
     ("features", "generate", "requested"),
     [
