@@ -48,6 +48,7 @@ def diagnose() -> dict[str, Any]:
         for name, modules in (("reads flags", FLAG_READERS), ("logs numbers", LOGGERS)):
             for module in (module for framework, module in modules.items() if is_installed(framework)):
                 checks += [_try(name, switch, None) for switch in switches_of(module)]
+        checks += _check_plugin()
         problem = bubblewrap_problem()
         return {
             "version": __version__,
@@ -108,6 +109,14 @@ def _use_slime_checkout() -> str | None:
             sys.path.insert(0, root)
     spec = importlib.util.find_spec("slime")
     return str(Path(spec.origin).parent) if spec is not None and spec.origin else None
+
+
+def _check_plugin() -> Iterator[dict[str, str]]:
+    """Yields a check that fails if ``VERL_USE_EXTERNAL_PLUGINS`` makes verl leave out rl-accel, and ignore all flags silently."""
+    named = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    if is_installed("verl") and named != "auto" and "rl_accel" not in map(str.strip, named.split(",")):
+        reason = f"VERL_USE_EXTERNAL_PLUGINS={named} leaves out rl_accel, and verl then ignores every flag of it"
+        yield _check("reads flags", "verl.plugins", "cannot", reason)
 
 
 def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -129,14 +129,14 @@ class Runtime:
 
         Args:
             payload: flags that the driver process published, by source, as JSON; ``null`` if the driver called :func:`disable`;
-                None or ``{}`` if it published no flags. The flags in the environment count then.
+                None or ``{}`` if it published no flags. Flags in this process's environment count unless the driver had its own.
         """
         with self._lock:
             if self._sources is None:
                 return
             inherited: FlagSources = json.loads(payload) if payload else {}
-            if inherited == {}:
-                inherited = _environment()
+            if inherited is not None:  # a runtime_env may set variables for Ray processes that the driver does not have
+                inherited = {**_environment(inherited), **inherited}
             if inherited is None and any(word.lstrip("+").startswith("rl_accel.") for word in sys.argv):
                 logger.warning(
                     "rl-accel: the flags of this command are ignored, because the program that started it has called disable()"
@@ -271,10 +271,13 @@ def switches_of(module: str) -> tuple[Switch, ...]:
     return switches
 
 
-def _environment() -> dict[str, dict[str, Any]]:
-    """Returns the flags in ``RL_ACCEL`` and ``RL_ACCEL_CONFIG`` by source name. A variable that is unset or empty is left out."""
-    sources: dict[str, dict[str, Any]] = {NAMES: cfg.read_names(), ENVIRONMENT: cfg.read_environment()}
-    return {source: flags for source, flags in sources.items() if flags}
+def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
+    """Returns the flags in ``RL_ACCEL`` and ``RL_ACCEL_CONFIG`` by source name. A variable that is unset or empty is left out.
+
+    Variables that are in ``known`` as sources are not read: the path of a file may be relative, or of another node.
+    """
+    readers: dict[str, Callable[[], dict[str, Any]]] = {NAMES: cfg.read_names, ENVIRONMENT: cfg.read_environment}
+    return {source: flags for source, read in readers.items() if source not in known and (flags := read())}
 
 
 def _imported_switches(module: str) -> tuple[Switch, ...]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_accel import doctor
+
 WARM = """
 import os, runpy, signal, sys
 import numba, torch, rl_accel.doctor, rl_accel.runtime
@@ -267,6 +269,13 @@ def test_doctor_shows_the_verl_that_is_imported(fake_verl, check, tmp_path):
     assert checks["verl.gae"] == {**checks["verl.gae"], "verdict": "works", "upstream": "none"}
     for observer in ("telemetry.observer", "tp_replan.observer", "trainer_mode.tail_batching"):
         assert checks[f"verl.{observer}"]["verdict"] == "cannot", "this verl has no trainer"
+
+
+@pytest.mark.parametrize(("named", "cannot"), [("auto", 0), ("mine, rl_accel", 0), ("mine", 1), ("none", 1)])
+def test_doctor_says_that_verl_does_not_load_our_plug_in(monkeypatch, named, cannot):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", named)
+    monkeypatch.setattr(doctor, "is_installed", lambda name: name == "verl")
+    assert [check["verdict"] for check in doctor._check_plugin()] == ["cannot"] * cannot
 
 
 def test_off_stays_off_when_verl_and_its_plug_in_come_later(fake_verl, check):

@@ -4,9 +4,10 @@ import logging
 from typing import Any
 
 from rl_accel.config import Flags
-from rl_accel.errors import ConfigError
+from rl_accel.errors import ConfigError, refuse
+from rl_accel.features import SLIME_MEGATRON
 from rl_accel.integrations.slime import launch_line
-from rl_accel.integrations.slime.launch_line import function_at, put_in_place, put_init_in_place
+from rl_accel.integrations.slime.launch_line import flag_of, function_at, put_in_place, put_init_in_place
 from rl_accel.runtime import FRAMEWORK, RUNTIME
 
 logger = logging.getLogger("rl_accel")
@@ -37,6 +38,33 @@ def require_values(flags: Flags) -> None:
                 raise ConfigError(f"rl_accel.{feature}.{name} wants {wanted} on slime, found {value}")
 
 
+def require_file(args: Any, flags: Flags) -> None:
+    """Checks that slime's YAML file has set the arguments that the enabled features need, which slime reads before our code runs.
+
+    Flags from another source, such as ``RL_ACCEL``, and flags that were edited without these arguments would have no effect.
+
+    Raises:
+        ConfigError: an argument of a feature that is enabled by name is absent, or is a setting of SGLang with another value.
+    """
+    for feature, section, hooks in launch_line.hooks_of_features_that_are_on(flags):
+        engine = hooks.engine(section)
+        for key, wanted in {**hooks.file, **engine}.items():
+            found = getattr(args, key, None)
+            if section.enable and (found is None or (key in engine and found != wanted)):
+                reason = "rl-accel slime-config writes a file that fits the flags"
+                refuse(f"rl_accel.{feature}", f"{key} of --custom-config-path", wanted, found, reason)
+
+
+def idle_notes(args: Any, flags: Flags) -> list[str]:
+    """Returns a line for the log for each named feature that has nothing to do in slime's modes for debugging."""
+    notes = []
+    for feature, section, hooks in launch_line.hooks_of_features_that_are_on(flags):
+        mode = "debug_rollout_only" if hooks.file == SLIME_MEGATRON else "debug_train_only"
+        if section.enable and getattr(args, mode, False):
+            notes.append(f"{feature} has nothing to do with {flag_of(mode)}")
+    return notes
+
+
 def data_source(args: Any) -> Any:
     """Turns the enabled features on in slime's rollout process, and returns the data source (slime's ``--data-source-path``).
 
@@ -44,7 +72,9 @@ def data_source(args: Any) -> Any:
         ConfigError: a flag is wrong, or the launch line conflicts with a feature.
         PatchRefused: a feature enabled by name cannot be applied to this version of slime.
     """
-    for note in put_in_place(args, flags_of(args), launch_line.of_this_job()):
+    flags = flags_of(args)
+    require_file(args, flags)
+    for note in [*idle_notes(args, flags), *put_in_place(args, flags, launch_line.of_this_job())]:
         logger.info("rl-accel: %s", note)
     flags_of(args)  # put_in_place may have changed args.rl_accel
     return function_at(args.data_source_path)(args)

@@ -22,20 +22,22 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from rl_accel.config import Flags
-from rl_accel.errors import ConfigError
+from rl_accel.config import AUTO, Flags
+from rl_accel.errors import ConfigError, first_line, refuse
 from rl_accel.features import FEATURES, TAIL_BATCHING, Feature
 from rl_accel.log import warn_once
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl.interfaces import Trainer
-from rl_accel.patches.verl.verl_run import RAY_TRAINER_CLASS, VerlRun
+from rl_accel.patches.verl.verl_run import RAY_TRAINER_CLASS, TRAINERS, VerlRun
 from rl_accel.runtime import FRAMEWORK, RUNTIME, switches_of
 
 logger = logging.getLogger("rl_accel")
@@ -105,7 +107,8 @@ def in_driver(config: Any) -> None:
         ConfigError: a key is unknown, a value is invalid, or a feature cannot work with ``config``.
         PatchRefused: a feature enabled by name cannot be applied to the installed verl.
     """
-    _take_in(VerlRun(config, in_driver=True))
+    if _is_readable(config):
+        _take_in(VerlRun(config, in_driver=True))
 
 
 def in_trainer(config: Any, trainer: Any = None) -> None:
@@ -118,21 +121,46 @@ def in_trainer(config: Any, trainer: Any = None) -> None:
     global _trainer
     if trainer is not None:
         _trainer = weakref.ref(trainer)
-    _take_in(VerlRun(config, trainer))
+    if _is_readable(config):
+        _take_in(VerlRun(config, trainer))
+
+
+def _is_readable(config: Any) -> bool:
+    """Returns whether ``config`` is verl's configuration. A trainer of the user's own may have an object of another type.
+
+    Raises:
+        ConfigError: it is not, and a feature enabled by name reads or sets keys in it.
+    """
+    if OmegaConf.is_dict(config):
+        return True
+    for feature in FEATURES:
+        if RUNTIME.flags().requested(feature) == "by name" and (feature.verl or feature.name in TRAINERS):
+            refuse(f"rl_accel.{feature.name}", "the type of the configuration", "DictConfig", type(config).__name__)
+    return False
 
 
 def _require_section_name(config: Any) -> None:
-    """Raises ConfigError for a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread."""
-    features = {feature.name for feature in FEATURES}
+    """Raises ConfigError for a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread.
+
+    A section of the user's own that only resembles ours passes: one that holds no feature's name, or keys unlike our flags.
+    """
+    flags = {feature.name: {flag.name for flag in fields(feature.flags)} for feature in FEATURES}
+
+    def is_close(word: Any, *known: str, cutoff: float = 0.6) -> bool:
+        return bool(difflib.get_close_matches(str(word).lower(), known, cutoff=cutoff))
 
     def misplaced(section: Any, path: str = "") -> Iterator[str]:
         for key, value in section.items() if isinstance(section, dict) else ():
-            is_close = bool(difflib.get_close_matches(str(key).lower(), [SECTION], cutoff=0.75))
-            if (not path and key != SECTION and is_close) or (path and key == SECTION):
+            inside = value if isinstance(value, dict) else {}
+            if path and key == SECTION:
                 yield f"{path}{key}"
-            elif not path and key in features and isinstance(value, dict) and "enable" in value:
+            elif key == SECTION:
+                continue
+            elif not path and is_close(key, SECTION, cutoff=0.75) and any(is_close(n, AUTO, *flags) for n in inside):
+                yield str(key)
+            elif not path and key in flags and "enable" in inside and all(is_close(n, *flags[key]) for n in inside):
                 yield f"{key}.enable"
-            elif path or key != SECTION:
+            else:
                 yield from misplaced(value, f"{path}{key}.")
 
     for found in misplaced(OmegaConf.to_container(config) if OmegaConf.is_dict(config) else {}):
@@ -142,7 +170,13 @@ def _require_section_name(config: Any) -> None:
 def _take_in(run: VerlRun) -> None:
     if run.in_driver:
         _require_section_name(run.config)
-    if (given := run.get(SECTION)) is not None:
+    try:
+        given = run.get(SECTION)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{FRAMEWORK}: {SECTION}: {first_line(error)}") from error
+    if given is None and run.in_driver and FRAMEWORK in (RUNTIME.sources() or {}):
+        given = {}  # flags of an earlier run of this process (hydra's --multirun) end with that run
+    if given is not None:
         RUNTIME.set_source(FRAMEWORK, given)
     flags = RUNTIME.flags()
     for warning in flags.warnings if run.in_driver else ():

@@ -19,12 +19,16 @@ import torch
 
 from rl_accel.errors import ConfigError, PatchRefused, refuse
 from rl_accel.log import warn_once
+from rl_accel.patches import upstream
 from rl_accel.patches.patch import Patch
 
 _LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
 """Lengths in tokens of the 8 random responses with which :func:`find_influence` tests a policy loss."""
 _ZERO = (0, 3, 7)
 """Indices in ``_LENGTHS`` of the responses that get advantage 0. The shortest and the longest response are among them."""
+_DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
+"""Standard deviations of the differences between old and new log-probabilities in the batches of :func:`find_influence`. None: both
+are drawn independently, so that losses clip. Rejection sampling, which drops such rows, keeps rows with small differences."""
 _PROMPT = 3
 _ACTOR = "actor_rollout_ref.actor"
 _SAID = (
@@ -37,31 +41,36 @@ _refuse = functools.partial(refuse, "rl_accel.skip_zero")
 def find_influence(loss_function: Callable[..., Any]) -> str:
     """Returns the reason why rows (responses) with advantage 0 influence training with ``loss_function``, or "" if they do not.
 
-    For three random batches of 8 rows, compares the gradients of the whole batch with the gradients of only those 5 rows whose
-    advantages are not 0. Also checks that the other 3 rows have gradient 0.
+    For random batches of 8 rows, compares the gradients of the whole batch with the gradients of only those 5 rows whose
+    advantages are not 0. Also checks that the other 3 rows have gradient 0, and that a batch was tried of which the loss drops no
+    row: only there can a row show its influence.
 
     Args:
         loss_function: verl's loss function with its configuration, ``loss_function(model_output=..., data=..., dp_group=...)``.
     """
-    others = [row for row in range(len(_LENGTHS)) if row not in _ZERO]
+    every = range(len(_LENGTHS))
+    others, keeps_every_row = [row for row in every if row not in _ZERO], False
     try:
-        for seed in range(3):
+        for seed, distance in enumerate(_DISTANCES):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                batch = _random_batch(torch.Generator().manual_seed(seed))
-                whole, part = (_gradients(loss_function, batch, rows) for rows in (range(len(_LENGTHS)), others))
+                batch = _random_batch(torch.Generator().manual_seed(seed), distance)
+                whole, part = (_gradients(loss_function, batch, rows) for rows in (every, others))
+                ones = {**batch, "advantages": [mask.float() for mask in batch["response_mask"]]}
+                keeps_every_row |= all(bool(row.any()) for row in _gradients(loss_function, ones, every).values())
             if any(bool(whole[row].count_nonzero()) for row in _ZERO):
                 return "rows with advantage 0 have a gradient"
             if not all(torch.allclose(whole[row], part[row], rtol=1e-5, atol=0.0) for row in others):
                 return "rows with advantage 0 change the gradient of others"
     except Exception as error:  # an unknown loss function may need data that the trial lacks
         return f"it cannot be tried: {type(error).__name__}: {error}"
-    return ""
+    return "" if keeps_every_row else "it cannot be tried: it drops rows of every trial"
 
 
-def _random_batch(random: torch.Generator) -> dict[str, list[torch.Tensor]]:
+def _random_batch(random: torch.Generator, distance: float | None) -> dict[str, list[torch.Tensor]]:
     """Returns a random batch, as a mapping from field name to a list with one tensor per row (response).
 
+    For ``distance`` see :data:`_DISTANCES`.
     Tensors have the shape [T], except ``prompts`` [_PROMPT], and the model's outputs ``log_probs`` and ``entropy`` [_PROMPT + T].
     Response masks have zeros between ones.
     """
@@ -81,6 +90,9 @@ def _random_batch(random: torch.Generator) -> dict[str, list[torch.Tensor]]:
             "log_probs": -3 * torch.rand(_PROMPT + length, generator=random),
             "entropy": torch.rand(_PROMPT + length, generator=random),
         }
+        if distance is not None:  # the model's output at a token is for the token after it
+            noise = distance * torch.randn(length, generator=random)
+            fields["old_log_probs"] = fields["log_probs"][_PROMPT - 1 : -1] + noise
         for name, value in fields.items():
             batch.setdefault(name, []).append(value)
     return batch
@@ -110,10 +122,31 @@ def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: A
 def require_silent(loss_function: Callable[..., Any]) -> None:
     """Raises ConfigError if responses with advantage 0 influence training with ``loss_function``, see :func:`find_influence`."""
     if reason := find_influence(loss_function):
-        config = getattr(loss_function, "keywords", {}).get("config")
-        mode = getattr(getattr(config, "policy_loss", None), "loss_mode", None)
+        config, mode = _config_and_mode(loss_function)
         found = f"{mode} with loss_agg_mode {config.loss_agg_mode}" if config and mode else repr(loss_function)
         _refuse(f"{_ACTOR}.policy_loss.loss_mode", "a loss that advantage 0 silences", found, reason)
+
+
+def _config_and_mode(loss_function: Any) -> tuple[Any, Any]:
+    """Returns the actor's configuration and the ``loss_mode`` of verl's ``loss_function``; None for what is not known."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    return config, getattr(getattr(config, "policy_loss", None), "loss_mode", None)
+
+
+def _require_verls(loss_function: Any) -> None:
+    """Raises ConfigError unless verl itself defines the loss. A loss of a user may keep a state, which a trial would change."""
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    _, mode = _config_and_mode(loss_function)
+    policy_loss = [POLICY_LOSS_REGISTRY[mode]] if mode in POLICY_LOSS_REGISTRY else []
+    for function in (getattr(loss_function, "func", loss_function), *policy_loss):
+        try:
+            upstream.require_own(function, "verl:the loss")
+        except PatchRefused:
+            reason = "a trial would change the state of a loss that has one; rl_accel.skip_zero.enable=True tries it"
+            _refuse(
+                f"{_ACTOR}.policy_loss.loss_mode", "a loss of verl's own", mode or upstream.describe(function), reason
+            )
 
 
 def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
@@ -129,6 +162,11 @@ def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
         _refuse(f"{_ACTOR}.fsdp_config.qat.enable", False, True, "quantisation observes the activations of all rows")
     if part := next(_random_parts(engine.module), ""):
         _refuse("dropout of the model", 0, part, "other random numbers would be drawn")
+    for name in ("forward_step", "prepare_model_inputs", "prepare_model_outputs"):  # the trial does not call them
+        try:
+            upstream.require_own(getattr(type(engine), name), f"verl:FSDPEngineWithLMHead.{name}")
+        except PatchRefused as error:
+            raise ConfigError(f"rl_accel.skip_zero wants verl's own training step: {error}") from error
     require_silent(loss_function)
 
 
@@ -202,6 +240,8 @@ def _make(original: Any, settings: Any) -> Any:
 
     def start(engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
         try:
+            if not settings.enable:
+                _require_verls(loss_function)
             _require_no_influence(engine, data, loss_function)
             return Counter()
         except ConfigError as error:

@@ -167,9 +167,13 @@ class TailDataSource(RolloutDataSource):
     def save(self, rollout_id: int) -> None:
         """Saves the state that this data source had after rollout ``rollout_id``, even if later rollouts are already complete.
 
+        A run that reads its rollouts from files (slime's ``--load-debug-rollout-data``) plays none: its state does not change.
+
         Raises:
             RuntimeError: the rollout was not made in this process, or the rollout's state is no longer in memory.
         """
+        if self.args.debug_train_only:
+            self._remember(rollout_id)
         if rollout_id not in self._moments:
             known = ", ".join(map(str, self._moments)) or "none"
             raise RuntimeError(f"the state after rollout {rollout_id} is not known any more; known are {known}")

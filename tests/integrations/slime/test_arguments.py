@@ -163,6 +163,51 @@ def test_what_cannot_be_kept_is_refused_before_a_rollout(launched, feature, give
         hooks.data_source(launched([feature], **given))
 
 
+FITS = r"\(rl-accel slime-config writes a file that fits the flags\)"
+
+
+@pytest.mark.parametrize(
+    ("features", "variable", "change", "message"),
+    [
+        (
+            ["sampler"],
+            "drafts",
+            {},
+            "drafts wants sglang_speculative_algorithm of --custom-config-path = NGRAM, found None",
+        ),
+        (["sampler"], "gae", {}, r"gae wants custom_megatron_init_path of .* = rl_accel.*\.megatron_init, found None"),
+        (
+            ["drafts"],
+            "",
+            {"rl_accel": {"drafts": {"enable": True, "max_tokens": 4}}},
+            "_draft_tokens of .* = 5, found 9",
+        ),
+        (["gae", "sampler"], "", {"custom_megatron_init_path": None}, "gae wants custom_megatron_init_path of"),
+        (["gae", "sampler"], "", {"custom_megatron_init_path": "my.init"}, ""),  # it may call ours
+        (["sampler"], "auto", {}, ""),
+    ],
+)
+def test_a_flag_whose_arguments_the_file_has_not_set_is_no_secret(
+    launched, monkeypatch, features, variable, change, message
+):
+    monkeypatch.setenv("RL_ACCEL", variable)
+    args = launched(features)
+    vars(args).update(change)
+    if not message:
+        assert hooks.data_source(args) == "the source"
+        return
+    with pytest.raises(ConfigError, match=rf"rl_accel\.{message}.*{FITS}" if "wants" in message else message):
+        hooks.data_source(args)
+
+
+def test_modes_for_debugging_say_what_has_nothing_to_do(launched, caplog):
+    for mode, idle in (("debug_train_only", ["sampler"]), ("debug_rollout_only", ["gae", "advantages"])):
+        caplog.clear()
+        hooks.data_source(launched(["gae", "advantages", "sampler"], **{mode: True}))
+        flag = mode.replace("_", "-")
+        assert caplog.messages == [f"rl-accel: {name} has nothing to do with --{flag}" for name in idle]
+
+
 @pytest.mark.parametrize(
     ("features", "generate", "requested"),
     [

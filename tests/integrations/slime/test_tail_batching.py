@@ -292,6 +292,14 @@ def test_a_checkpoint_of_another_run_is_refused(start):
         other.load(0)
 
 
+def test_a_run_that_reads_its_rollouts_from_files_saves_and_is_resumed(start):
+    given = {"load_debug_rollout_data": "rollouts", "debug_train_only": True}
+    args, source, _ = start(**given)
+    source.load(-1)
+    source.save(0)
+    start(load=args.save, **given)[1].load(0)
+
+
 def test_a_run_that_is_killed_while_it_saves_leaves_a_checkpoint_to_resume_or_one_line(start, killed_at, tmp_path):
     args, source, rollout = start()
     rollout(0)

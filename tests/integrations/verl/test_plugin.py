@@ -209,6 +209,23 @@ def test_the_environment_switches_features_on_and_flags_of_the_run_are_checked(p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drivers", "variables", "on"),
+    [
+        ({"framework config": {"sampler": True}}, {"RL_ACCEL": "gae"}, ["gae", "sampler"]),
+        ({"environment RL_ACCEL": {}}, {"RL_ACCEL": "gae"}, []),
+        ({"environment RL_ACCEL_CONFIG": {"gae": True}}, {"RL_ACCEL_CONFIG": "of/the/driver.yaml"}, ["gae"]),
+    ],
+)
+def test_variables_of_a_runtime_env_count_beside_the_flags_of_the_driver(python, drivers, variables, on):
+    script = "import json, verl, rl_accel\nprint(json.dumps(rl_accel.status().to_dict()))"
+    done = python(script, fork=True, RL_ACCEL_SOURCES=json.dumps(drivers), **variables)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])["features"]
+    assert [feature["name"] for feature in found if feature["requested"] == "by name"] == on
+
+
+@pytest.mark.slow
 def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
     done = python("import verl\nprint('unreachable')", fork=True, RL_ACCEL="sampler, gea")
     assert done.returncode == 1

@@ -12,6 +12,7 @@ import datasets
 import pytest
 from omegaconf import OmegaConf
 
+import rl_accel
 from rl_accel import features
 from rl_accel.config import resolve
 from rl_accel.errors import ConfigError
@@ -103,6 +104,47 @@ def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(configure
     for take_in in (config_intake.in_driver, config_intake.in_driver, config_intake.in_trainer):
         take_in(config)
         assert plain(config) == plain(configured({**given, **changes}))
+
+
+OWN = {"telemetry": {"enable": True, "endpoint": "http://mine"}, "accel": {"level": 3}, "sampler.enable": True}
+OWN |= {"sampler.class_path": "/x/mine.py"}
+
+
+def test_a_section_of_the_users_own_that_resembles_ours_is_left_to_them(configured):
+    config = configured(OWN)
+    config_intake.in_driver(config)
+    assert plain(config) == plain(configured(OWN))
+    for ours in (
+        {"telemetry.enable": True},
+        {"gae": {"enable": True, "backnd": "numba"}},
+        {"rl_acel.gea.enable": True},
+    ):
+        with pytest.raises(ConfigError, match="flags of rl-accel belong in rl_accel, found"):
+            config_intake.in_driver(configured(ours))
+
+
+def test_flags_of_a_run_end_with_it_in_a_process_of_several_runs(configured, monkeypatch):
+    monkeypatch.setenv("RL_ACCEL", "advantages")
+    requested = []
+    for given in ({"rl_accel.gae.enable": True}, {}, {"rl_accel.gae.backend": "chunk"}, {"rl_accel": None}):
+        config_intake.in_driver(configured(given))
+        flags = config_intake.RUNTIME.flags()
+        requested.append((flags.requested(features.GAE), flags[features.GAE].backend))
+        assert flags.requested(features.ADVANTAGES) == "by name"
+    assert requested == [("by name", "auto"), ("off", "auto"), ("off", "chunk"), ("off", "auto")]
+
+
+def test_a_configuration_of_another_type_is_left_to_the_users_own_trainer():
+    for config in ({"trainer": {}}, SimpleNamespace(trainer=None), OmegaConf.create([1]), None):
+        for take_in in (config_intake.in_driver, config_intake.in_trainer):
+            take_in(config)
+            with rl_accel.enabled("gae"):
+                take_in(config)
+            with rl_accel.enabled("skip_zero"), pytest.raises(ConfigError, match="configuration = DictConfig, found"):
+                take_in(config)
+    config = OmegaConf.create({"rl_accel": "${nowhere}"})
+    with pytest.raises(ConfigError, match=r"^framework config: rl_accel: Interpolation key 'nowhere' not found$"):
+        config_intake.in_trainer(config)
 
 
 TOO_LATE = [

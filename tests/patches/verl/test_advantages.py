@@ -62,6 +62,19 @@ def test_bits_of_the_function_it_replaces_where_verl_calls_it(apply, same_bits, 
     assert metrics.drain() == {}, "a case went to verl's own function"
 
 
+def test_a_whole_number_on_the_command_line_is_a_discount(apply):
+    random = torch.Generator().manual_seed(0)
+    given = {"token_level_rewards": torch.randn(6, 9, generator=random)}
+    given |= {"response_mask": (torch.rand(6, 9, generator=random) < 0.7).long()}
+    configs = [OmegaConf.create({"gamma": gamma}) for gamma in (1, 0)]
+    expected = [outcome_of("reinforce_plus_plus", {**given, "config": config}) for config in configs]
+    apply()
+    for config, wanted in zip(configs, expected, strict=True):
+        found = outcome_of("reinforce_plus_plus", {**given, "config": config})
+        assert all(map(torch.equal, found, wanted))
+    assert metrics.drain() == {}
+
+
 def outcome_of(name: str, arguments: dict) -> tuple:
     """What the estimator returns, or the type and the words of its error."""
     try:

@@ -340,6 +340,53 @@ def test_a_loss_that_needs_other_data_is_refused_with_what_it_said():
     assert "it cannot be tried: KeyError" in skip_zero.find_influence(mine)
 
 
+@pytest.mark.parametrize("sampling", [{"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.5}, {}])
+def test_a_loss_that_drops_unlikely_rows_is_tried_with_rows_that_it_keeps(sampling):
+    def influence(**more):
+        correction = {"loss_type": "reinforce", "rollout_is": "token", **sampling, **more}
+        loss_mode = replace(actor().policy_loss, loss_mode="bypass_mode", rollout_correction=correction)
+        return skip_zero.find_influence(ppo(policy_loss=loss_mode))
+
+    assert influence() == ""
+    assert influence(rollout_is_batch_normalize=True) == "rows with advantage 0 change the gradient of others"
+
+    def dropping_all(model_output, data, dp_group=None):
+        return 0 * model_output["log_probs"].values().sum(), {}
+
+    assert skip_zero.find_influence(dropping_all) == "it cannot be tried: it drops rows of every trial"
+
+
+def test_in_auto_a_loss_of_the_users_own_is_not_tried_since_it_may_keep_a_state(caplog, monkeypatch):
+    from verl.trainer.ppo import core_algos
+
+    calls = []
+
+    def annealed(**given):
+        calls.append(len(given["advantages"]))
+        return core_algos.compute_policy_loss_vanilla(**given)
+
+    monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "annealed", annealed)
+    batch = make_batch([9, 20, 3], [1, 0, 0], {**DYNAMIC, "max_token_len_per_gpu": 4096})
+    for name, mode in {"annealed": "annealed", "a function": "vanilla"}.items():
+        loss = ppo(mode)
+        mine = loss if mode == "annealed" else lambda loss=loss, **given: loss(**given)
+        ours = skip_zero._make(type(make_engine(None)).forward_backward_batch, SkipZeroFlags())
+        assert update(ours, batch, mine)[2] == [3], name
+    assert calls == [3]
+    assert caplog.text.count("loss_mode = a loss of verl's own, found ") == 2
+    named = skip_zero._make(type(make_engine(None)).forward_backward_batch, SkipZeroFlags(enable=True))
+    assert update(named, batch, ppo("annealed"))[2] == [1]
+
+
+def test_a_training_step_that_other_code_has_replaced_is_left_to_it(monkeypatch):
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda *given: None)
+    named = skip_zero._make(None, SkipZeroFlags(enable=True))
+    with pytest.raises(ConfigError, match=r"own training step: .*forward_step is already replaced by .*test_skip_zero"):
+        named(make_engine(make_model()), make_batch([9, 20], [1, 0], DYNAMIC), ppo())
+
+
 def test_a_trial_draws_no_random_numbers_of_the_run():
     before = torch.get_rng_state()
     skip_zero.find_influence(ppo("clip_cov"))
