@@ -209,7 +209,7 @@ def test_a_number_that_is_printed_after_a_step_is_no_part_of_its_last_metric(pre
 def test_after_the_last_row_of_a_step_numbers_are_of_others():
     (number, metrics), *_ = STEPS
     rows = wrapped([next(console())], 90)
-    assert 1 < len(rows)
+    assert len(rows) > 1
     assert len(rows[-1]) < 45
     assert records([*rows, "7", "8"]) == [(number, metrics)]
 
