@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_accel.errors import ConfigError, did_you_mean
+from rl_accel.errors import ConfigError, did_you_mean, one_line
 from rl_accel.features import FEATURES, F, Feature
 
 NAMES_VAR, ENV_VAR = "RL_ACCEL", "RL_ACCEL_CONFIG"
@@ -134,7 +134,7 @@ def read_environment() -> dict[str, Any]:
     try:
         parsed = OmegaConf.create(text)
     except Exception as error:  # yaml and OmegaConf raise unrelated classes for text that is not YAML
-        raise ConfigError(f"{ENV_VAR} is not valid YAML or JSON: {error}") from error
+        raise ConfigError(f"{ENV_VAR} is not valid YAML or JSON: {one_line(error)}") from error
     return as_mapping(parsed, ENV_VAR)
 
 

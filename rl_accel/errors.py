@@ -39,6 +39,11 @@ def first_line(error: object) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def one_line(error: object) -> str:
+    """Returns the message of ``error`` in one line; the name of the class of ``error`` if there is no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class RecipeError(RlAccelError, ValueError):
     """Error for a recipe file of an A/B experiment that cannot be read or does not fit the recipe schema."""
 

@@ -103,13 +103,15 @@ def test_the_environment_takes_inline_yaml_and_json_or_a_path_and_may_be_empty(t
         ("/nowhere/rl_accel.yaml", "neither inline YAML nor a readable file"),
         ("gae: [unclosed", "not valid YAML or JSON"),
         ("{'a', 'b'", "not valid YAML or JSON"),
+        ("gae: {enable: true}\ngae: {enable: false}", "not valid YAML or JSON: .* found duplicate key gae"),
         ("gae: ${oc.env:NOT_SET}", "rl_accel: .*Environment variable 'NOT_SET' not found"),
     ],
 )
 def test_an_unreadable_environment_is_an_error(text, message, monkeypatch):
     monkeypatch.setenv("RL_ACCEL_CONFIG", text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as error:
         read_environment()
+    assert "\n" not in str(error.value)
 
 
 @given(

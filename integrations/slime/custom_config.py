@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl_accel import config as cfg
-from rl_accel.errors import ConfigError, did_you_mean
+from rl_accel.errors import ConfigError, did_you_mean, one_line
 from rl_accel.features import FEATURES
 from rl_accel.integrations.slime.hooks import require_values
 from rl_accel.integrations.slime.launch_line import (
@@ -87,7 +87,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except Exception as error:  # yaml and OmegaConf raise unrelated classes
-        raise ConfigError(f"{path} is not a readable YAML file: {error}") from error
+        raise ConfigError(f"{path} is not a readable YAML file: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} wants a mapping of slime's arguments, found {type(content).__name__}")
     content = {str(key): value for key, value in content.items()}

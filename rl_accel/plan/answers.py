@@ -161,48 +161,56 @@ def options_of(setup: Setup) -> list[Option]:
     def add(name: str, how: str, changed: Setup, **more: Any) -> None:
         found.append(Option(name, how, changed, **more))
 
-    on = "+rl_accel.{}.enable=True".format
-    tail, tails = on("tail_batching"), TailBatchingFlags()
+    def on(*features: str, flags: Sequence[str] = ()) -> str:
+        """Returns the words that turn ``features`` on and set ``flags``."""
+        if setup.is_slime:
+            return " ".join(
+                [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in flags)]
+            )
+        return " ".join(f"+rl_accel.{word}" for word in (*(f"{name}.enable=True" for name in features), *flags))
+
+    tail, tails = "tail_batching", TailBatchingFlags()
     unpolled = replace(setup, poll_seconds=0.0)
     if setup.poll_seconds:
         add("sampler", on("sampler"), unpolled)
     shorter = "shorter responses of a prompt are preferred"
     for prompts, responses in RATIOS:
-        flag = "+rl_accel.tail_batching"
-        how = f"{tail} {flag}.prompt_ratio={prompts} {flag}.response_ratio={responses}"
+        how = on(tail, flags=(f"{tail}.prompt_ratio={prompts}", f"{tail}.response_ratio={responses}"))
         flags = TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses)
         cost = shorter if responses > 1 else ""
         add(f"tail_batching {prompts:g} / {responses:g}", how, unpolled, flags=flags, cost=cost)
     flags = TailBatchingFlags(prompt_ratio="auto")
-    add("tail_batching auto", f"{tail} +rl_accel.tail_batching.prompt_ratio=auto", unpolled, flags=flags, cost=shorter)
+    how = on(tail, flags=(f"{tail}.prompt_ratio=auto",))
+    add("tail_batching auto", how, unpolled, flags=flags, cost=shorter)
     if setup.workload.rewards.max(initial=0.0) > RewardTimeoutFlags().minimum:
-        how, late = on("reward_timeout"), "rewards of slow answers"
-        add("reward_timeout", how, setup, timeout=True, cost=late)
-        add("tail_batching + reward_timeout", f"{tail} {how}", unpolled, flags=tails, timeout=True, cost=late)
+        late = "rewards of slow answers"
+        add("reward_timeout", on("reward_timeout"), setup, timeout=True, cost=late)
+        both = on(tail, "reward_timeout")
+        add("tail_batching + reward_timeout", both, unpolled, flags=tails, timeout=True, cost=late)
     if setup.zero_shares:
-        how = on("skip_zero")
         zero = f"advantage 0 for {setup.zero_shares[0]:.0%} of the text, if rewards are compared in groups"
-        add("skip_zero", how, setup, skip_zero=True, cost=zero)
+        add("skip_zero", on("skip_zero"), setup, skip_zero=True, cost=zero)
         if setup.poll_seconds:
-            add("skip_zero + sampler", f"{on('sampler')} {how}", unpolled, skip_zero=True, cost=zero)
+            add("skip_zero + sampler", on("sampler", "skip_zero"), unpolled, skip_zero=True, cost=zero)
         cost = f"{shorter}; {zero}"
-        add("skip_zero + tail_batching", f"{tail} {how}", unpolled, flags=tails, skip_zero=True, cost=cost)
+        add("skip_zero + tail_batching", on(tail, "skip_zero"), unpolled, flags=tails, skip_zero=True, cost=cost)
     each = math.ceil(setup.prompts * setup.responses / setup.replicas)
     slots = setup.engine.slots
     waiting = slots < each
-    if setup.replicas > 1 and waiting:
-        how = f"{on('balance')} +rl_accel.balance.slots={slots}"
+    if setup.replicas > 1 and waiting and not setup.is_slime:
+        how = on("balance", flags=(f"balance.slots={slots}",))
         add("balance", how, replace(setup, cluster=BalancedCluster), cost="decisions, which take no time here")
     add("twice the replicas", "", replace(setup, replicas=2 * setup.replicas), cost="GPUs", ours=False)
     fewer = [max(min(slots, each) // 2, 1)] * (waiting or setup.engine.cache_tokens < math.inf)
     for count in fewer + [2 * slots] * waiting:
-        how = f"actor_rollout_ref.rollout.max_num_seqs={count}"
+        how = f"{'--sglang-max-running-requests ' if setup.is_slime else 'actor_rollout_ref.rollout.max_num_seqs='}{count}"
         engine = replace(setup.engine, slots=count)
         add(f"{count:,} slots a replica", how, replace(setup, engine=engine), ours=False)
     half = max(setup.workload.limit // 2, 1)
     cut = f"{(setup.workload.tokens > half).mean():.1%} of the responses cut short"
     limited = replace(setup, workload=setup.workload.limited(half))
-    add(f"limit of {half:,} tokens", f"data.max_response_length={half}", limited, cost=cut, ours=False)
+    how = f"{'--rollout-max-response-len ' if setup.is_slime else 'data.max_response_length='}{half}"
+    add(f"limit of {half:,} tokens", how, limited, cost=cut, ours=False)
     return found
 
 

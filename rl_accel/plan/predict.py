@@ -1,5 +1,6 @@
 """Prediction of the step times of one run from another run, and comparison with the measured times (``rl-accel plan --check``)."""
 
+import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from rich.table import Table
 from rl_accel.config import Flags, resolve
 from rl_accel.errors import RlAccelError
 from rl_accel.features import REWARD_TIMEOUT, SAMPLER, SKIP_ZERO, TAIL_BATCHING
+from rl_accel.files import BAD_RECORD
 from rl_accel.plan.answers import PLAIN, Prediction, mean_of, outcome_of, rounds_of
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.round_driver import METRICS_PREFIX
@@ -20,16 +22,16 @@ from rl_accel.rollout.simulation import Floats
 from rl_accel.telemetry.aggregates import POLL_SECONDS, Range
 from rl_accel.telemetry.profile import Profile, format_seconds, read_run
 
-_OURS, _MODE = "+rl_accel.", "trainer.v1.trainer_mode="
+_OURS, _MODE = "rl_accel.", "trainer.v1.trainer_mode="
 
 
 def flags_of_words(words: Iterable[str]) -> Flags:
-    """Returns the rl-accel flags among the words of a command. Such words have verl's form ``+rl_accel.…=…``.
+    """Returns the rl-accel flags among the words of a command. Such words have verl's form ``+rl_accel.…=…`` or ``++rl_accel.…=…``.
 
     Raises:
         ConfigError: a flag is invalid.
     """
-    ours = [word.removeprefix("+") for word in words if word.startswith(_OURS)]
+    ours = [word for word in (word.lstrip("+") for word in words) if word.startswith(_OURS)]
     given = OmegaConf.to_container(OmegaConf.from_dotlist(ours)) if ours else {}
     return resolve([("the command", given.get("rl_accel", {}) if isinstance(given, dict) else {})])
 
@@ -39,7 +41,7 @@ def asynchronous_mode(words: Iterable[str]) -> str:
 
     Runs in an asynchronous mode cannot be predicted.
     """
-    mode = next((word for word in reversed([*words]) if word.startswith(_MODE)), "")
+    mode = next((word for word in reversed([*words]) if word.lstrip("+").startswith(_MODE)), "")
     return mode if "async" in mode else ""
 
 
@@ -49,9 +51,9 @@ def words_of_run(folder: Path, run: Profile) -> list[str]:
     Otherwise, returns words that enable the features that were on according to the run's log.
     """
     kept = (folder if folder.is_dir() else folder.parent) / "run.json"
-    if kept.is_file():
-        return list(json.loads(kept.read_text()).get("command", []))
-    return [f"{_OURS}{name}.enable=True" for name in run.on]
+    with contextlib.suppress(OSError, *BAD_RECORD):  # there is none, or that of another program
+        return [str(word) for word in json.loads(kept.read_text())["command"]]
+    return [f"+{_OURS}{name}.enable=True" for name in run.on]
 
 
 def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> tuple[Prediction, Floats]:

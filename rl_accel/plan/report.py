@@ -96,6 +96,7 @@ class Plan:
         if none := [found.option.name for found in priced if found.option.ours and found.is_nothing]:
             yield f"Nothing to gain from: {', '.join(none)}."
         names = {found.option.name.partition(" ")[0] for found in priced}
+        names |= {"skip_zero", "balance"} if self.setup.is_slime else set()  # features for verl
         yield from (f"Not priced: {name}, {why}." for name, why in _WANTS.items() if name not in names)
         yield from self.advice
 

@@ -36,6 +36,7 @@ class Setup:
         uneven: deviation of real rollouts from the simulation: measured divided by simulated seconds, one ratio per rollout.
         zero_shares: share of the characters of prompts and responses that the feature skip_zero would leave out of the actor
             update: first the measured share, then shares of bootstrap draws; may be empty.
+        is_slime: True for a run of slime, False for a run of verl.
     """
 
     prompts: int
@@ -49,6 +50,7 @@ class Setup:
     cluster: type[Cluster] = Cluster
     uneven: Sequence[float] = (1.0,)
     zero_shares: Sequence[float] = ()
+    is_slime: bool = False
 
     @property
     def training_seconds(self) -> float:
@@ -89,6 +91,10 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
     Raises:
         RlAccelError: the run's log or telemetry lacks required data.
     """
+    if run.overlaps:
+        raise RlAccelError(
+            f"{run.log}: wanted a run whose rollouts end with their step, found responses of older weights"
+        )
     if run.estimate is not None:
         return _setup_of_aggregates(run, run.estimate, given), None
     steps = list(run.responses.values())
@@ -132,10 +138,6 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, A
     prompts = given.get("prompts") or rollouts.responses // responses
     if not prompts:
         raise RlAccelError(f"{run.log} does not say how many prompts a batch has: give --prompts")
-    if not rollouts.on_policy:
-        raise RlAccelError(
-            f"{run.log}: wanted a run whose rollouts end with their step, found responses of older weights"
-        )
     lengths = estimate.lengths
     spread = Range.of([workload.tokens.mean() for workload in lengths])
     source = (
@@ -157,6 +159,7 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, A
         POLL_SECONDS if rollouts.polls else 0.0,
         estimate.storing + estimate.unexplained.mean,
         zero_shares=run.zero_groups[0],
+        is_slime=run.logged.is_slime,
     )
 
 

@@ -47,7 +47,10 @@ _FIELDS = {
     "generating": ("timing_s/agent_loop/generate_sequences/mean", math.nan),
 }
 """Name of verl's metric for each array of :class:`Rollouts`, and the value for a step that lacks this metric."""
-_V1 = "training/off_policy/trajectory_s"
+V1 = "training/off_policy/trajectory_s"
+"""Beginning of the names of metrics that only verl's V1 trainer logs."""
+STALENESS = f"{V1}taleness/mean"
+"""verl's metric for the number of updates between the weights that generated a response and the weights that are trained."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,8 @@ class Rollouts:
         count = float(np.median(tokens / (arrays["prompts"] + arrays["mean"])))
         responses = round(count) if math.isfinite(count) else (prompts or 0) * (group or 0)
         longest = float(arrays["longest"].max())
-        is_v1 = any(name.startswith(_V1) for name in known[0])
-        on_policy = all(step.get(f"{_V1}taleness/mean", 0) == 0 for step in known)
+        is_v1 = any(name.startswith(V1) for name in known[0])
+        on_policy = all(step.get(STALENESS, 0) == 0 for step in known)
         return cls(
             **arrays,
             responses=responses,

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 """Pattern of a terminal's control sequence, such as a colour."""
 _PROCESS = re.compile(r"^\([\w:]+[^()]*pid=[^()]*\)\s?")
 """Pattern of the prefix of each line from a Ray worker, such as ``(TaskRunner pid=3165)``."""
-_FOREIGN = re.compile(r"\s*(?:(?:^|\s)\[|\(\w+ pid=|(?:[A-Z][\w ]*:\s*|^|\s)\d+%\|).*")
-"""Pattern of text at the end of a line of metrics: Ray's ``[repeated 3x across cluster]``, another worker, a progress bar."""
+_FOREIGN = re.compile(r"(?:^|\s)\[|\(\w+ pid=|(?:[A-Z][\w ]{0,80}:\s*|^|\s)\d+%\|")
+"""Pattern of the beginning of text of others in a line of metrics: Ray's ``[repeated 3x across cluster]``, another worker, a
+progress bar."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
 _VALUE = r"\s*(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?:,[^()]*)?\)?\s*"
@@ -92,28 +94,72 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
     line may be cut off and is left out. Appends the prefix of the process that logs a step to ``workers``, unless the same process
     has logged the previous step.
     """
-    step, process, is_ended = "", "", True
+    steps: list[_Step] = []
+    is_open, longest = False, 0
     for line in lines:
-        is_of_another = " pid=" in line[:80] and bool(process) and line[0] == "(" and not line.startswith(process)
-        if "step:" not in line and (not step or is_of_another):  # most lines of a large log
+        if len(line) > longest:
+            longest = max(longest, len(ESCAPE.sub("", line.rstrip("\n"))))
+        if "step:" not in line and not is_open:  # most lines of a large log
             continue
         text = ESCAPE.sub("", line.rstrip("\n"))
+        width = len(text)
         worker = prefix[0] if (prefix := _PROCESS.match(text)) else ""
         text = text.removeprefix(worker)
         if begun := _STEP.search(text):
-            yield from _record(step, is_ended)
-            step, process, is_ended = _FOREIGN.sub("", begun[0]), worker, line.endswith("\n")
+            steps.append(_Step(_own(begun[0]), worker, line.endswith("\n"), [width]))
+            is_open = True
             if workers is not None and [worker] != workers[-1:]:
                 workers.append(worker)
-        elif step and worker in ("", process):
-            text = _FOREIGN.sub("", text)
-            joined = step + (f" {text}" if text.startswith("- ") else text)  # spaces at the end of a row may be lost
-            if _is_whole(joined):
-                step, is_ended = joined, line.endswith("\n") or not text
-            else:
-                yield from _record(step, is_ended)
-                step = ""
-    yield from _record(step, is_ended)
+        elif worker:  # Ray writes a prefix before each line, not before each row
+            is_open = is_open and worker != steps[-1].process
+        elif is_open:
+            is_open = steps[-1].add(_own(text), width, line.endswith("\n"))
+    # rows are as wide as the terminal; next to a longer line, a row such as "42" is a number that something has printed
+    is_wrapped = all(step.rows[0] >= longest - 1 for step in steps if step.doubtful)
+    for step in steps:
+        if step.doubtful and not is_wrapped:
+            yield from _record(step.doubtful, True)
+        else:
+            yield from _record(step.text, step.is_ended)
+
+
+@dataclass
+class _Step:
+    """The line of a step in a console.
+
+    Attributes:
+        text: the joined rows of the line, without text of others.
+        process: Ray's prefix of the line.
+        is_ended: False if the console ends with the last row, without a line end.
+        rows: number of characters of each row.
+        doubtful: first row, if there are two and the second names no metric; else "". The second row may be no part of the line.
+    """
+
+    text: str
+    process: str
+    is_ended: bool
+    rows: list[int]
+    doubtful: str = ""
+
+    def add(self, row: str, width: int, is_ended: bool) -> bool:
+        """Adds a row of ``width`` characters, ``row`` without text of others. Returns False if the row is of another line."""
+        if not row:
+            self.is_ended = True
+            return True
+        joined = self.text + (f" {row}" if row.startswith("- ") else row)  # spaces at the end of a row may be lost
+        # all rows but the last are as wide as the terminal, on which some characters take two columns
+        if len(row) > 2 * self.rows[0] or 2 * self.rows[-1] < self.rows[0] or not _is_whole(joined):
+            return False
+        self.doubtful = self.text if len(self.rows) == 1 and ":" not in row else ""
+        self.text, self.is_ended = joined, is_ended
+        self.rows.append(width)
+        return True
+
+
+def _own(text: str) -> str:
+    """Returns ``text`` up to the first text of others."""
+    foreign = _FOREIGN.search(text) if "[" in text or "pid=" in text or "%|" in text else None
+    return text[: foreign.start()].rstrip() if foreign else text
 
 
 def _is_whole(line: str) -> bool:

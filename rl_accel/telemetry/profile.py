@@ -24,6 +24,8 @@ from rl_accel.telemetry.aggregates import (
     LEAST_STEPS,
     POLL_SECONDS,
     SMALLEST_GAIN,
+    STALENESS,
+    V1,
     Estimate,
     Range,
     Rollouts,
@@ -142,6 +144,16 @@ class Profile:
     group: int | None
 
     @property
+    def is_v1(self) -> bool:
+        """True for verl's V1 trainer."""
+        return any(name.startswith(V1) for name in self.metrics[self.steps[-1]])
+
+    @property
+    def overlaps(self) -> bool:
+        """True if rollouts overlap with training, so that they train older weights."""
+        return self.logged.overlaps or any(self.metrics[step].get(STALENESS, 0) for step in self.steps)
+
+    @property
     def log(self) -> Path:
         """First file of the log."""
         return self.logged.files[0]
@@ -219,7 +231,7 @@ class Profile:
         prompts, group = self.logged.batch()
         polls = not self.on & {"sampler", "tail_batching"}
         rollouts = Rollouts.of([self.metrics[step] for step in self.steps], self.group or group, prompts, polls)
-        if rollouts is None or self.responses or "tail_batching" in self.on:
+        if rollouts is None or self.overlaps or self.responses or "tail_batching" in self.on:
             return None
         return estimate(rollouts, _LIMITS.minimum)
 
@@ -255,7 +267,8 @@ class Profile:
         """Texts that each say which results are unknown and why."""
         if not self.numbers:
             what = "waiting, rewards, completion times and preemptions as measured"
-            return [f"{what}: the run had no +rl_accel.telemetry.enable=True"]
+            why = "the run had no +rl_accel.telemetry.enable=True"
+            return [f"{what}: {'telemetry is for verl' if self.logged.is_slime else why}"]
         missing = []
         if len(self.kept_files) != 1:
             what = "what tail_batching and reward_timeout would save, the servers, and the picture of responses"
@@ -281,6 +294,9 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
     metrics = {
         step: {SLIME_NAMES.get(name, name): value for name, value in its.items()} for step, its in logged.steps.items()
     }
+    for its in metrics.values() if logged.is_slime and logged.overlaps else ():
+        within = sum(its.get(PREFIX + name, 0.0) for name in ("update_weights", "save_checkpoint"))
+        its[PREFIX + "gen"] = max(its.get("perf/train_wait_time", 0.0) - within, 0.0)
     staged = {step: seconds for step, its in metrics.items() if (seconds := stage_clock.stages(its))}
     if not staged:
         wanted = "timing_s/step, as verl logs it, or perf/step_time, as slime does"
@@ -313,6 +329,12 @@ def _savings(run: Profile) -> list[Saving]:
     savings = []
     if "concurrency" in run.numbers:
         savings = _measured(run)
+    elif gen > 0 and run.overlaps:
+        name, why = "waiting for rollouts", "they overlap with training, so that only this part of them delays a step"
+        if run.is_v1:
+            savings = [_saving(run, name, gen, (None, why), "sampler")]
+        else:
+            savings = [Saving(name, gen, "more replicas", None, why, ours=False)]
     elif gen > 0 and run.estimate is not None:
         savings = _estimated(run, run.estimate)
     elif gen > 0 and not run.numbers:
@@ -391,9 +413,7 @@ def _estimated(run: Profile, found: Estimate) -> list[Saving]:
         )
         unexplained = found.unexplained.mean, (found.over, how)
         savings.append(_saving(run, _PARTS["unexplained_seconds"][0], *unexplained, "reward_timeout"))
-    if not rollouts.on_policy:
-        how = "it needs rollouts that train the weights that generated them"
-    elif found.tail is None:
+    if found.tail is None:
         how = "the log does not say how many responses a step has: --responses and their launch line would"
     else:
         per = f"{rollouts.group or '4, 8 and 16'} response{'s' * (rollouts.group != 1)} a prompt"
@@ -432,9 +452,11 @@ def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
     groups: dict[tuple[Path, str], list[tuple[float, int]]] = {}
     for path in folder.rglob("*.jsonl"):
         with contextlib.suppress(KeyError, TypeError, ValueError):  # another file, or a file that is being written
-            for row in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.stem.isdigit() else ()):
-                size = len(row["input"]) + len(row["output"])
-                groups.setdefault((path, row["input"]), []).append((row["score"], size))
+            for line in path.read_text(encoding="utf-8").split("\n") if path.stem.isdigit() else ():
+                if line.strip():  # texts may hold other characters that end lines
+                    row = json.loads(line)
+                    size = len(row["input"]) + len(row["output"])
+                    groups.setdefault((path, row["input"]), []).append((row["score"], size))
     is_zero = [len(group) > 1 and len({score for score, _ in group}) == 1 for group in groups.values()]
     if not any(is_zero):
         return [], ""
@@ -482,7 +504,7 @@ def levers(run: Profile) -> list[str]:
 
     The advice depends on the share of each stage in a step.
     """
-    shares = stage_clock.shares(run.stages)
+    shares = {} if run.logged.is_slime else stage_clock.shares(run.stages)
     found = []
     if shares.get("old_log_prob", 0.0) > _LARGE_OLD_LOG_PROB:
         what = "algorithm.rollout_correction.bypass_mode=True trains with the rollout's own probabilities instead"
@@ -552,7 +574,8 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
     run = read_run(run_dir, warmup, responses)
     _show(run, console)
     if not no_picture:
-        path = picture or (run_dir if run_dir.is_dir() else run_dir.parent) / "profile.png"
+        first = run_dir if run_dir.exists() else Path(str(run_dir).partition(",")[0])
+        path = picture or (first if first.is_dir() else first.parent) / "profile.png"
         try:
             draw(run, path)
         except ValueError as error:  # matplotlib does not know the suffix

@@ -17,6 +17,7 @@ from rich.console import Console
 from rl_accel.errors import RlAccelError
 from rl_accel.files import BAD_RECORD
 from rl_accel.telemetry.logs import ESCAPE, LogRecord, merged, parse_log_line, read_console
+from rl_accel.telemetry.stage_clock import OVERLAPPING
 
 _STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
 """Keys that may hold the step of a log record, the most reliable first. slime logs the first two. W&B's ``_step`` counts log
@@ -27,6 +28,9 @@ _SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\
 _OBJECT = re.compile(r"<[^<>]*>")
 """Pattern of the printed form of an object that cannot be parsed as Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
+_DOCKER = ('{"log":"', '{"log": "')
+"""Beginnings of a line in a log that Docker has written."""
+_ENCODING = "utf-8-sig"
 _LARGE = 50_000_000
 """Size of a log in bytes from which on a progress bar is shown."""
 _BATCH = (
@@ -34,6 +38,8 @@ _BATCH = (
     re.compile(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)['\"]?[ .=:]+(\d+)"),
 )
 """Patterns of the number of prompts and of responses per prompt, in a launch line or configuration of verl or slime."""
+_MOST_CONSOLES = 8
+"""Number of console files beside a log above which these files are not searched for the size of a batch."""
 TELEMETRY = "rl_accel/telemetry/"
 """Prefix of the metrics of the feature telemetry."""
 
@@ -85,21 +91,38 @@ class Logged:
         """True for a log of slime."""
         return any("perf/step_time" in step for step in self.steps.values())
 
+    @property
+    def overlaps(self) -> bool:
+        """True if rollouts run while the trainer trains: slime's ``train_async.py``, or one_step_off or fully_async of verl."""
+        steps = self.steps.values()
+        needed = ("perf/rollout_time", "perf/train_wait_time")
+        late = [step[needed[0]] > step[needed[1]] for step in steps if all(name in step for name in needed)]
+        return 2 * sum(late) > len(late) or not all(map(OVERLAPPING.isdisjoint, steps))
+
     def batch(self) -> tuple[int | None, int | None]:
         """Returns the number of prompts in a batch and the number of responses per prompt; None if unknown.
 
         The numbers come from W&B's configuration, or from the launch line or configuration in the first megabyte of the log or of
-        ``run.json`` in the same folder. If the log is not console output, console files in the same folder are searched as well.
+        ``run.json`` in the same folder. If the log is not console output, console files in the same folder are searched as well:
+        those with the name of the log, else all, which must agree.
         """
         rollout = self.config.get("actor_rollout_ref", {}).get("rollout", {})
         verl = {"train_batch_size": self.config.get("data", {}).get("train_batch_size"), "rollout.n": rollout.get("n")}
         texts = [json.dumps({**self.config, **{name: number for name, number in verl.items() if number}})]
-        patterns = ("run.json",) if "console" in self.source else ("run.json", "*.log", "*.out")
         folders = dict.fromkeys(file.parent for file in self.files)
-        beside = [file for folder in folders for pattern in patterns for file in sorted(folder.glob(pattern))[:3]]
-        texts += map(_head, [*self.files, *beside])
-        matches = ([pattern.findall(text)[-1:] for text in texts] for pattern in _BATCH)  # the last override counts
-        prompts, responses = (next((int(number) for last in found for number in last), None) for found in matches)
+        texts += map(_head, [*self.files, *(file for folder in folders for file in folder.glob("run.json"))])
+        patterns = () if "console" in self.source else ("*.log", "*.out")
+        beside = [file for folder in folders for pattern in patterns for file in folder.glob(pattern) if file.is_file()]
+        names = {file.stem for file in self.files}
+        consoles = [file for file in beside if file.stem in names] or beside
+        others = [*map(_head, consoles)] if len(consoles) <= _MOST_CONSOLES else []
+
+        def number(pattern: re.Pattern[str]) -> int | None:
+            own, other = ([its[-1] for its in map(pattern.findall, where) if its] for where in (texts, others))
+            chosen = own[:1] or (other if len(set(other)) == 1 else [])  # of a text, the last override counts
+            return int(chosen[0]) if chosen else None
+
+        prompts, responses = map(number, _BATCH)
         return prompts, responses
 
 
@@ -107,12 +130,16 @@ def read(*paths: str) -> Logged:
     """Reads the metrics of one run from a folder or log file. Several paths are read as consecutive starts of the same run.
 
     Raises:
-        RlAccelError: a path has no log, a path has logs of several runs, or the Python package for reading a log is missing. The
-            message names the path, and the runs or the package.
+        RlAccelError: a path has no log, a path has logs of several runs, the Python package for reading a log is missing, or the
+            log has no training steps. The message names the path, and the runs or the package.
     """
     found = Logged()
     records = [record for path in paths for record in _read(path, found)]
     found.steps, found.restarts = merged(records)
+    if not found.steps:
+        raise RlAccelError(
+            f"{','.join(paths)} holds only metrics of optimizer steps, train/…; wanted those of training steps"
+        )
     return found
 
 
@@ -132,12 +159,13 @@ def _read(path: str, found: Logged) -> list[LogRecord]:
         raise RlAccelError(f"{place} is no regular file, such as a pipe: write its text to a file first")
     for kind, (patterns, reader) in _KINDS.items():
         if place.is_file():
-            is_one = any(map(place.match, patterns)) or reader in (_verl_console, _slime)
+            is_one = any(map(place.match, patterns)) or reader in (_verl, _verl_console, _slime)
             files = [place] if is_one else []
         else:
             files = sorted(file for pattern in patterns for file in place.rglob(pattern) if reader is not _csv)
         try:
-            logs = {file: list(reader(file, found, run)) for file in files if file.is_file() and not _defect(file)}
+            once = {file.resolve(): file for file in reversed(files) if file.is_file()}  # without links to others
+            logs = {file: list(reader(file, found, run)) for file in reversed(once.values()) if not _defect(file)}
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             raise RlAccelError(f"{path} is of {kind}: to read it, pip install {package}") from error
@@ -186,14 +214,26 @@ def _defect(file: Path, must_be_text: bool = False) -> str:
 def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
     """Opens a log. Shows a progress bar on standard error while a large log is read."""
     if file.stat().st_size < _LARGE:
-        return file.open(errors="replace")
+        return file.open(encoding=_ENCODING, errors="replace")
     console = Console(stderr=True)
-    return rich.progress.open(file, "rt", errors="replace", description=file.name, transient=True, console=console)
+    return rich.progress.open(
+        file, "rt", encoding=_ENCODING, errors="replace", description=file.name, transient=True, console=console
+    )
+
+
+def _lines(file: Path) -> Iterator[str]:
+    """Yields the lines of a text log; of a log that Docker has written as JSON, the text of each line."""
+    with _opened(file) as lines:
+        for line in lines:
+            if line.startswith(_DOCKER):
+                with contextlib.suppress(*BAD_RECORD):
+                    line = str(json.loads(line)["log"])
+            yield line
 
 
 def _head(file: Path) -> str:
     """Returns the first megabyte of a text file."""
-    with file.open(errors="replace") as lines:
+    with file.open(encoding=_ENCODING, errors="replace") as lines:
         return ESCAPE.sub("", lines.read(1_000_000))
 
 
@@ -204,8 +244,7 @@ def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:
 
 
 def _verl_console(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
-    with _opened(file) as lines:
-        yield from read_console(lines, found.workers)
+    yield from read_console(_lines(file), found.workers)
 
 
 def _tensorboard(file: Path, *_: Any) -> Iterator[LogRecord]:
@@ -217,15 +256,21 @@ def _tensorboard(file: Path, *_: Any) -> Iterator[LogRecord]:
 
 
 def _wandb(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
+    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
     config = found.config
     for entry in _log_entries(file.read_bytes()):
-        record = Record.FromString(entry)
-        config |= {its.key: json.loads(its.value_json) for its in (*record.run.config.update, *record.config.update)}
+        try:
+            record = Record.FromString(entry)
+            config |= {
+                its.key: json.loads(its.value_json) for its in (*record.run.config.update, *record.config.update)
+            }
+            row = {its.key or ".".join(its.nested_key): json.loads(its.value_json) for its in record.history.item}
+        except (DecodeError, *BAD_RECORD):  # a part of a damaged file
+            continue
         if record.environment.gpu_type:
             config["gpus"] = f"{record.environment.gpu_count} x {record.environment.gpu_type}"
-        row = {its.key or its.nested_key[0]: json.loads(its.value_json) for its in record.history.item}
         yield from _record({"_step": record.history.step.num, **row})
 
 
@@ -267,16 +312,16 @@ def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
 
 
 def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
-    with _opened(file) as lines:
-        for line in filter(None, (_SLIME_LINE.search(ESCAPE.sub("", line)) for line in lines)):
-            try:
-                shown = ast.parse(_OBJECT.sub("None", line[2]), mode="eval").body
-            except (SyntaxError, ValueError, RecursionError, MemoryError):  # another text in braces
-                continue
-            if isinstance(shown, ast.Dict):
-                pairs = zip(shown.keys, shown.values, strict=True)
-                metrics = {str(key.value): _number(value) for key, value in pairs if isinstance(key, ast.Constant)}
-                yield from _record({"_step": int(line[1]), **metrics})
+    lines = (_SLIME_LINE.search(ESCAPE.sub("", line)) for line in _lines(file) if ": {" in line)
+    for line in filter(None, lines):
+        try:
+            shown = ast.parse(_OBJECT.sub("None", line[2]), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # another text in braces
+            continue
+        if isinstance(shown, ast.Dict):
+            pairs = zip(shown.keys, shown.values, strict=True)
+            metrics = {str(key.value): _number(value) for key, value in pairs if isinstance(key, ast.Constant)}
+            yield from _record({"_step": int(line[1]), **metrics})
 
 
 def _number(value: ast.expr) -> float:

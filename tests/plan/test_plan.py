@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_accel.errors import RlAccelError
-from rl_accel.features import TailBatchingFlags
+from rl_accel.features import TAIL_BATCHING, TailBatchingFlags
+from rl_accel.lab.ab.stats import RunData
 from rl_accel.plan import answers
 from rl_accel.plan.answers import PLAIN, Option, answer, options_of, rounds_of
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.command import plan
 from rl_accel.plan.fit import Fit, fit_engine
-from rl_accel.plan.predict import flags_of_words, predict
+from rl_accel.plan.predict import asynchronous_mode, flags_of_words, predict, words_of_run
 from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.simulation import Cluster, EngineModel
@@ -369,3 +370,33 @@ def test_wrong_input_is_named_in_one_line(run_dir, tmp_path, invoke, words, erro
     (tmp_path / "async" / "run.json").write_text(json.dumps(ASYNC))
     words = words.format(run=run_dir, asynchronous=tmp_path / "async", without=tmp_path)
     assert error in invoke(plan, *words.split(), code=None)
+
+
+def test_options_of_slime_are_in_its_own_words():
+    setup = replace(SETUP, is_slime=True, poll_seconds=0.0, engine=replace(SETUP.engine, slots=8))
+    how = {name: option.how for name, option in options_by_name(setup).items()}
+    wanted = "rl-accel slime-config --enable tail_batching --set tail_batching.prompt_ratio="
+    assert how["tail_batching 1.25 / 1"] == f"{wanted}1.25 --set tail_batching.response_ratio=1.0"
+    assert how["tail_batching auto"] == f"{wanted}auto"
+    assert how["4 slots a replica"] == "--sglang-max-running-requests 4"
+    assert how["limit of 1,024 tokens"] == "--rollout-max-response-len 1024"
+    assert "balance" not in how
+    assert not any("+rl_accel" in words or "actor_rollout_ref" in words for words in how.values())
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_words_of_a_command_may_have_any_number_of_plus_signs(plus):
+    flags = flags_of_words(
+        [f"{plus}rl_accel.tail_batching.enable=True", f"{plus}rl_accel.tail_batching.prompt_ratio=2"]
+    )
+    assert (flags[TAIL_BATCHING].enable, flags[TAIL_BATCHING].prompt_ratio) == (True, 2)
+    word = f"{plus}trainer.v1.trainer_mode=colocate_async"
+    assert asynchronous_mode(["trainer.v1.trainer_mode=sync", word]) == word
+    assert RunData("a", 0, {}, [f"{plus}data.train_batch_size=8"]).batch_size == 8
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"command": 3}', "no JSON"])
+def test_a_run_json_of_another_program_is_no_command(tmp_path, text):
+    shutil.copy(AGGREGATES, tmp_path / "m.jsonl")
+    (tmp_path / "run.json").write_text(text)
+    assert words_of_run(tmp_path, read_run(tmp_path)) == []

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import time
 
 import numpy as np
 import pytest
@@ -194,3 +195,32 @@ def test_runs_that_share_a_console_are_said_and_a_restart_is_none_of_them(tmp_pa
     assert log(1, 1, 2, 2) == []
     (note,) = log(1, 2, 1, 2)
     assert "several processes log steps in turns ((TaskRunner pid=1), (TaskRunner pid=2))" in note
+
+
+@pytest.mark.parametrize("prefix", ["", "(TaskRunner pid=1) "])
+def test_a_number_that_is_printed_after_a_step_is_no_part_of_its_last_metric(prefix):
+    printed = ["1", "0.5", "1.0", "-1", "inf", "e", "12", "0"]
+    steps = [(step, {"a": step * 1.5, "critic/score/mean": 0.25 + step}) for step in range(95, 103)]
+    lines = [f"step:{step} - " + " - ".join(f"{name}:{value}" for name, value in its.items()) for step, its in steps]
+    pairs = [row for pair in zip(lines, printed, strict=True) for row in pair]
+    assert records([f"{prefix}{row}" for row in [*pairs, "a line that is longer than any of those of a step"]]) == steps
+
+
+def test_after_the_last_row_of_a_step_numbers_are_of_others():
+    (number, metrics), *_ = STEPS
+    rows = wrapped([next(console())], 90)
+    assert len(rows) > 1
+    assert len(rows[-1]) < 45
+    assert records([*rows, "7", "8"]) == [(number, metrics)]
+
+
+@pytest.mark.parametrize(
+    "line", ["\n", "[2026-01-01] INFO\n", f"{BETWEEN}\n", f"{' ' * 20_000}\n", f"{'A ' * 20_000}[\n", "AA AA: x [\n"]
+)
+def test_lines_of_others_after_a_step_take_no_time(line):
+    lines = [f"step:3 - a:1 - timing_s/step:12.5 - {' - '.join(f'm{n}:{n}' for n in range(100))}\n"]
+    count = max(1, 200_000 // len(line))
+    began = time.process_time()
+    ((step, its),) = read_console([*lines, *([line] * count)])
+    assert (step, its["m99"], len(its)) == (3, 99.0, 102)
+    assert time.process_time() - began < 2.0

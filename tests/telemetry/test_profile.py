@@ -10,6 +10,7 @@ import pytest
 
 from rl_accel.__main__ import main
 from rl_accel.errors import RlAccelError
+from rl_accel.plan.setup import setup_of
 from rl_accel.rollout.workload import Lengths
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import in_rounds
@@ -322,3 +323,67 @@ def test_a_response_takes_until_its_last_token():
 def test_rounds_of_ten_prompts(times, launched, seconds):
     lengths = Lengths(np.sort(np.array(times) * 1000).astype(int), 0.99999)
     assert in_rounds(lengths, 10, 1, launched, 1)[0] == pytest.approx(1000 * seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("other", ["\u2028", "\x85", "\u2029"])
+def test_a_text_with_another_end_of_a_line_costs_no_group(tmp_path, other):
+    write_run(tmp_path)
+    (tmp_path / "rollouts").mkdir()
+    rows = [{"input": f"p{n}", "output": f"x{other}y", "score": float(n % 2 and r)} for n in range(4) for r in range(2)]
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)  # as verl writes them
+    (tmp_path / "rollouts" / "1.jsonl").write_text("".join(lines), encoding="utf-8")
+    assert savings_of(read_run(tmp_path))[EQUAL].arithmetic.startswith("2 of 4 groups, 50% of the text")
+
+
+def test_the_picture_of_several_files_is_beside_the_first(tmp_path, invoke):
+    write_log(tmp_path / "1" / "m.jsonl")
+    write_log(tmp_path / "2" / "m.jsonl")
+    invoke(profile, f"{tmp_path / '1' / 'm.jsonl'},{tmp_path / '2'}")
+    assert (tmp_path / "1" / "profile.png").exists()
+
+
+def write_overlapping(path, framework):
+    """Twelve steps that wait 20 s for rollouts of 90 s, of which 70 s overlap with training."""
+    lengths = [100.0 * (2 + step % 3) for step in range(12)]
+    lines = []
+    for step, longest in enumerate(lengths, 1):
+        if framework == "slime":
+            tokens = {"rollout/response_len/mean": 90.0, "rollout/response_len/max": longest, "perf/rollout_time": 90.0}
+            times = {"perf/train_wait_time": 20.0, "perf/train_time": 80.0, "perf/step_time": 100.0}
+            times |= {"perf/update_weights_time": 2.0, "perf/actor_train_time": 79.0}
+            lines += [f"x.py:1 - perf {step}: {its}" for its in (tokens, times)]
+        else:
+            its = {"timing_s/gen": 18.0, "timing_s/update_weights": 2.0, "timing_s/update_actor": 79.0}
+            its |= {"timing_s/step": 100.0, "timing_s/save_checkpoint": 60.0, framework: 90.0}
+            its |= {"response_length/mean": 90.0, "response_length/max": longest, "perf/total_num_tokens": 3200.0}
+            lines.append(f"step:{step} - " + " - ".join(f"{name}:{value}" for name, value in its.items()))
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    "framework",
+    [
+        "slime",
+        "timing_s/generate_async",
+        "fully_async/trainer/idle_ratio",
+        "training/off_policy/trajectory_staleness/mean",
+    ],
+)
+def test_of_rollouts_that_overlap_with_training_only_the_wait_counts_and_no_saving_is_named(
+    tmp_path, framework, invoke
+):
+    write_overlapping(tmp_path / "train.log", framework)
+    found = read_run(tmp_path)
+    assert found.overlaps
+    saved = {"save_checkpoint": 60.0} if "off_policy" in framework else {}
+    stages = {"gen": 18.0, "update_actor": 79.0, "update_weights": 2.0, **saved, "other": 1.0 - sum(saved.values())}
+    assert dict(found.stages) == stages
+    assert (found.step_seconds, found.estimate, found.parts) == (100.0, None, {})
+    (saving,) = found.savings
+    assert (saving.name, saving.seconds, saving.gain) == ("waiting for rollouts", 18.0, None)
+    output = invoke(profile, tmp_path, "--no-picture")
+    assert "tail_batching" not in output
+    assert "reward_timeout" not in output
+    with pytest.raises(RlAccelError, match="wanted a run whose rollouts end with their step, found responses of older"):
+        setup_of(found, {})
+    assert ("use_dynamic_bsz" in output) == (framework != "slime"), "slime has no such key"

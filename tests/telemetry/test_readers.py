@@ -277,3 +277,77 @@ def test_a_file_that_is_no_text_is_named_in_one_line(tmp_path, name, content, wa
         wanted = "holds no metrics of"  # only a CSV that is named is read
     with pytest.raises(RlAccelError, match=f"^[^\n]*{wanted}"):
         read(str(tmp_path if is_folder else tmp_path / name))
+
+
+def as_docker(line):
+    return json.dumps({"log": f"{line}\n", "stream": "stdout", "time": "2026-01-01T00:00:00.1Z"}, separators=(",", ":"))
+
+
+def test_a_console_in_docker_s_json_has_every_metric(tmp_path):
+    verl = [f"\x1b[36m(TaskRunner pid=7)\x1b[0m step:{step} - a:1.5 - timing_s/step:{step}.25" for step in (1, 2)]
+    slime = ["\x1b[36m(A pid=1)\x1b[0m [t] x.py:1 - perf 3: {'perf/step_time': 2.5, 'perf/a': \"'\"}"]
+    (tmp_path / "abc-json.log").write_text("\n".join(map(as_docker, ["Training: 0%|  |\rhello", *verl])))
+    assert read(str(tmp_path)).steps == {step: {"a": 1.5, "timing_s/step": step + 0.25} for step in (1, 2)}
+    (tmp_path / "abc-json.log").write_text("\n".join(map(as_docker, slime)))
+    assert read(str(tmp_path)).steps == {3: {"perf/step_time": 2.5}}
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "metrics", "metrics.log", "metrics.jsonl"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["", "byte order mark"])
+def test_the_file_of_verl_s_file_logger_may_have_any_name(tmp_path, monkeypatch, name, mark):
+    from verl.utils.tracking import Tracking
+
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / name))
+    tracking = Tracking("p", "e", "file")
+    for step in (1, 2, 3):
+        tracking.log({**metrics(step), "of/numpy": np.float32(0.5)}, step)
+    tracking.finish()
+    (tmp_path / name).write_text(mark + (tmp_path / name).read_text(), encoding="utf-8")
+    found = read(str(tmp_path / name))
+    assert found.source == "verl's file logger"
+    assert found.steps == {step: {**metrics(step), "of/numpy": 0.5} for step in (1, 2, 3)}
+
+
+def test_a_link_to_a_log_is_no_other_run(tmp_path):
+    write_verl(tmp_path / "runs" / "1.jsonl", range(1, 4))
+    (tmp_path / "runs" / "latest.jsonl").symlink_to(tmp_path / "runs" / "1.jsonl")
+    (tmp_path / "runs" / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    assert list(read(str(tmp_path)).steps) == [1, 2, 3]
+
+
+def test_the_size_of_a_batch_is_never_that_of_another_run(tmp_path):
+    for run, prompts, responses in (("a", 2, 16), ("b", 8, 4)):
+        write_verl(tmp_path / f"{run}.jsonl", range(1, 4))
+        line = f"data.train_batch_size={prompts} actor_rollout_ref.rollout.n={responses}"
+        (tmp_path / f"{run}.log").write_text(f"python -m verl.trainer.main_ppo {line}\n")
+    write_verl(tmp_path / "c.jsonl", range(1, 4))
+    found = {run: read(str(tmp_path / f"{run}.jsonl")).batch() for run in "abc"}
+    assert found == {"a": (2, 16), "b": (8, 4), "c": (None, None)}
+    (tmp_path / "a.log").unlink()
+    assert read(str(tmp_path / "a.jsonl")).batch() == (8, 4), "one console beside a log is taken for its own"
+
+
+def test_a_log_of_optimizer_steps_alone_is_one_line(tmp_path, invoke):
+    (tmp_path / "sft.log").write_text("step:1 - train/loss:0.5 - train/lr(1e-3):0.1\n")
+    log = write_verl(tmp_path / "good.jsonl", range(1, 5))
+    for command, *words in ((profile, tmp_path / "sft.log"), (compare, log, tmp_path / "sft.log", "--against", log)):
+        said = invoke(command, *words, code=None)
+        assert said.endswith("sft.log holds only metrics of optimizer steps, train/…; wanted those of training steps")
+
+
+@pytest.mark.slow
+def test_a_damaged_wandb_file_is_read_where_it_can_be_and_nested_metrics_keep_their_names(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    settings = wandb.Settings(console="off", x_disable_stats=True, silent=True)
+    run = wandb.init(project="p", mode="offline", dir=str(tmp_path), settings=settings)
+    for step in range(1, 21):
+        run.log(
+            {REWARD: step, "a": {"b": 1.0, "c": {"d": 2.0}}, **({"only/here": 3.0} if step == 7 else {})}, step=step
+        )
+    run.finish()
+    wandb.teardown()
+    whole = {step: {REWARD: float(step), "a.b": 1.0, "a.c.d": 2.0} for step in range(1, 21)}
+    assert read(str(tmp_path)).steps == {**whole, 7: {**whole[7], "only/here": 3.0}}
+    (file,) = tmp_path.glob("**/*.wandb")
+    (tmp_path / "run-x.wandb").write_bytes(file.read_bytes().replace(b"only/here", b"only/\xffere"))  # no UTF-8
+    assert read(str(tmp_path / "run-x.wandb")).steps == {step: its for step, its in whole.items() if step != 7}

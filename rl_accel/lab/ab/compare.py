@@ -12,7 +12,7 @@ import click
 import yaml
 from omegaconf import OmegaConf
 
-from rl_accel.errors import RecipeError, did_you_mean
+from rl_accel.errors import RecipeError, did_you_mean, one_line
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.convergence import listed
 from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, parse_margin
@@ -38,7 +38,7 @@ def load_arms(path: Path) -> dict[str, list[str]]:
             OmegaConf.load(path)
         )  # an arm that occurs twice is an error here, unlike in yaml
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"cannot read {path}: {error}") from error
+        raise RecipeError(f"cannot read {path}: {one_line(error)}") from error
     lists = list(arms.values()) if isinstance(arms, dict) else []
     if len(lists) < 2 or not all(isinstance(runs, list) and runs for runs in lists):
         raise RecipeError(f"{path} wants two or more arms, the baseline first, each a list of runs, found {arms!r}")

@@ -193,6 +193,10 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
                 first, second = ([found[run.name][axis] for run in side] for side in (base, ours))
                 if row := _row(first, second, paired, names, metric == names.reward):
                     rows.append({"arm": arm, "metric": metric, "axis": axis, **row})
+                elif axis == "steps":
+                    notes.append(
+                        f"{metric} of {arm} is not compared: a run has fewer than two values until the shortest run ends"
+                    )
     wanted = {
         "prompts": "tell the prompts of a step (compare takes --batch-size)",
         time: f"log {of_step} of every step",

@@ -94,13 +94,14 @@ def _step_time(summary: dict[str, Any]) -> Any:
     steps = summary["curves"].get(names["stage_prefix"] + names["step"], {})
     figure, ((axes,),) = _figure()
     _draw_runs(axes, summary, {name: (its["steps"], its["values"]) for name, its in steps.items() if its["steps"]}, {})
-    if not axes.lines:
+    seconds = [value for line in axes.lines for value in line.get_ydata() if math.isfinite(value)]
+    if not seconds:
         return None
     axes.set_title("Seconds a step", fontsize=10)
     axes.set_xlabel("training step")
     axes.set_ylabel("seconds")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylim(0, 1.12 * max(max(line.get_ydata()) for line in axes.lines))
+    axes.set_ylim(0, 1.12 * max(seconds))
     first = max((ends[0] for ends in summary["measured_steps"].values() if ends), default=1)
     if first > 1:
         left, right = axes.get_xlim()

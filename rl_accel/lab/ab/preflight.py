@@ -6,6 +6,7 @@ verl's dataclasses. For slime, slime's parser checks the arguments if Megatron-L
 
 import functools
 import importlib.metadata
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -18,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_accel.config import resolve
 from rl_accel.doctor import quiet
+from rl_accel.integrations.slime.launch_line import flag_of, read
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs
 from rl_accel.parallel.model_memory import MIN_SEQUENCES, read_configuration, read_memory
 from rl_accel.patches.verl.verl_run import MAINS, VerlRun
@@ -29,6 +31,17 @@ Row = tuple[str, str, str]
 """Result of one check as three strings: requirement, verdict and reason. The verdict is works, missing, wrong, unknown, or idle
 (the feature has nothing to do in this run)."""
 
+_SLIME_MAINS = ("train.py", "train_async.py")
+_SLIME_NUMBERS = {
+    "rollout_num_gpus_per_engine": 1,
+    "sglang_mem_fraction_static": 0.9,
+    "rollout_max_response_len": 0,
+    "rollout_max_prompt_len": 0,
+    "tensor_model_parallel_size": 1,
+}
+"""slime's arguments that decide the memory of a GPU, with default values."""
+_HYDRA_FLAGS = {"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name"}
+"""Flags of hydra that choose verl's configuration file."""
 _GIB = 2**30
 _FSDP_BYTES = 16
 """Bytes of training state per model parameter with FSDP: float32 value, gradient and two Adam moments, split over all GPUs."""
@@ -98,7 +111,7 @@ def _rows(recipe: Recipe, plans: Sequence[RunPlan], prepared: bool) -> Iterator[
     for plan in plans:
         if MAINS.keys() & set(plan.command):
             yield from _verl(plan, cpu, prepared)
-        elif any(word.endswith("train.py") for word in plan.command):
+        elif any(word.endswith(_SLIME_MAINS) for word in plan.command):
             yield from _slime(plan, recipe)
         else:
             yield f"arm {plan.arm}", "unknown", f"no trainer that is known here: {plan.command[0]}"
@@ -121,7 +134,18 @@ def compose_verl(plan: RunPlan) -> DictConfig:
         Exception: raised by hydra; names the override that does not fit.
     """
     main = next(word for word in plan.command if word in MAINS)
-    config: DictConfig = VerlRun.compose(main, plan.command[plan.command.index(main) + 1 :]).config
+    overrides, options, words = [], {"path": "", "name": ""}, iter(plan.command[plan.command.index(main) + 1 :])
+    for word in words:
+        flag, is_given, value = word.partition("=")
+        if flag in _HYDRA_FLAGS:
+            options[_HYDRA_FLAGS[flag]] = value if is_given else next(words, "")
+        else:
+            overrides.append(word)
+    folder = None
+    if options["path"]:  # relative to the folder of the main
+        package = importlib.util.find_spec(main.rpartition(".")[0])
+        folder = Path(*(package.submodule_search_locations or ()) if package else (), options["path"])
+    config: DictConfig = VerlRun.compose(main, overrides, folder, options["name"].removesuffix(".yaml")).config
     return config
 
 
@@ -188,14 +212,14 @@ def _verl(plan: RunPlan, cpu: bool, prepared: bool) -> Iterator[Row]:
 
 
 def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
-    at = next(n for n, word in enumerate(plan.command) if word.endswith("train.py"))
+    at = next(n for n, word in enumerate(plan.command) if word.endswith(_SLIME_MAINS))
     root, arguments = Path(plan.command[at]).parent, plan.command[at + 1 :]
     if not (root / "slime" / "utils" / "arguments.py").is_file():
         yield "slime", "missing", f"no checkout at {root}"
         return
     yield "slime", "works", str(root)
     yield from map(_package, ("sglang", "sglang_router", "megatron.core", "megatron.training"))
-    given = dict(word.split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
+    given = read(arguments)
     if is_installed("megatron.training"):
         parse = [sys.executable, "-c", _SLIME_PARSE, *arguments]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
@@ -208,14 +232,19 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
         yield f"arguments of {plan.arm}", *verdict
     else:
         yield f"arguments of {plan.arm}", "unknown", "slime's parser needs Megatron-LM on PYTHONPATH"
-    places = ("--prompt-data", "--ref-load", "--custom-config-path")
-    yield from _files("file", [given[flag] for flag in places if flag in given])
-    path, tp = given.get("--hf-checkpoint", ""), int(given.get("--rollout-num-gpus-per-engine", 1))
+    places = ("prompt_data", "ref_load", "custom_config_path")
+    yield from _files("file", [given[key] for key in places if key in given])
+    path, numbers = given.get("hf_checkpoint", ""), {}
     yield from _model(path)
-    share = float(given.get("--sglang-mem-fraction-static", 0.9))
-    tokens = int(given.get("--rollout-max-response-len", 0)) + int(given.get("--rollout-max-prompt-len", 0))
-    held = (_MEGATRON_BYTES[0] / int(given.get("--tensor-model-parallel-size", 1)), _MEGATRON_BYTES[1])
-    yield from _memory(path, tp, recipe.gpus * recipe.nodes, share, tokens, held)
+    for key, default in _SLIME_NUMBERS.items():
+        try:
+            numbers[key] = type(default)(given.get(key, default))
+        except ValueError:
+            yield f"arguments of {plan.arm}", "wrong", f"{flag_of(key)} wants a number, found {given[key]!r}"
+            return
+    tp, share, answer, prompt, split = numbers.values()
+    held = (_MEGATRON_BYTES[0] / split, _MEGATRON_BYTES[1])
+    yield from _memory(path, int(tp), recipe.gpus * recipe.nodes, share, int(answer + prompt), held)
 
 
 def _package(name: str) -> Row:

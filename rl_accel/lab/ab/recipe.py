@@ -43,7 +43,7 @@ from typing import Any, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_accel.errors import RecipeError, did_you_mean, first_line
+from rl_accel.errors import RecipeError, did_you_mean, first_line, one_line
 from rl_accel.telemetry.stage_clock import STAGES
 
 CHECK_NAMES = (
@@ -275,7 +275,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise RecipeError(f"{source}: {error.full_key or 'recipe'}: {first_line(error)}") from error
     except Exception as error:  # yaml and OmegaConf raise unrelated classes for text that is not YAML
-        raise RecipeError(f"{source} is not valid YAML: {error}") from error
+        raise RecipeError(f"{source} is not valid YAML: {one_line(error)}") from error
     if not isinstance(parsed, DictConfig) or (len(parsed) == 1 and next(iter(parsed)) == text.strip()):
         raise RecipeError(f"{source}: a recipe is a mapping with the keys {_keys(Recipe)}")
     return _plain(parsed)

@@ -97,7 +97,8 @@ class RunData:
     @property
     def batch_size(self) -> int | None:
         """Number of prompts per step, from the last override ``data.train_batch_size`` in the command; None without override."""
-        sizes = [word.removeprefix(_BATCH) for word in self.command if word.startswith(_BATCH)]
+        words = [word.lstrip("+") for word in self.command]
+        sizes = [word.removeprefix(_BATCH) for word in words if word.startswith(_BATCH)]
         return int(sizes[-1]) if sizes and sizes[-1].isdigit() else None
 
     def files(self, pattern: str) -> list[Path]:
@@ -105,8 +106,8 @@ class RunData:
         return sorted(self.folder.rglob(pattern)) if self.folder else []
 
     def training_steps(self, names: Metrics) -> dict[int, Mapping[str, float]]:
-        """Returns the metrics of each step that logged its total seconds. A validation before training logs no total seconds."""
-        return {k: v for k, v in self.steps.items() if names.stage_prefix + names.step in v}
+        """Returns the metrics of each step that logged its total seconds (finite). A validation before training logs none."""
+        return {k: v for k, v in self.steps.items() if math.isfinite(v.get(names.stage_prefix + names.step, math.nan))}
 
 
 def measured_steps(run: RunData, names: Metrics) -> list[int]:
@@ -148,13 +149,16 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
 def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
     """Returns the seconds of each stage in each measured step, as stage -> step -> seconds.
 
-    The whole step is a stage too. The stage "other" has the remaining seconds of a step.
+    The whole step is a stage too. The stage "other" has the remaining seconds of a step. Steps with a stage whose seconds are not
+    finite are left out.
     """
     times: dict[str, dict[int, float]] = {}
     for step in measured_steps(run, names):
         metrics = run.steps[step]
         known = {s: metrics[names.stage_prefix + s] for s in names.stages if names.stage_prefix + s in metrics}
         whole = metrics[names.stage_prefix + names.step]
+        if not all(map(math.isfinite, known.values())):
+            continue
         for stage, seconds in {**known, OTHER: whole - sum(known.values()), names.step: whole}.items():
             times.setdefault(stage, {})[step] = seconds
     return times
@@ -398,7 +402,7 @@ def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects of a JSON Lines file. Skips a line that a killed run left incomplete."""
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text("utf-8", errors="replace").split("\n"):  # texts may hold other characters that end lines
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
             if isinstance(entry, dict):

@@ -56,7 +56,7 @@ def bench_drafts(
     encode = _encoder(tokenizer)
     steps: dict[int, list[Response]] = defaultdict(list)
     for path in files:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
             try:
                 row = json.loads(line)
                 steps[int(row["step"])].append((encode(row["input"]), encode(row["output"])))

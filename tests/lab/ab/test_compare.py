@@ -238,3 +238,21 @@ def test_it_says_of_the_arms_of_an_ab_what_the_ab_said(recipe_file, call_ab, cal
         assert found[key] == said[key], key
     assert found["convergence"]["rows"] == said["convergence"]["rows"]
     assert math.isclose(rows_of(found)["accelerated"]["difference"], 0.001, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("odd", ["NaN", "Infinity", "-Infinity"])
+def test_a_step_without_finite_seconds_is_left_out(call, write, odd):
+    base, ours = write("a"), write("b")
+    log = ours / "metrics.jsonl"
+    lines = log.read_text().splitlines()
+    lines[10] = lines[10].replace('"timing_s/step": 6.0', f'"timing_s/step": {odd}')
+    log.write_text("\n".join(lines))
+    output, summary = call(base, "--against", ours)
+    (row,) = [row for row in summary["stages"] if row["stage"] == "step"]
+    assert row["arms"]["b"] == {"median": 6.0, "mean": 6.0, "steps": 57}
+    assert "minutes of training are not known of b-run0" in output
+
+
+def test_runs_of_one_step_are_not_compared_and_it_is_said(call, write):
+    output, _ = call(write("a", steps=1), "--against", write("b", steps=1))
+    assert f"{REWARD} of b is not compared: a run has fewer than two values until the shortest run ends" in output

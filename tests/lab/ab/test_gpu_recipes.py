@@ -77,6 +77,40 @@ def test_a_key_or_value_that_does_not_fit_is_found(override, message, verl):
         preflight.validate_verl(preflight.compose_verl(wrong))
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--config-path=config --config-name=ppo_megatron_trainer.yaml",
+        "-cp config -cn ppo_megatron_trainer",
+        "--config-path {config} --config-name ppo_megatron_trainer",
+    ],
+)
+def test_hydra_s_flags_choose_the_configuration(flags):
+    import verl
+
+    config = Path(verl.__file__).parent / "trainer" / "config"
+    words = ("python", "-m", "verl.trainer.main_ppo", *flags.format(config=config).split(), "~data.train_files")
+    found = preflight.compose_verl(replace(plans_of("verl_gsm8k")[0], command=words))
+    assert found.actor_rollout_ref.actor.strategy == "megatron"
+    assert "train_files" not in found.data
+
+
+@pytest.mark.parametrize("main", ["train.py", "train_async.py"])
+def test_a_launch_line_of_slime_may_have_values_in_words_of_their_own(tmp_path, main):
+    (tmp_path / "slime" / "utils").mkdir(parents=True)
+    (tmp_path / "slime" / "utils" / "arguments.py").touch()
+    recipe = load(EXAMPLES / "slime_math" / "recipe.yaml")
+
+    def rows(words):
+        plan = replace(plans_of("verl_gsm8k")[0], command=("python", str(tmp_path / main), *words.split()))
+        return {what: verdict for what, *verdict in preflight._rows(recipe, [plan], False)}
+
+    found = rows("--hf-checkpoint /nowhere/m --prompt-data /nowhere/d --tensor-model-parallel-size 2")
+    assert found["model /nowhere/m"][0] == found["file /nowhere/d"][0] == "missing"
+    found = rows("--hf-checkpoint=m --tensor-model-parallel-size two")
+    assert found["arguments of stock"] == ["wrong", "--tensor-model-parallel-size wants a number, found 'two'"]
+
+
 def test_a_feature_that_has_nothing_to_do_in_a_run_is_idle(verl):
     plan = plans_of("verl_gsm8k")[0]
     with_gae = replace(plan, command=(*plan.command, "+rl_accel.gae.enable=True", "algorithm.adv_estimator=grpo"))

@@ -16,9 +16,10 @@ def test_a_second_epoch_of_like_responses_takes_fewer_steps(tmp_path, invoke):
     rng = random.Random(0)
     alike = {name: text(rng, 400) for name in ("question a", "question b")}
     rows = list(alike.items())
-    for step, its in enumerate([rows, rows, [("another", "x" + text(rng, 50))]], 1):  # as verl writes them
-        lines = [json.dumps({"input": p, "output": answer, "score": 0.0, "step": step}) + "\n" for p, answer in its]
-        (tmp_path / f"{step}.jsonl").write_text("".join(lines))
+    for step, its in enumerate([rows, rows, [("another", "\u2028" + text(rng, 50))]], 1):  # as verl writes them
+        lines = [{"input": p, "output": answer, "score": 0.0, "step": step} for p, answer in its]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in lines]
+        (tmp_path / f"{step}.jsonl").write_text("".join(lines), encoding="utf-8")
     output = invoke(bench_drafts, *sorted(tmp_path.glob("*.jsonl")))
     lines = [line.split() for line in output.splitlines()]
     epochs = {line[0]: float(line[2]) for line in lines if len(line) == 3 and line[0] in ("1", "2")}
