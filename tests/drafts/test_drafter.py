@@ -15,14 +15,16 @@ from rl_accel.rollout.balance import key_of
 
 LENGTH = 110
 END = 1
+STORY = [*range(100, 200)]
+"""A response of 100 different tokens."""
 Token = Request = Prompt = SimpleNamespace
 
 
-def config(rank=0, executor="mp", tokens=8, **settings):
+def config(rank=0, executor="mp", **settings):
     ranks = {"rank": rank, "tensor_parallel_size": 2, "prefill_context_parallel_size": 1}
     return SimpleNamespace(
         additional_config={"rl_accel_drafts": {"memory_mb": 1, **settings}},
-        speculative_config=SimpleNamespace(num_speculative_tokens=tokens),
+        speculative_config=SimpleNamespace(num_speculative_tokens=8),
         parallel_config=SimpleNamespace(distributed_executor_backend=executor, **ranks),
     )
 
@@ -328,12 +330,6 @@ def contains(tokens, wanted):
     return any(tokens[at : at + len(wanted)] == wanted for at in range(len(tokens) - len(wanted) + 1))
 
 
-@pytest.fixture
-def story():
-    """A response of 100 different tokens."""
-    return [*range(100, 200)]
-
-
 def test_drafts_that_are_always_wrong_shrink_to_nothing_and_come_back_when_they_would_be_right():
     rng, engine = random.Random(0), Engine(length=2100)
     words = [[rng.randrange(2, 50) for _ in range(3)] for _ in range(500)]
@@ -346,14 +342,14 @@ def test_drafts_that_are_always_wrong_shrink_to_nothing_and_come_back_when_they_
     assert len(engine.respond([5, 6, 7], second)) < 1000
 
 
-def test_responses_of_an_earlier_run_are_of_their_epochs_and_help_the_first_rank_of_a_group(story):
+def test_responses_of_an_earlier_run_are_of_their_epochs_and_help_the_first_rank_of_a_group():
     other = [1000 + n for n in range(100)]
     helped = []
     for settings in (*({"epochs": epochs} for epochs in range(3)), *({"rank": rank} for rank in range(4))):
         engine = Engine(**settings)
-        engine.drafter.absorb([finished([5, 6, 7], story, version=8), finished([5, 6, 7], other, version=9)])
+        engine.drafter.absorb([finished([5, 6, 7], STORY, version=8), finished([5, 6, 7], other, version=9)])
         engine.drafter.new_weights()
-        helped.append(len(engine.respond([5, 6, 7], story)) < 40)
+        helped.append(len(engine.respond([5, 6, 7], STORY)) < 40)
     assert helped == [False, False, True, True, False, True, False]
 
 
@@ -361,15 +357,15 @@ def test_responses_of_an_earlier_run_are_of_their_epochs_and_help_the_first_rank
     ("rows", "followed", "dear", "pays"),
     [(1, 1, 1.5, True), (1, 1, 20.0, False), (8, 1, 1.05, True), (8, 8, 3.0, True), (8, 1, 3.0, False)],
 )
-def test_drafting_stops_with_a_line_where_it_does_not_pay_for_the_whole_step(story, caplog, rows, followed, dear, pays):
+def test_drafting_stops_with_a_line_where_it_does_not_pay_for_the_whole_step(caplog, rows, followed, dear, pays):
     """Of one or eight requests so many have a response to follow. If verifying takes two steps more, that is too much for one."""
     caplog.set_level("INFO")
     rng, engine = random.Random(0), Engine(compares=True, batch_limit=8)
     verified = []
     while len(verified) < 3000:
         for row in range(rows):
-            other = [rng.randrange(1000, 10**6) for _ in story]
-            engine.start([5, 6, 7], story if row < followed else other)
+            other = [rng.randrange(1000, 10**6) for _ in STORY]
+            engine.start([5, 6, 7], STORY if row < followed else other)
         verified += engine.play(lambda verifies: dear if verifies else 1.0, to_first=True)
     share = sum(tokens > 0 for tokens in verified[200:]) / len(verified[200:])
     said = sum("no drafts for" in record.message for record in caplog.records)
@@ -380,65 +376,46 @@ def test_drafting_stops_with_a_line_where_it_does_not_pay_for_the_whole_step(sto
         assert (0.01 < share < 0.1, engine.drafter.counts["stopped"] >= 2, said) == (True, True, 1)
 
 
-def test_a_draft_that_was_dropped_by_a_preemption_is_not_counted(story):
+def test_rows_that_went_on_unseen_are_known_again():
     engine = Engine()
-    engine.respond([5, 6, 7], story)
-    first = engine.start([5, 6, 7], story)
-    engine.start([8, 9], story[::-1])
-    while not engine.drafts.get(first):
-        engine.step()
-    before = engine.drafter.counts
-    engine.rows.remove(first)
-    engine.drafts.pop(first)
-    engine.step()
-    engine.rows.append(first)  # the first step after the preemption samples one token
-    engine.step()
-    after = engine.drafter.counts
-    assert (after["drafted"], after["accepted"]) == (before["drafted"], before["accepted"])
-    engine.step()
-    assert engine.drafter.counts["drafted"] > after["drafted"], "the next draft is verified"
-
-
-def test_rows_that_went_on_unseen_are_known_again(story):
-    engine = Engine()
-    engine.start([5, 6, 7], story)
+    engine.start([5, 6, 7], STORY)
     for at in range(100):
         engine.step(unseen=at % 3 == 1)
     engine.rows = []
     engine.drafter.new_weights()
     _, prompt, tokens = read(*engine.drafter.take_finished())
-    assert (prompt, tokens) == ([5, 6, 7], story[: len(tokens)])
+    assert (prompt, tokens) == ([5, 6, 7], STORY[: len(tokens)])
     assert len(tokens) >= 99
 
 
-def test_finished_responses_are_taken_once_and_help_elsewhere(story):
+def test_finished_responses_are_taken_once_and_help_elsewhere():
     engine, elsewhere = Engine(), Engine()
-    here, first = engine.drafter, engine.start([5, 6, 7], story)
-    engine.start([5, 6, 7], story[50:])
+    here, first = engine.drafter, engine.start([5, 6, 7], STORY)
+    engine.start([5, 6, 7], STORY[50:])
     for _ in range(20):
         engine.step()
     engine.rows.remove(first)
     engine.step()
     (taken,) = here.take_finished()
     version, prompt, tokens = read(taken)
-    assert (version, prompt, tokens) == (0, [5, 6, 7], story[: len(tokens)])
+    assert (version, prompt, tokens) == (0, [5, 6, 7], STORY[: len(tokens)])
     assert here.take_finished() == []
     engine.rows.append(first)  # it was preempted
     engine.play()
     here.new_weights()
     (left,) = here.take_finished()  # the other one has been taken
-    assert read(left) == (0, [5, 6, 7], story[50:])
+    assert read(left) == (0, [5, 6, 7], STORY[50:])
     elsewhere.drafter.absorb([taken])
-    assert len(elsewhere.respond([5, 6, 7], story[: len(tokens)])) < len(tokens) / 3
+    assert len(elsewhere.respond([5, 6, 7], STORY[: len(tokens)])) < len(tokens) / 3
 
 
-def test_prompts_that_are_long_gone_are_forgotten(story):
+def test_prompts_that_are_long_gone_are_forgotten():
     engine = Engine()
     for number in range(5000):
-        engine.drafter.absorb([finished([number] * 30, [1] * 30), finished([5, 6, 7], story[:4])])
+        engine.drafter.absorb([finished([number] * 30, [1] * 30), finished([5, 6, 7], STORY[:4])])
     assert len(engine.drafter._prompts) < 500
-    engine.respond([5, 6, 7], story)
-    assert len(engine.respond([5, 6, 7], story)) < 25
+    engine.respond([5, 6, 7], STORY)
+    assert len(engine.respond([5, 6, 7], STORY)) < 25
 
 
 @pytest.mark.parametrize(

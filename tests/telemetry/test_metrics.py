@@ -1,15 +1,10 @@
-import pytest
-
 from rl_accel.telemetry import metrics
 
 
-@pytest.fixture(autouse=True)
-def nobody_is_left():
-    yield
-    metrics.set_observer("clock", None)
-
-
-def test_an_observer_sees_each_step_until_it_is_taken_off_and_one_that_fails_warns_once_and_is_asked_again(caplog):
+def test_an_observer_sees_each_step_until_taken_off_and_one_that_fails_warns_once_and_is_asked_again(
+    caplog, monkeypatch
+):
+    monkeypatch.setattr(metrics, "_observers", {})
     seen = []
 
     def look(step, logged):
