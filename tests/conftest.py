@@ -233,8 +233,8 @@ def wheel(repo, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     source = out / "source"
     source.mkdir()
-    for name in ("rl_accel", "patches", "integrations", "pyproject.toml", "README.md", "LICENSE"):
-        subprocess.run(["cp", "-r", str(repo / name), str(source)], check=True)
+    names = ("rl_accel", "patches", "integrations", "pyproject.toml", "README.md", "LICENSE")
+    subprocess.run(["cp", "-r", *names, str(source)], cwd=repo, check=True)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out)]
     subprocess.run([*command, str(source)], check=True, timeout=300)
     (built,) = out.glob("*.whl")
