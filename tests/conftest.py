@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -232,8 +233,8 @@ def wheel(repo, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     source = out / "source"
     source.mkdir()
-    for name in ("rl_accel", "patches", "integrations", "pyproject.toml", "README.md", "LICENSE"):
-        subprocess.run(["cp", "-r", str(repo / name), str(source)], check=True)
+    names = ("rl_accel", "patches", "integrations", "pyproject.toml", "README.md", "LICENSE")
+    subprocess.run(["cp", "-r", *names, str(source)], cwd=repo, check=True)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out)]
     subprocess.run([*command, str(source)], check=True, timeout=300)
     (built,) = out.glob("*.whl")
@@ -373,6 +374,40 @@ def same_bits() -> Callable[[Any, Any], bool]:
         return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def make_case() -> Callable[..., SimpleNamespace]:
+    """``make_case(seed, most_rows=40, most_tokens=60)``: arguments of ``gae`` for at least two tokens.
+
+    Responses of uneven length, observation spans, padding on both sides.
+    """
+    np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+
+    def make(seed: int, *, most_rows: int = 40, most_tokens: int = 60) -> SimpleNamespace:
+        random = np.random.RandomState(seed)
+        rows, tokens = random.randint(1, most_rows), random.randint(2, most_tokens)
+        if seed % 80 == 0:  # more than the kernels hold at a time
+            tokens += 2048
+        scale = 10.0 ** random.choice([-20, -3, 0, 0, 0, 3, 20])
+        rewards, values = (torch.from_numpy(random.randn(rows, tokens) * scale).float() for _ in range(2))
+        if seed % 3 == 0:
+            rewards[:, :-1] = 0
+        mask = torch.arange(tokens) < torch.from_numpy(random.randint(0, tokens + 1, (rows, 1)))
+        if seed % 2:
+            mask &= torch.from_numpy(random.rand(rows, tokens)) < 0.7
+        if seed % 5 == 0:
+            mask = mask.flip(1)
+        mask[0, :2] = True
+        gamma, lam = random.choice([0.0, 0.5, 0.9, 0.99, 1.0]), random.choice([0.0, 0.5, 0.95, 1.0])
+        mask = mask.to(torch.float32 if seed % 4 == 3 else torch.int64)
+        if seed % 7 == 0:  # as verl cuts the response out of a mask over prompt and response
+            mask = torch.nn.functional.pad(mask, (5, 0), value=1)[:, 5:]
+        if seed % 11 == 0:
+            rewards = rewards.t().contiguous().t()
+        return SimpleNamespace(rewards=rewards, values=values, mask=mask, gamma=float(gamma), lam=float(lam))
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -22,12 +22,15 @@ import yaml
 import rl_accel
 from rl_accel.config import describe_flags, resolve
 from rl_accel.features import FEATURES
+from rl_accel.lab.ab.compare import load_arms
+from rl_accel.lab.ab.recipe import load
+from rl_accel.rollout.round_driver import METRICS_PREFIX, StepResult
+from rl_accel.rollout.tail_decisions import RoundMetrics
 
 REPO = Path(__file__).resolve().parent.parent
 PAGES = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"), *REPO.glob("examples/*/README.md")]
 PAGES.sort(key=lambda path: (len(path.parts), path))
 FEATURE_ROW = re.compile(r"^\| \[`(\w+)`\]\((\S+)\) \|", re.MULTILINE)
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 LANGUAGES = {"sh", "python", "yaml", "text", "json", "make"}
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -80,7 +83,7 @@ def test_the_page_of_a_feature_has_all_its_flags_with_their_defaults(feature):
     assert documented == {name: "null" if default is None else str(default) for name, default in wanted.items()}
 
 
-@every_page
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_flags_files_and_names_in_a_page_exist(page):
     """``+rl_accel.…``, ``folder/file.py`` from the root, diagrams included, and in prose `rl_accel.…`, of a module or a flag."""
     text, known = page.read_text(), {key for key, _, _ in describe_flags()} | {feature.name for feature in FEATURES}
@@ -103,9 +106,6 @@ def described_metrics(feature: str) -> set[str]:
 
 
 def test_the_metrics_of_tail_batching_are_all_described():
-    from rl_accel.rollout.round_driver import METRICS_PREFIX, StepResult
-    from rl_accel.rollout.tail_decisions import RoundMetrics
-
     known = {field.name: 0.0 for field in fields(RoundMetrics)}
     logged = StepResult(round=RoundMetrics(**{**known, "number": 1, "kind": "short"})).metrics()
     names = {name.removeprefix(METRICS_PREFIX) for name in logged}
@@ -346,9 +346,6 @@ def test_snippets_run(run, tmp_path):
 @pytest.mark.parametrize("block", RECIPES, ids=lambda block: block.place)
 def test_a_recipe_in_a_page_is_one(block, tmp_path):
     """A recipe has a command; arms for `rl-accel compare` are nothing but lists of runs."""
-    from rl_accel.lab.ab.compare import load_arms
-    from rl_accel.lab.ab.recipe import load
-
     path = tmp_path / "recipe.yaml"
     path.write_text(block.text)
     if "command:" in block.text or "extends:" in block.text:

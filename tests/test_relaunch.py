@@ -49,8 +49,7 @@ def start(tmp_path, clean_environment):
 
 
 def launches(folder):
-    file = folder / "launches"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line) for line in (folder / "launches").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -65,13 +64,13 @@ def noted(tmp_path, wait_for):
     [("sys.exit(0)", 0), ("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), (f"sys.exit({EXIT_CODE})", EXIT_CODE)],
 )
 def test_without_a_note_the_code_of_the_command_is_returned_and_nothing_is_relaunched(start, tmp_path, body, code):
-    process = start(body)
-    assert process.wait(60) == code
+    assert start(body).wait(60) == code
     assert len(launches(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("code", [EXIT_CODE, 0, 1])
 def test_the_note_decides_whatever_the_code_and_its_overrides_replace_earlier_ones(start, tmp_path, code):
+    first = ["tp=1", "other=5"]
     process = start(
         f"""
 if number == 1:
@@ -80,10 +79,9 @@ if number == 2:
     ask(9, "tp=4", "mode=auto"); sys.exit({code})
 sys.exit(3)
 """,
-        words=["tp=1", "other=5"],
+        words=first,
     )
     assert process.wait(60) == 3
-    first = ["tp=1", "other=5"]
     assert launches(tmp_path) == [first, [*first, "tp=2", "mode=auto"], [*first, "tp=4", "mode=auto"]]
     said = process.stderr.read()
     assert "restart 1 of at most 6, after step 4 (preempted), with: tp=2 mode=auto" in said

@@ -45,17 +45,15 @@ def framework(tmp_path, monkeypatch) -> Iterator[Callable[..., str]]:
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 
-    def write(source: str = SOURCE, version: str = "1.4.0", load: bool = True, **modules: str) -> str:
+    def write(source: str = SOURCE, version: str = "1.4.0", load: bool = True) -> str:
         name = f"fakeframe{next(_numbers)}"
         made.append(name)
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"__version__ = {version!r}\n")
-        for module, text in {"core": source, **modules}.items():
-            (tmp_path / name / f"{module}.py").write_text(textwrap.dedent(text))
+        (tmp_path / name / "core.py").write_text(textwrap.dedent(source))
         importlib.invalidate_caches()
         if load:
-            for module in ("core", *modules):
-                importlib.import_module(f"{name}.{module}")
+            importlib.import_module(f"{name}.core")
         return name
 
     yield write

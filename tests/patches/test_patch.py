@@ -33,11 +33,11 @@ def around(original, _settings):
 
 @pytest.fixture
 def patch_of(framework):
-    """``patch_of(version=..., **fields)``: the module and a patch of ``core.double``; reverted at the end."""
+    """``patch_of(*source, version=..., **fields)``: the module and a patch of ``core.double``; reverted at the end."""
     made = []
 
-    def make(version="1.4.0", **fields):
-        name = framework(version=version)
+    def make(*source, version="1.4.0", **fields):
+        name = framework(*source, version=version)
         core = f"{name}.core"
         standard = {"name": f"{name}.double", "supports": f"{name}>=1.4", "params": ("x", "times"), "make": tripled}
         standard |= {"target": f"{core}:double", "bindings": (f"{core}:REGISTRY[double]",)}
@@ -156,8 +156,8 @@ def test_foreign_wrapper_before_us_is_named(patch_of, disguised):
     assert patch.state() is SwitchState.WAITING
 
 
-def test_upstreams_own_decorators_are_no_foreign_wrappers(framework):
-    name = framework(
+def test_upstreams_own_decorators_are_no_foreign_wrappers(patch_of):
+    core, patch = patch_of(
         """
         import contextlib, functools
         import torch
@@ -171,12 +171,13 @@ def test_upstreams_own_decorators_are_no_foreign_wrappers(framework):
         @functools.lru_cache
         def double(x):
             return 2 * x
-        """
+        """,
+        params=("x",),
+        bindings=(),
+        make=around,
     )
-    patch = Patch("t", f"{name}.core:double", name, ("x",), around)
     patch.apply()
-    assert sys.modules[f"{name}.core"].double(2) == "ours:4"
-    patch.revert()
+    assert core.double(2) == "ours:4"
 
 
 def theirs(x, times=2):
@@ -206,8 +207,8 @@ def test_overlaid_later_is_foreign_and_cannot_be_reverted(patch_of, overlay):
     assert patch.state() is SwitchState.APPLIED
 
 
-def test_failed_write_rolls_back(framework):
-    name = framework(
+def test_failed_write_rolls_back(patch_of):
+    core, patch = patch_of(
         """
         class Locked(dict):
             closed = False
@@ -221,10 +222,7 @@ def test_failed_write_rolls_back(framework):
         REGISTRY.closed = True
         """
     )
-    core = sys.modules[f"{name}.core"]
     original = core.double
-    bindings = (f"{name}.core:REGISTRY[double]",)
-    patch = Patch("t", f"{name}.core:double", name, ("x", "times"), tripled, bindings=bindings)
     with pytest.raises(PatchRefused, match=r"REGISTRY\[double\] cannot be written, nothing stays patched"):
         patch.apply()
     assert core.double is original

@@ -17,8 +17,8 @@ class Processes:
 
     def workers(self):
         """The first process of each living worker: its reaper, or bubblewrap."""
-        children = psutil.Process().children()
-        return [child for child in children if self.is_alive(child.pid) and "reward/worker/" in self._command(child)]
+        own = (child for child in psutil.process_iter(["ppid", "cmdline"]) if child.info["ppid"] == os.getpid())
+        return [child for child in own if "reward/worker/" in " ".join(child.info["cmdline"] or ())]
 
     def below(self, pid):
         """The numbers of all living processes below ``pid``, parents before their children."""
@@ -60,12 +60,6 @@ class Processes:
             return os.getsid(pid) == pid
         except ProcessLookupError:
             return False
-
-    def _command(self, process):
-        try:
-            return " ".join(process.cmdline())
-        except psutil.NoSuchProcess:
-            return ""
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 import json
 import random
+from unittest import mock
 
 import pytest
 
@@ -95,11 +96,7 @@ def test_a_store_saves_after_a_while_and_a_full_disk_does_not_end_it(tmp_path, m
     monkeypatch.setattr(anchor_store, "SAVE_SECONDS", -1.0)
     exchange(one, store)
     assert "a" in path.read_text()
-
-    def fail(path, text):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(anchor_store, "write_atomically", fail)
+    monkeypatch.setattr(anchor_store, "write_atomically", mock.Mock(side_effect=OSError("no space left")))
     one.record("b", 1.0, 0.5, correct=True)
     exchange(one, store)
     assert "could not be saved: no space left" in caplog.text

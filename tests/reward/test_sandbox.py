@@ -8,9 +8,9 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl_accel.reward.execution import Limits
@@ -250,7 +250,6 @@ async def test_programs_wait_for_a_free_worker_and_their_limit_starts_when_they_
 
 async def test_a_program_that_the_kernel_stopped_for_its_processor_time_has_timed_out(processes, closed_later):
     """A worker without a processor looks late; the kernel's own limit on the program strikes before it."""
-
     sandbox = closed_later(Sandbox(1, "process"))
     task = asyncio.create_task(sandbox.run("while True: pass", Case("stdin", ""), Limits(wall=60, cpu=0.5)))
     (reaper,) = await processes.executing()
@@ -263,17 +262,14 @@ async def test_a_program_that_the_kernel_stopped_for_its_processor_time_has_time
 
 
 async def test_after_many_programs_nothing_is_left(processes, temporary, closed_later):
-    def open_files():
-        return len(os.listdir("/proc/self/fd"))
-
     leaves_a_child = "import os\nif os.fork() == 0:\n import time; time.sleep(600)"
     codes = ["print(1)", "1 / 0", "import os; os._exit(1)", leaves_a_child]
     sandbox = closed_later(Sandbox(2, "process"))
     while len(processes.workers()) < 2:
         await asyncio.gather(*(sandbox.run(code, PRINT, SHORT) for code in codes))
-    before = open_files()
+    before = psutil.Process().num_fds()
     await asyncio.gather(*(sandbox.run(codes[number % 4], PRINT, SHORT) for number in range(400)))
-    assert open_files() <= before
+    assert psutil.Process().num_fds() <= before
     assert [len(processes.below(worker.pid)) for worker in processes.workers()] == [1, 1], "the workers themselves"
     await sandbox.close()
     assert not list(temporary.iterdir())
@@ -390,38 +386,38 @@ async def test_all_ends_with_a_trainer_that_is_killed(isolation, processes, temp
     await processes.eventually(lambda: not list(temporary.iterdir()))
 
 
-BESIDE = textwrap.dedent("""
-    import asyncio
-    from rl_accel.reward.sandbox import Case, Limits, Sandbox
+BESIDE = """
+import asyncio
+from rl_accel.reward.sandbox import Case, Limits, Sandbox
 
-    code = '''
-    import os, time
-    print(os.getuid(), flush=True)
-    open("/tmp/rla-" + str(os.getuid()), "w").close()
-    names = []
-    for _ in range(30):
-        names.append(len(os.listdir(".")))
-        time.sleep(0.01)
-    assert names == [0] * 30, names
-    assert os.getcwd() == os.environ["HOME"]
-    f = lambda: 1
-    for folder in ("..", "../.."):
-        try:
-            print(os.listdir(folder))
-        except PermissionError:
-            pass
-    '''
+code = '''
+import os, time
+print(os.getuid(), flush=True)
+open("/tmp/rla-" + str(os.getuid()), "w").close()
+names = []
+for _ in range(30):
+    names.append(len(os.listdir(".")))
+    time.sleep(0.01)
+assert names == [0] * 30, names
+assert os.getcwd() == os.environ["HOME"]
+f = lambda: 1
+for folder in ("..", "../.."):
+    try:
+        print(os.listdir(folder))
+    except PermissionError:
+        pass
+'''
 
-    async def main():
-        sandbox = Sandbox(2, "process")
-        limits = Limits(processes=4)
-        calls = [sandbox.run(code, Case("call", '["f", []]', "1"), limits) for _ in range(12)]
-        for found in await asyncio.gather(*calls):
-            print(found.verdict, found.reason, found.output.replace("\\n", " "))
-        await sandbox.close()
+async def main():
+    sandbox = Sandbox(2, "process")
+    limits = Limits(processes=4)
+    calls = [sandbox.run(code, Case("call", '["f", []]', "1"), limits) for _ in range(12)]
+    for found in await asyncio.gather(*calls):
+        print(found.verdict, found.reason, found.output.replace("\\n", " "))
+    await sandbox.close()
 
-    asyncio.run(main())
-""").replace("    code = '''\n", "code = '''\n")
+asyncio.run(main())
+"""
 
 
 @pytest.mark.skipif(not AS_ROOT, reason="only root can run programs as other users")
@@ -455,7 +451,6 @@ async def test_folders_that_cannot_be_entered_or_too_deep_for_python_are_removed
 def test_an_interpreter_that_no_other_user_may_read_is_named(tmp_path):
     (tmp_path / "closed").mkdir(mode=0o700)
     code = f"import sys; from rl_accel.reward.worker import isolation; sys.prefix = {str(tmp_path / 'closed')!r}; "
-    done = subprocess.run(
-        [sys.executable, "-c", code + "print(isolation.let_interpreter_be_read())"], capture_output=True
-    )
-    assert f"cannot read {tmp_path}/closed: `chmod -R o+rX {tmp_path}/closed` lets it" in done.stdout.decode()
+    command = [sys.executable, "-c", code + "print(isolation.let_interpreter_be_read())"]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    assert f"cannot read {tmp_path}/closed: `chmod -R o+rX {tmp_path}/closed` lets it" in said

@@ -9,38 +9,22 @@ from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.rollout.simulation import Cluster, EngineModel, Player, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
+from rl_accel.rollout.workload import Lengths, from_groups
 
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
 PACE = 0.01
 LENGTHS = st.lists(st.lists(st.integers(1, 400), min_size=3, max_size=3), min_size=8, max_size=40)
 
 
-class Drawn:
+def drawn(*rewards):
     """Lengths by chance; with rewards of so many seconds, if any."""
-
-    prompt_tokens = 10
-
-    def __init__(self, rewards=None):
-        self.rewards = rewards
-
-    def lengths(self, prompts, responses, rng):
-        return np.maximum(rng.lognormal(4, 1, (len(prompts), responses)), 1).astype(int)
-
-    def reward_seconds(self, count, rng):
-        return None if self.rewards is None else rng.choice(self.rewards, count)
+    tokens = np.sort(np.random.default_rng(0).lognormal(4, 1, 1000)).astype(int) + 1
+    return Lengths(tokens, 0.3, prompt_tokens=10, rewards=np.array(rewards))
 
 
-class Replayed:
-    """The lengths of a table, [P, R]. After the last prompt comes the first."""
-
-    def __init__(self, table, prompt_tokens=0):
-        self.table, self.prompt_tokens = np.array(table), prompt_tokens
-
-    def lengths(self, prompts, responses, rng):
-        return self.table[np.array(prompts) % len(self.table), :responses]
-
-    def reward_seconds(self, count, rng):
-        return None
+def replayed(table, prompt_tokens=0):
+    """The lengths of a table, [P, R]."""
+    return from_groups(table, "", prompt_tokens=prompt_tokens)
 
 
 def seconds_of(rounds):
@@ -50,7 +34,7 @@ def seconds_of(rounds):
 @given(table=LENGTHS, replicas=st.integers(1, 5))
 def test_without_a_feature_rollouts_take_exactly_the_longest_of_each(table, replicas):
     steps = len(table) // 4
-    played = play_rounds(TailRun(4, 3, PLAIN), EngineModel({1: PACE}), replicas, Replayed(table), steps)
+    played = play_rounds(TailRun(4, 3, PLAIN), EngineModel({1: PACE}), replicas, replayed(table), steps)
     longest = [PACE * max(max(row) for row in table[4 * step : 4 * step + 4]) for step in range(steps)]
     assert seconds_of(played) == pytest.approx(longest)
     assert sum(played_round.metrics.tokens_wasted for played_round in played) == 0
@@ -61,7 +45,7 @@ def test_without_a_feature_rollouts_take_exactly_the_longest_of_each(table, repl
 def test_the_same_seed_gives_the_same_rounds(seed, ratio, replicas):
     run = TailRun(4, 3, TailBatchingFlags(prompt_ratio=ratio))
     engine = EngineModel({1: PACE, 32: 2 * PACE}, 1e-7, 1e-5, 0.001, slots=6, cache_tokens=2000)
-    first, second = (play_rounds(run, engine, replicas, Drawn([0.1, 5.0]), 12, seed) for _ in range(2))
+    first, second = (play_rounds(run, engine, replicas, drawn(0.1, 5.0), 12, seed) for _ in range(2))
     assert first == second
 
 
@@ -75,7 +59,7 @@ def test_the_same_seed_gives_the_same_rounds(seed, ratio, replicas):
 def test_rounds_always_end_with_whole_batches(seed, slots, cache, response_ratio, ends):
     run = TailRun(4, 3, TailBatchingFlags(response_ratio=response_ratio))
     engine = EngineModel({1: PACE, 64: 3 * PACE}, 1e-7, 1e-5, slots=slots, cache_tokens=cache)
-    played = play_rounds(run, engine, 2, Drawn([0.0, 0.5, 40.0]), 15, seed, AdaptiveTimeout(RewardTimeoutFlags()), ends)
+    played = play_rounds(run, engine, 2, drawn(0.0, 0.5, 40.0), 15, seed, AdaptiveTimeout(RewardTimeoutFlags()), ends)
     assert all(p.metrics.prompts_trained == 4 for p in played)
     assert all(0 <= p.metrics.tokens_wasted < p.metrics.tokens_generated for p in played)
     assert all(p.peak_tokens <= max(cache, 10 + max(p.metrics.tokens_generated, 1)) + 2 * slots for p in played)
@@ -95,17 +79,17 @@ def test_rounds_always_end_with_whole_batches(seed, slots, cache, response_ratio
     ids=["a step takes what is said for the requests that run", "what has no place waits", "the host's work delays"],
 )
 def test_ends_of_three_responses(engine, lengths, ends):
-    (played,) = play_rounds(TailRun(1, 3, PLAIN), engine, 1, Replayed([lengths]), 1)
+    (played,) = play_rounds(TailRun(1, 3, PLAIN), engine, 1, replayed([lengths]), 1)
     assert (played.ends, played.metrics.rollout_seconds) == (pytest.approx(ends), pytest.approx(max(ends)))
 
 
 def test_cached_tokens_slow_a_step_down_and_a_full_cache_preempts_the_request_that_began_last():
-    workload = Replayed([[100]], prompt_tokens=50)
+    workload = replayed([[100]], prompt_tokens=50)
     (played,) = play_rounds(TailRun(1, 1, PLAIN), EngineModel({1: 0.01}, 1e-4), 1, workload, 1)
     assert played.metrics.rollout_seconds == pytest.approx(100 * 0.01 + 1e-4 * (100 * 50 + 100 * 100 / 2))
     assert played.peak_tokens == pytest.approx(150)
     engine = EngineModel({1: 0.01}, prompt_token_seconds=0.001, cache_tokens=100)
-    (played,) = play_rounds(TailRun(1, 2, PLAIN), engine, 1, Replayed([[80, 80]], prompt_tokens=10), 1)
+    (played,) = play_rounds(TailRun(1, 2, PLAIN), engine, 1, replayed([[80, 80]], prompt_tokens=10), 1)
     # Both read 10 tokens of a prompt and go on for 40; the second one waits 40 steps, is read again and does its last 40.
     assert played.preemptions == 1
     assert played.ends == pytest.approx([0.02 + 0.8, 0.02 + 0.8 + 0.05 + 0.4])
@@ -119,7 +103,7 @@ def test_a_router_says_where_requests_go_and_knows_their_prompts_and_how_far_the
             self.launched = self.loads
 
     engine = EngineModel({1: 0.01, 4: 0.04})
-    player = Player(TailRun(2, 2, PLAIN), LastReplica(engine, 3), Replayed(np.full((2, 2), 10)), seed=0)
+    player = Player(TailRun(2, 2, PLAIN), LastReplica(engine, 3), replayed(np.full((2, 2), 10)), seed=0)
     assert player.play(1).metrics.rollout_seconds == pytest.approx(0.4)
     assert (player.cluster.prompts, player.cluster.launched) == ([0, 0, 1, 1], [0, 0, 4])
     cluster = Cluster(engine, 2)
@@ -129,7 +113,7 @@ def test_a_router_says_where_requests_go_and_knows_their_prompts_and_how_far_the
 
 
 def test_rewards_end_a_rollout_and_the_adaptive_timeout_cuts_them():
-    run, engine, workload = TailRun(4, 3, PLAIN), EngineModel({1: 0.001}), Drawn([0.1] * 19 + [25.0])
+    run, engine, workload = TailRun(4, 3, PLAIN), EngineModel({1: 0.001}), drawn(*[0.1] * 19, 25.0)
     waiting = seconds_of(play_rounds(run, engine, 1, workload, 20))
     limited = seconds_of(play_rounds(run, engine, 1, workload, 20, timeout=AdaptiveTimeout(RewardTimeoutFlags())))
     assert max(waiting) > 25

@@ -14,8 +14,10 @@ from rl_accel.rollout.tail_decisions import Cancel, Launch, RequestPrompts, Roun
 class Host:
     """Carries out decisions and remembers them. Prompts are offered as they are asked for, with ids ``epoch:row``."""
 
-    def __init__(self, P0=2, R0=2, steps=99, epoch="1", rejects=(), **flags):
+    def __init__(self, P0=2, R0=2, steps=99, epoch="1", rejects=(), resumes=None, **flags):
         self.core = TailBatching(TailRun(P0, R0, TailBatchingFlags(**flags), filter_groups=bool(rejects)))
+        if resumes:
+            self.core.load_state_dict(resumes.core.state_dict())
         self.rejects = rejects
         self.rows = (f"{epoch}:{row}" for row in itertools.count())
         self.steps_left = steps
@@ -109,8 +111,7 @@ def test_kind_and_prompts_of_a_round_and_of_the_same_after_an_interruption(setti
     for prompts in played:
         host.play(*prompts)
     host.begin()
-    resumed = Host(**settings)
-    resumed.core.load_state_dict(host.core.state_dict())
+    resumed = Host(resumes=host, **settings)
     resumed.steps_left = host.steps_left + 1
     for run in (host, resumed.begin()):
         prompts, responses = len(launched), 3 if kind == "short" else 2
@@ -128,8 +129,7 @@ def test_one_round_in_five_is_long_at_the_default_ratio_and_its_prompts_are_the_
 
 def test_the_queue_is_not_stranded_when_there_is_no_surplus_any_more():
     host = Host(P0=4, R0=1, prompt_ratio=1.25).play("1:0", "1:1", "1:2", "1:3")
-    resumed = Host(P0=4, R0=1, prompt_ratio=1.0, epoch="2")
-    resumed.core.load_state_dict(host.core.state_dict())
+    resumed = Host(P0=4, R0=1, prompt_ratio=1.0, epoch="2", resumes=host)
     assert resumed.begin().one(RoundStarted).kind == "long"
     assert next(iter(resumed.responses)) == "1:4"
 
@@ -192,9 +192,8 @@ def test_seconds_saved_compare_with_waiting_for_all():
 def test_what_was_in_flight_at_an_interruption_goes_first_the_furthest_before_the_rest():
     host = Host(P0=2, R0=2, prompt_ratio=1.5).play("1:1", "1:2").begin()
     host.complete("1:4")
-    resumed = Host(P0=2, R0=2, prompt_ratio=1.5)
-    resumed.core.load_state_dict(host.core.state_dict())
-    assert list(resumed.begin().responses) == ["1:4", "1:3", "1:5"], "1:0 waits in the queue"
+    resumed = Host(P0=2, R0=2, prompt_ratio=1.5, resumes=host).begin()
+    assert list(resumed.responses) == ["1:4", "1:3", "1:5"], "1:0 waits in the queue"
 
 
 @pytest.mark.parametrize(
@@ -254,14 +253,13 @@ def test_auto_starts_at_the_default_and_follows_the_observed_times():
 
 
 def test_auto_forgets_the_round_in_which_engines_warm_up_after_a_start_and_after_a_resumption():
-    def times_of(*seconds, state=None):
-        host = Host(P0=8, R0=1, prompt_ratio="auto", response_ratio=1.0, epoch=str(len(seconds)))
-        if state:
-            host.core.load_state_dict(state)
+    def played(*seconds, resumes=None):
+        host = Host(8, 1, epoch=str(len(seconds)), prompt_ratio="auto", response_ratio=1.0, resumes=resumes)
         for each in seconds:
             host.play(seconds=each)
-        return host.core.state_dict()
+        return host
 
-    cold, warm = times_of(100.0, *[1.0] * 5), times_of(*[1.0] * 6)
-    assert cold["times"] == warm["times"] == times_of(100.0, state=cold)["times"]
-    assert cold["times"]["short"]
+    cold, warm = played(100.0, *[1.0] * 5), played(*[1.0] * 6)
+    times = [host.core.state_dict()["times"] for host in (cold, warm, played(100.0, resumes=cold))]
+    assert times[0]["short"]
+    assert times == times[:1] * 3

@@ -118,33 +118,27 @@ def test_a_number_of_tokens_may_have_other_names_and_goes_before_a_text(tmp_path
     assert read_lengths(tmp_path / "x.jsonl").tokens.tolist() == [5, 6, 7]
 
 
+TOKENS = '{"prompt": 1, "tokens": %s}'
+REWARD = '{"prompt": 1, "tokens": 1, "reward_seconds": %s}'
+
+
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         ("lengths.jsonl", "", "holds no lengths: wanted lines such as"),
         ("lengths.jsonl", '{"prompt": 1}', r"line 1: wanted lines such as .*KeyError\('tokens'\)"),
         ("lengths.jsonl", '{"prompt": 1, "tokens": 3}\nnonsense', "line 2: wanted lines such as"),
-        *(
-            ("lengths.jsonl", f'{{"prompt": 1, "tokens": {tokens}}}', f"line 1: .*{words}")
-            for tokens, words in {
-                "0": "tokens must be at least 1 and at most 1,000,000,000, found 0",
-                "1e30": "tokens must be at least 1 .*, found 1e\\+30",
-                "1e400": "found inf",
-                "NaN": "found nan",
-                "true": "tokens must be at least 1 .* found True",
-                "null": "tokens must be at least 1 .* found None",
-                "1" * 400: "tokens must be at least 1 .* found 1{40}\\b",
-                "[" * 100_000: "RecursionError",
-            }.items()
-        ),
-        *(
-            (
-                "lengths.jsonl",
-                f'{{"prompt": 1, "tokens": 1, "reward_seconds": {seconds}}}',
-                "line 1: .*reward_seconds must be",
-            )
-            for seconds in ("Infinity", "-1", "NaN")
-        ),
+        ("lengths.jsonl", TOKENS % "0", "line 1: .*tokens must be at least 1 and at most 1,000,000,000, found 0"),
+        ("lengths.jsonl", TOKENS % "1e30", r"line 1: .*tokens must be at least 1 .*, found 1e\+30"),
+        ("lengths.jsonl", TOKENS % "1e400", "line 1: .*found inf"),
+        ("lengths.jsonl", TOKENS % "NaN", "line 1: .*found nan"),
+        ("lengths.jsonl", TOKENS % "true", "line 1: .*tokens must be at least 1 .* found True"),
+        ("lengths.jsonl", TOKENS % "null", "line 1: .*tokens must be at least 1 .* found None"),
+        ("lengths.jsonl", TOKENS % ("1" * 400), r"line 1: .*tokens must be at least 1 .* found 1{40}\b"),
+        ("lengths.jsonl", TOKENS % ("[" * 100_000), "line 1: .*RecursionError"),
+        ("lengths.jsonl", REWARD % "Infinity", "line 1: .*reward_seconds must be"),
+        ("lengths.jsonl", REWARD % "-1", "line 1: .*reward_seconds must be"),
+        ("lengths.jsonl", REWARD % "NaN", "line 1: .*reward_seconds must be"),
         ("lengths.jsonl", None, "cannot read"),
         (".", None, "found none"),
         ("0.pt", "no file of torch", "0.pt: wanted a rollout of slime, .* found UnpicklingError"),

@@ -14,17 +14,15 @@ MASKS = (None, torch.bool, torch.int64, torch.int8, torch.float32)
 NAMED = tuple(zip((*STEPS, torch.float32), MASKS, strict=True))
 
 
-def agree(rewards, values, mask, bounds=None, rtol=1e-12, gamma=0.99, lam=0.95, **options):
-    """Compare advantages and returns, or without ``values`` discounted returns, with those of the loop."""
-    inputs = check_scan(rewards, values, mask, gamma, lam, bounds, None, None, needs_values=values is not None)
-    ours = scan_triton.scan(inputs, **options)
-    if values is None:
-        loop = (discounted_returns(rewards.double(), mask, gamma, cu_seqlens=bounds, backend="naive"),)
-    else:
-        loop = gae(rewards.double(), values.double(), mask, gamma, lam, cu_seqlens=bounds, backend="naive")
-    for a, b in zip(ours, loop, strict=True):
-        assert a.dtype is rewards.dtype
-        torch.testing.assert_close(a.double(), b, rtol=rtol, atol=rtol, equal_nan=True)
+def agree(rewards, values, mask, bounds=None, rtol=1e-12, **options):
+    """Compare advantages, returns and discounted returns with those of the loop."""
+    loop, exact = {"cu_seqlens": bounds, "backend": "naive"}, rewards.double()
+    wanted = [gae(exact, values.double(), mask, 0.99, 0.95, **loop), [discounted_returns(exact, mask, 0.99, **loop)]]
+    for given, results in zip((values, None), wanted, strict=True):
+        inputs = check_scan(rewards, given, mask, 0.99, 0.95, bounds, None, None, needs_values=given is not None)
+        for a, b in zip(scan_triton.scan(inputs, **options), results, strict=True):
+            assert a.dtype is rewards.dtype
+            torch.testing.assert_close(a.double(), b, rtol=rtol, atol=rtol, equal_nan=True)
 
 
 def doubles(seed, *shape):
@@ -41,7 +39,6 @@ def test_every_dtype_and_mask_agrees_with_the_loop(dtype, mask_type):
     mask = mask.double().sigmoid().float()
     mask = None if mask_type is None else mask if mask_type is torch.float32 else (mask < 0.8).to(mask_type)
     agree(rewards, values, mask, rtol=STEPS[dtype], block=32)
-    agree(rewards, None, mask, rtol=STEPS[dtype], block=32)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 131])
@@ -49,7 +46,6 @@ def test_any_length_agrees_with_the_loop(tokens):
     rewards, values, mask = doubles(1, 2, tokens)
     for kind in (mask < 0.5, mask.sigmoid()):
         agree(rewards, values, kind, block=16)
-        agree(rewards, None, kind, block=16)
 
 
 def test_packed_sequences_agree_with_the_loop():
@@ -57,7 +53,6 @@ def test_packed_sequences_agree_with_the_loop():
     rewards, values, mask = doubles(2, 190)
     for kind in (None, mask < 0.5, mask.sigmoid()):
         agree(rewards, values, kind, bounds, block=16)
-        agree(rewards, None, kind, bounds, block=16)
 
 
 def test_memory_layout_does_not_matter():
@@ -74,8 +69,6 @@ def test_what_is_not_finite_spreads_as_in_the_loop(value, into_values):
         (values if into_values else rewards)[1, place] = value
         for kind in (mask < 0.5, mask.sigmoid()):
             agree(rewards, values, kind, block=8)
-            if not into_values:
-                agree(rewards, None, kind, block=8)
 
 
 def test_the_public_calls_reach_it():

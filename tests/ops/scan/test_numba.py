@@ -6,24 +6,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from verl.trainer.ppo import core_algos
+from verl.utils.torch_functional import masked_whiten
 
 from rl_accel.ops import discounted_returns, gae
 from rl_accel.ops.scan import numba as scan_numba
 
 
-def test_results_have_the_bits_of_verls_functions(core_algos, case, same_bits, monkeypatch):
-    from verl.utils.torch_functional import masked_whiten
+def of_verl(c):
+    """Whitened advantages, returns and discounted returns by verl's functions."""
+    config = SimpleNamespace(gamma=c.gamma)
+    _, sums = core_algos.compute_reinforce_plus_plus_outcome_advantage(c.rewards, c.mask, config=config)
+    return *core_algos.compute_gae_advantage_return(c.rewards, c.values, c.mask, c.gamma, c.lam), sums
 
+
+def of_numba(c, **options):
+    advantages, returns = gae(c.rewards, c.values, c.mask, c.gamma, c.lam, backend="numba", **options)
+    sums = discounted_returns(c.rewards, c.mask, c.gamma, backend="numba", **options)
+    return masked_whiten(advantages, c.mask), returns, sums
+
+
+def test_results_have_the_bits_of_verls_functions(make_case, same_bits, monkeypatch):
     for seed in range(240):
-        c = case(seed)
+        c = make_case(seed)
         monkeypatch.setattr(scan_numba, "STREAM_BYTES", 0 if seed % 2 else 1 << 40)
-        whitened, returns = core_algos.compute_gae_advantage_return(c.rewards, c.values, c.mask, c.gamma, c.lam)
-        ours, our_returns = gae(c.rewards, c.values, c.mask, c.gamma, c.lam, backend="numba", num_threads=1 + seed % 3)
-        assert same_bits(our_returns, returns), seed
-        assert same_bits(masked_whiten(ours, c.mask), whitened), seed
-        config = SimpleNamespace(gamma=c.gamma)
-        _, sums = core_algos.compute_reinforce_plus_plus_outcome_advantage(c.rewards, c.mask, config=config)
-        assert same_bits(discounted_returns(c.rewards, c.mask, c.gamma, backend="numba"), sums), seed
+        assert all(map(same_bits, of_numba(c, num_threads=1 + seed % 3), of_verl(c))), seed
 
 
 MASKS = (None, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16)
@@ -35,40 +42,33 @@ PAIRS = list(itertools.product((torch.float32, torch.float64), MASKS))
 @pytest.mark.parametrize(
     ("dtype", "mask_type"), [pytest.param(*pair, marks=[] if pair in COMPILED else pytest.mark.full) for pair in PAIRS]
 )
-def test_every_mask_type_gives_the_bits_of_the_loop(dtype, mask_type, case, same_bits):
+def test_every_mask_type_gives_the_bits_of_the_loop(dtype, mask_type, make_case, same_bits):
     for seed in (1, 2, 5):
-        c = case(seed)
+        c = make_case(seed)
         arguments = (c.rewards.to(dtype), c.values.to(dtype), None if mask_type is None else c.mask.to(mask_type))
         ours, loop = (gae(*arguments, c.gamma, c.lam, backend=backend) for backend in ("numba", "naive"))
-        assert all(same_bits(a, b) for a, b in zip(ours, loop, strict=True))
+        assert all(map(same_bits, ours, loop))
 
 
-def test_the_number_of_threads_does_not_change_a_bit(core_algos, same_bits):
-    from verl.utils.torch_functional import masked_whiten
-
+def test_the_number_of_threads_does_not_change_a_bit(same_bits):
     torch.manual_seed(7)
-    rewards, values = torch.randn(40, 16_400), torch.randn(40, 16_400)
-    mask = (torch.rand(40, 16_400) < 0.8).long()
-    whitened, returns = core_algos.compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)
-    config = SimpleNamespace(gamma=0.99)
-    _, sums = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
-    for rows, threads in itertools.product((1, 2, 5, 40), (None, 1, 2, 3, 16, 64)):
-        options = {"backend": "numba", "num_threads": threads}
-        ours, our_returns = gae(rewards[:rows], values[:rows], mask[:rows], 0.99, 0.95, **options)
-        our_sums = discounted_returns(rewards[:rows], mask[:rows], 0.99, **options)
-        assert same_bits(our_returns, returns[:rows]), (rows, threads)
-        assert same_bits(our_sums, sums[:rows]), (rows, threads)
-        assert rows < 40 or same_bits(masked_whiten(ours, mask), whitened), threads
+    batch = torch.randn(40, 16_400), torch.randn(40, 16_400), (torch.rand(40, 16_400) < 0.8).long()
+    for rows in (1, 2, 5, 40):
+        rewards, values, mask = (x[:rows] for x in batch)
+        c = SimpleNamespace(rewards=rewards, values=values, mask=mask, gamma=0.99, lam=0.95)
+        wanted = of_verl(c)
+        for threads in (None, 1, 2, 3, 16, 64):
+            assert all(map(same_bits, of_numba(c, num_threads=threads), wanted)), (rows, threads)
 
 
-def test_calls_from_many_threads_at_once_do_not_disturb_each_other(case, same_bits):
-    cases = [case(seed, most_rows=60, most_tokens=900) for seed in range(24)]
+def test_calls_from_many_threads_at_once_do_not_disturb_each_other(make_case, same_bits):
+    cases = [make_case(seed, most_rows=60, most_tokens=900) for seed in range(24)]
     loops = [gae(c.rewards, c.values, c.mask, c.gamma, c.lam, backend="naive") for c in cases]
 
     def call(index: int) -> bool:
         c = cases[index % len(cases)]
         ours = gae(c.rewards, c.values, c.mask, c.gamma, c.lam, backend="numba", num_threads=3)
-        return all(same_bits(a, b) for a, b in zip(ours, loops[index % len(cases)], strict=True))
+        return all(map(same_bits, ours, loops[index % len(cases)]))
 
     with ThreadPoolExecutor(12) as pool:
         assert all(pool.map(call, range(200)))

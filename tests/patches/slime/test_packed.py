@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rl_accel.features import GaeFlags
+from rl_accel.ops import gae as naive_gae
 from rl_accel.patches.slime import gae, reinforce_plus_plus
 
 LENGTHS = [5, 1, 130, 2, 64]
@@ -16,13 +17,8 @@ def lists():
 
 
 def looped(rewards, values, gamma, lam):
-    """The recurrence of slime's ``vanilla_gae`` for one sequence, in float64."""
-    out, after, advantage = [], 0.0, 0.0
-    for reward, value in zip(reversed(rewards.double().tolist()), reversed(values.double().tolist()), strict=True):
-        advantage = reward + gamma * after - value + gamma * lam * advantage
-        after = value
-        out.append(advantage)
-    return torch.tensor(out[::-1], dtype=torch.float64)
+    """The advantages of one sequence by the plain loop, in float64."""
+    return naive_gae(rewards[None].double(), values[None].double(), None, gamma, lam, backend="naive")[0][0]
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0), (0.0, 0.5)])

@@ -1,5 +1,7 @@
 """The advantage patches on real verl: in and out of every binding, same bits through verl's own entry points."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -27,23 +29,16 @@ def apply():
         patch.revert()
 
 
-def advantages_of(seed: int, estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns by verl's ``compute_advantage``, for a random ragged batch without lone responses."""
+def advantages_of(c: SimpleNamespace, estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns by verl's ``compute_advantage``, for a random ragged batch of ``make_case``."""
     from verl import DataProto
     from verl.trainer.ppo.ray_trainer import compute_advantage
 
-    random = np.random.RandomState(seed)
-    rows, tokens = random.randint(4, 60), random.randint(2, 40)
-    mask = np.arange(tokens) < random.randint(1, tokens + 1, (rows, 1))
-    if seed % 2:
-        mask &= random.rand(rows, tokens) < 0.8
-    mask[0, :2] = True
+    rows = len(c.mask)
     index = np.array([f"prompt-{n % max(1, rows // 7)}" for n in range(rows)], dtype=object)
-    random.shuffle(index)
-    tensors = {"token_level_rewards": torch.from_numpy(random.randn(rows, tokens)).float()}
-    tensors["response_mask"] = torch.from_numpy(mask).long()
-    if estimator == "gae":
-        tensors["values"] = torch.from_numpy(random.randn(rows, tokens)).float()
+    np.random.RandomState(rows).shuffle(index)
+    tensors = {"token_level_rewards": c.rewards, "values": c.values, "response_mask": c.mask}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": index})
     config = None if estimator == "gdpo" else CONFIG
     found = compute_advantage(data, adv_estimator=estimator, config=config).batch
@@ -52,13 +47,11 @@ def advantages_of(seed: int, estimator: str) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.slow  # imports verl's Ray trainer
 @pytest.mark.parametrize("name", WHITENING_ESTIMATORS)
-def test_bits_of_the_function_it_replaces_where_verl_calls_it(apply, same_bits, name):
-    expected = [advantages_of(seed, name) for seed in range(100)]
+def test_bits_of_the_function_it_replaces_where_verl_calls_it(apply, same_bits, make_case, name):
+    expected = [advantages_of(make_case(seed), name) for seed in range(100)]
     apply()
     for seed, wanted in enumerate(expected):
-        found = advantages_of(seed, name)
-        assert same_bits(found[0], wanted[0]), f"advantages of case {seed}"
-        assert same_bits(found[1], wanted[1]), f"returns of case {seed}"
+        assert [*map(same_bits, advantages_of(make_case(seed), name), wanted)] == [True, True], seed
     assert metrics.drain() == {}, "a case went to verl's own function"
 
 

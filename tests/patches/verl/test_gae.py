@@ -26,55 +26,37 @@ def original():
     metrics.drain()
 
 
-def batch(seed, rows, tokens, mask_dtype=torch.int64, dtype=torch.float32):
-    random = np.random.default_rng(seed)
-    lengths = random.integers(0, tokens + 1, rows)
-    lengths[0] = tokens
-    mask = np.arange(tokens) < lengths[:, None]
-    if seed % 2:
-        mask &= random.random((rows, tokens)) < 0.7
-    rewards = random.normal(size=(rows, tokens)) * (random.random((rows, tokens)) < 0.3)
-    values = random.normal(size=(rows, tokens))
-    tensors = [torch.from_numpy(x) for x in (rewards, values, mask)]
-    return tensors[0].to(dtype), tensors[1].to(dtype), tensors[2].to(mask_dtype)
-
-
-def cases():
-    """Ragged batches with masks of each type; and of float64, strided and with values that are not finite."""
-    random = np.random.default_rng(1)
+def cases(make_case):
+    """Ragged, holed and strided batches with masks of each type; and of float64, and with values that are not finite."""
     for seed in range(300):
-        mask_dtype = (torch.int64, torch.int32, torch.float32)[seed % 3]
-        tensors = batch(seed, int(random.integers(1, 20)), int(random.integers(2, 70)), mask_dtype)
-        if int(tensors[2].sum()) > 1:
-            yield tensors, *[(1.0, 1.0), (1.0, 0.95), (0.99, 0.95), (random.random(), random.random())][seed % 4]
-    for seed in range(10):
-        holed = batch(seed, 6, 50)
-        holed[0][2, 20], holed[1][4, 10], holed[1][5, 49] = float("inf"), float("nan"), -float("inf")
-        wide, turned = [x[::2, 5:] for x in batch(seed, 12, 60)], [x.t().contiguous().t() for x in batch(seed, 6, 50)]
-        for tensors in (batch(seed, 6, 50, dtype=torch.float64), wide, turned, holed):
-            yield tensors, 0.99, 0.95
+        c = make_case(seed, most_rows=20, most_tokens=70)
+        mask = c.mask.to((torch.int64, torch.int32, torch.float32)[seed % 3])
+        yield c.rewards, c.values, mask, c.gamma, c.lam
+    for seed in range(20):
+        c = make_case(seed)
+        yield c.rewards.double(), c.values.double(), c.mask.long(), c.gamma, c.lam
+        c.rewards[0, 0], c.values[0, 1], c.values[-1, -1] = float("inf"), float("nan"), -float("inf")
+        yield c.rewards, c.values, c.mask, c.gamma, c.lam
 
 
-def test_bits_of_verl(original, same_bits):
+def test_bits_of_verl(original, same_bits, make_case):
     PATCH.apply(GaeFlags())
-    for number, (tensors, gamma, lam) in enumerate(cases()):
-        wanted = original(*tensors, gamma, lam)
-        found = core_algos.compute_gae_advantage_return(*tensors, gamma=gamma, lam=lam)
+    for number, arguments in enumerate(cases(make_case)):
+        wanted, found = original(*arguments), core_algos.compute_gae_advantage_return(*arguments)
         if not all(x.isfinite().all() for x in wanted):  # a sum of two NaNs may have the bits of either
             torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
         else:
-            assert [*map(same_bits, found, wanted)] == [True, True], (number, gamma, lam)
+            assert [*map(same_bits, found, wanted)] == [True, True], number
     assert "rl_accel/gae/stock_calls" not in metrics.drain()
 
 
 def test_arguments_and_random_state_are_left_alone_and_the_seconds_are_logged():
-    state = torch.get_rng_state()
+    tensors = torch.randn(16, 2000), torch.randn(16, 2000), torch.ones(16, 2000, dtype=torch.int64)
+    copies, state = [x.clone() for x in tensors], torch.get_rng_state()
     PATCH.apply(GaeFlags())
-    tensors = batch(3, 16, 2000)
-    copies = [x.clone() for x in tensors]
     tensors[1].requires_grad_()
     assert metrics.drain() == {}
-    results = core_algos.compute_gae_advantage_return(*tensors, 1.0, 0.95)
+    results = core_algos.compute_gae_advantage_return(*tensors, gamma=1.0, lam=0.95)
     assert not any(x.requires_grad for x in results)
     for result in results:
         result.zero_()  # no memory is shared
@@ -85,7 +67,8 @@ def test_arguments_and_random_state_are_left_alone_and_the_seconds_are_logged():
     assert logged["rl_accel/gae/seconds_saved"] > logged["rl_accel/gae/seconds"] > 0
 
 
-R, V, M = batch(1, 5, 30)
+R, V = torch.randn(2, 5, 30, generator=torch.Generator().manual_seed(0))
+M = (R < 0.7).long()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +111,7 @@ def test_verls_own_errors_stay_its_own(original, tensors):
 @pytest.mark.parametrize("settings", [GaeFlags(backend="chunk"), GaeFlags(backend="naive"), GaeFlags(threads=3)])
 def test_asked_for_kernels_agree_with_verl(original, settings):
     PATCH.apply(settings)
-    tensors = batch(2, 2, 300)
+    tensors = [x.repeat(1, 10) for x in (R, V, M)]
     found, wanted = core_algos.compute_gae_advantage_return(*tensors, 1.0, 0.95), original(*tensors, 1.0, 0.95)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     assert "rl_accel/gae/stock_calls" not in metrics.drain()

@@ -15,10 +15,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from verl.plugin.platform import platform_manager
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.losses import ppo_loss
 
 from rl_accel.errors import ConfigError, PatchRefused
 from rl_accel.features import SkipZeroFlags
+from rl_accel.lab.verl_cpu.platform import PlatformCPU
 from rl_accel.patches.verl import skip_zero
+from rl_accel.patches.verl.verl_run import VerlRun
 
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 SILENT = ["vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "bypass_mode"]
@@ -38,10 +46,6 @@ ROW_MEANS = {"actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"}
 @functools.cache
 def actor():
     """verl's default actor configuration, as a worker has it."""
-    from verl.utils.config import omega_conf_to_dataclass
-
-    from rl_accel.patches.verl.verl_run import VerlRun
-
     section = "actor_rollout_ref.actor"
     run = VerlRun.compose("verl.trainer.main_ppo", [f"{section}.ppo_micro_batch_size_per_gpu=1"])
     return omega_conf_to_dataclass(run.get(section))
@@ -49,8 +53,6 @@ def actor():
 
 def ppo(mode="vanilla", aggregation="token-mean", **changes):
     """verl's actor loss; sums have a fixed divisor, since that of null is the longest response of a micro-batch."""
-    from verl.workers.utils.losses import ppo_loss
-
     policy_loss = replace(actor().policy_loss, loss_mode=mode, dro_beta=0.1)
     if mode == "bypass_mode":
         policy_loss = replace(policy_loss, rollout_correction={"rollout_is": "token"})
@@ -59,8 +61,6 @@ def ppo(mode="vanilla", aggregation="token-mean", **changes):
 
 
 def make_model(dtype=torch.float32, **changes):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -86,8 +86,6 @@ def make_engine(module, dtype=torch.float32, cls="FSDPEngineWithLMHead"):
 
 def make_batch(lengths, advantages, packing, *, seed=0, holes=0.0, **more):
     """A mini-batch as TransferQueue hands it over; row n has a response of lengths[n] tokens with advantage advantages[n]."""
-    from verl.utils import tensordict_utils as tu
-
     random = torch.Generator().manual_seed(seed)
     fields = {}
     for number, (length, advantage) in enumerate(zip(lengths, advantages, strict=True)):
@@ -113,10 +111,6 @@ def make_batch(lengths, advantages, packing, *, seed=0, holes=0.0, **more):
 
 def run_on_cpu(patch):
     """verl's engine on CPU tensors in this process."""
-    from verl.plugin.platform import platform_manager
-
-    from rl_accel.lab.verl_cpu.platform import PlatformCPU
-
     patch.setattr(platform_manager, "_current_platform", PlatformCPU())
 
 
@@ -328,8 +322,6 @@ def test_what_zero_advantages_do_not_silence_is_refused_by_name_and_left_to_verl
 
 
 def test_every_loss_that_verl_registers_is_tried_here():
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-
     assert {*POLICY_LOSS_REGISTRY} == {*SILENT, *LOUD}
 
 

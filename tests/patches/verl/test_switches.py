@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import pkgutil
 
 import pytest
 import torch
@@ -22,11 +23,8 @@ def held_by(patch) -> list:
     """What every binding of ``patch`` holds."""
     held = []
     for where in (patch.target, *patch.bindings):
-        module, _, path = where.partition(":")
-        path, _, key = path.rstrip("]").partition("[")
-        owner, _, name = path.rpartition(".")
-        holder = importlib.import_module(module)
-        found = vars(getattr(holder, owner) if owner else holder)[name]
+        name, _, key = where.rstrip("]").partition("[")
+        found = pkgutil.resolve_name(name)
         held.append(found[key] if key else found)
     return held
 
