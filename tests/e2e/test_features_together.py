@@ -7,8 +7,6 @@ test_tail_batching.py and test_reward_timeout.py cover the features separately.
 
 import json
 import string
-import subprocess
-import sys
 import zlib
 
 import pytest
@@ -66,20 +64,15 @@ def recipe(repo):
 
 
 @pytest.fixture(scope="module")
-def out(repo, tmp_path_factory, clean_environment):
-    out = tmp_path_factory.mktemp("together")
-    (out / "recipe.yaml").write_text(yaml.safe_dump(recipe(repo)))
-    words = [sys.executable, "-m", "rl_accel", "ab", str(out / "recipe.yaml"), "--out", str(out / "ab")]
-    done = subprocess.run(
-        [*words, "--steps", str(STEPS)], cwd=repo, env=clean_environment, capture_output=True, text=True
-    )
-    assert (out / "ab" / "summary.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
-    return out / "ab"
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("together") / "ab"
 
 
-@pytest.fixture(scope="module")
-def summary(out):
-    return json.loads((out / "summary.json").read_text())
+@pytest.fixture(scope="module", autouse=True)
+def summary(ab, repo, out):
+    file = out.with_name("recipe.yaml")
+    file.write_text(yaml.safe_dump(recipe(repo)))
+    return ab(file, out, f"--steps={STEPS}")
 
 
 @pytest.fixture(scope="module")

@@ -46,17 +46,15 @@ def left(tail_run, engine):
     return tail_run(
         "killed",
         STEPS,
-        loops,
-        agent_name,
+        (P0, R0),
         "trainer.n_gpus_per_node=2",
-        f"data.train_batch_size={P0}",
-        f"actor_rollout_ref.rollout.n={R0}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={P0}",
         "actor_rollout_ref.actor.use_kl_loss=True",
         f"critic.ppo_mini_batch_size={P0}",
         "trainer.test_freq=2",
         "+rl_accel.tail_batching.queue_threshold=3",
         "+rl_accel.tail_batching.domain_quotas={digits:5,letters:3}",
+        loops=loops,
+        agent_name=agent_name,
         env={
             "VERL_USE_EXTERNAL_MODULES": "rl_accel.lab.verl_cpu.plugin,kills_while_training",
             "KILLED_WHILE_TRAINING": VICTIMS[engine.name],
@@ -73,8 +71,8 @@ def test_training_goes_on_with_full_batches_and_equal_weights(left):
 
 
 def test_what_the_dead_server_generated_is_generated_again_and_it_is_started_again(left, engine):
-    assert sum(left.numbers("responses_failed")) >= 2, "at least two were running on it"
-    assert sum(left.numbers("prompts_failed")) == 0
+    assert sum(left.numbers("tail_batching/responses_failed")) >= 2, "at least two were running on it"
+    assert sum(left.numbers("tail_batching/prompts_failed")) == 0
     name = "hf_cpu_server_1" if engine.name == "hf_cpu" else r"\S+:\d+"
     assert re.search(f"rollout server {name} is dead, its requests go to the others", left.log)
     assert left.log.count("had died and was started again") == 2
@@ -107,5 +105,4 @@ def test_agent_loops_of_several_turns_are_trained(left):
 
 
 def test_validation_runs_in_between(left):
-    validated = {step for step, metrics in left.steps.items() if any(name.startswith("val-") for name in metrics)}
-    assert validated == {2, 4, 6}
+    assert left.validated == [2, 4, 6]

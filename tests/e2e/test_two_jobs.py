@@ -9,9 +9,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1500)]
 STEPS, PROMPTS = 10, 8
 OVERRIDES = (
     "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.n=4",
-    f"data.train_batch_size={PROMPTS}",
-    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
     "data.max_response_length=64",
     "ray_kwargs.ray_init.num_cpus=null",
     "ray_kwargs.ray_init.num_gpus=null",
@@ -35,7 +32,7 @@ def test_each_job_trains_its_own_prompts_once_or_is_refused_in_one_line(
     start_ray, recipe_command, read_lines, read_metrics, tmp_path
 ):
     """Both begin at once, so that they train at the same time. verl's reward workers have fixed names: each job has a namespace."""
-    command, environment = recipe_command(STEPS)
+    command, environment = recipe_command(STEPS, (PROMPTS, 4))
     platform = {key: value for key, value in environment.items() if key.startswith("VERL_")}
     address = start_ray(num_cpus=32, num_gpus=2, **platform, VERL_ENGINE_DEVICE="cuda", OMP_NUM_THREADS="1")
     (tmp_path / "driver.py").write_text(DRIVER)
