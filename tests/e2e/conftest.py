@@ -25,6 +25,13 @@ ROLES = ("TaskRunnerV1", "WorkerDict", "AgentLoopWorker", "RewardLoopWorker")
 """Names that Ray shows in the titles of the trainer, of FSDP workers, of agent loops and of reward workers."""
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks every test here as one that launches a trainer, and gives it the time for that."""
+    item.add_marker("e2e")
+    if not item.get_closest_marker("timeout"):
+        item.add_marker(pytest.mark.timeout(1500))
+
+
 @dataclass(frozen=True)
 class Engine:
     """A rollout engine that tests run on: its name, the Python of its environment, and its overrides."""
@@ -140,15 +147,9 @@ def read_processes() -> Callable[[Path], list[Features]]:
         processes = []
         for found in (json.loads(path.read_text()) for path in folder.glob("*.json")):
             features = found["status"]["features"]
-            processes += [
-                Features(
-                    role,
-                    {feature["name"]: feature["requested"] for feature in features},
-                    {feature["name"]: {switch["state"] for switch in feature["switches"]} for feature in features},
-                )
-                for role in ROLES
-                if role in found["title"]
-            ]
+            requested = {feature["name"]: feature["requested"] for feature in features}
+            states = {feature["name"]: {switch["state"] for switch in feature["switches"]} for feature in features}
+            processes += [Features(role, requested, states) for role in ROLES if role in found["title"]]
         return processes
 
     return read

@@ -5,7 +5,7 @@ Telemetry is on as well, and changes no number either. test_drafts.py and test_v
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 OVERRIDES = (
     "algorithm.adv_estimator=grpo",

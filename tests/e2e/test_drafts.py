@@ -13,10 +13,8 @@ import torch
 from rl_accel.drafts.index import SOURCES
 
 pytestmark = [
-    pytest.mark.e2e,
     pytest.mark.vllm,
     pytest.mark.full,
-    pytest.mark.timeout(1500),
     pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module"),
 ]
 

@@ -4,7 +4,7 @@ import pytest
 
 from rl_accel.telemetry.logs import read_log
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.full]
 
 
 @pytest.mark.vllm

@@ -10,7 +10,7 @@ import transformers
 
 from rl_accel.lab.ab.compare import compare
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]  # two runs of the trainer in the first set-up
+pytestmark = [pytest.mark.timeout(1200)]  # two runs of the trainer in the first set-up
 
 
 @pytest.fixture(scope="module")

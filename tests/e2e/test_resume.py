@@ -7,13 +7,9 @@ import pytest
 
 from rl_accel.lab.ab.recipe import NOT_COMPARED
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 
-LOSSLESS = (
-    "+rl_accel.auto=True",
-    "+rl_accel.telemetry.enable=True",
-    "+rl_accel.reward_timeout.enable=True",
-)
+LOSSLESS = ("+rl_accel.auto=True", "+rl_accel.telemetry.enable=True", "+rl_accel.reward_timeout.enable=True")
 TAIL = (
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.rollout.n=4",

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
-
 STEPS, PROMPTS, RESPONSES, VALIDATED = 8, 8, 4, 4
 FULL = 6.0
 REWARD = """

@@ -4,12 +4,7 @@ import json
 
 import pytest
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.sglang,
-    pytest.mark.timeout(1500),
-    pytest.mark.parametrize("engine", ["sglang"], indirect=True, scope="module"),
-]
+pytestmark = [pytest.mark.sglang, pytest.mark.parametrize("engine", ["sglang"], indirect=True, scope="module")]
 
 P0, R0, STEPS = 4, 4, 5
 REWARD = """

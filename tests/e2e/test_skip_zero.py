@@ -7,7 +7,7 @@ import yaml
 
 from rl_accel.lab.ab.recipe import NOT_COMPARED
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 
 STEPS = 15
 OF_TRAINED_ROWS = ["actor/ppo_kl", "actor/pg_clipfrac*"]

@@ -9,8 +9,6 @@ import pytest
 from rl_accel.telemetry.stage_clock import FILE_NAME, read_kept
 
 pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.timeout(1500),
     pytest.mark.parametrize(
         "engine",
         [

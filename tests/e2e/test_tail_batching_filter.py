@@ -3,7 +3,7 @@ it. Of every prompt that was begun the ledger says what became of it."""
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(900)]
 
 P0, R0, STEPS = 4, 2, 7
 ALWAYS, ONCE, KILLS = (1, 10), (5, 13), 8

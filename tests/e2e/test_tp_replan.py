@@ -10,9 +10,7 @@ import pytest
 import yaml
 
 pytestmark = [
-    pytest.mark.e2e,
     pytest.mark.full,
-    pytest.mark.timeout(1500),
     pytest.mark.vllm,
     pytest.mark.parametrize("engine", ["any"], indirect=True, scope="module"),
 ]

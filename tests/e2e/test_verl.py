@@ -14,7 +14,6 @@ GRPO = (
 )
 
 
-@pytest.mark.e2e
 @pytest.mark.full
 def test_grpo_on_a_cluster_that_runs_before_the_driver(train, start_ray, probe_environment, read_processes, tmp_path):
     """``colocate_async``, flags given in the script once it is connected: the latest moment at which that can work."""
@@ -51,16 +50,9 @@ rl_accel.enable(gae=True, advantages=True, sampler=True)
         assert process.states["gae"] == {"applied"} or (process.states["gae"] == {"waiting"} and not sure), process
 
 
-@pytest.mark.e2e
 def test_a_misspelt_flag_stops_the_run_before_a_cluster_starts(tmp_path, clean_environment):
-    done = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", "+rl_accel.gae.enabel=True"],
-        cwd=tmp_path,
-        env=clean_environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "+rl_accel.gae.enabel=True"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0
     assert "unknown key rl_accel.gae.enabel (did you mean rl_accel.gae.enable?)" in done.stderr
     assert "Started a local Ray instance" not in done.stdout + done.stderr

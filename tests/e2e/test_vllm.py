@@ -12,12 +12,7 @@ import pytest
 
 from rl_accel.lab.ab.recipe import NOT_COMPARED
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.vllm,
-    pytest.mark.timeout(1500),
-    pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module")]
 
 BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
 """Layers, keys and values, heads, their dimension, bytes of a float."""
@@ -100,20 +95,13 @@ def test_responses_that_migrated_have_the_probabilities_of_the_trainer(stock, ba
 def test_what_cannot_work_is_said_before_ray_starts(recipe_command, tmp_path):
     rollout = "actor_rollout_ref.rollout"
     command, environment = recipe_command(1)
-    done = subprocess.run(
-        [
-            *command,
-            f"{rollout}.dtype=bfloat16",
-            f"{rollout}.enable_sleep_mode=True",
-            f"{rollout}.max_model_len=4096",
-            f"{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes=100000",
-        ],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    command += [
+        f"{rollout}.dtype=bfloat16",
+        f"{rollout}.enable_sleep_mode=True",
+        f"{rollout}.max_model_len=4096",
+        f"{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes=100000",
+    ]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode != 0
     for override in (
         f"{rollout}.dtype=float32",
