@@ -208,20 +208,22 @@ def forking(clean_environment) -> Iterator[list[str]]:
 def python(clean_environment, tmp_path, request) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a Python script in a fresh process outside the checkout: ``python(source, "word", RL_ACCEL_CONFIG=...)``.
 
+    ``code`` is the exit code that it must have, None for any.
     With ``fork=True`` it is one of ``forking``, which serves where it does not matter that torch has been imported; it ends with
     the last line of the script, without the two seconds that Python takes to take so many modules apart.
     It runs again, twice at most, where Ray does not start in the time that it allows itself.
     """
 
-    def run(source: str, *words: str, fork: bool = False, timeout: float = 540, **environment: str) -> Any:
+    def run(source: str, *words: str, fork: bool = False, code: Any = 0, timeout: float = 540, **env: str) -> Any:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source) + fork * END)
         interpreter = request.getfixturevalue("forking") if fork else [sys.executable]
-        command, env = [*interpreter, str(script), *words], {**clean_environment, **environment}
+        command, env = [*interpreter, str(script), *words], {**clean_environment, **env}
         for _ in range(STARTS):
             done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout)
             if RAY_DID_NOT_START not in done.stderr:
                 break
+        assert code in (None, done.returncode), done.stdout[-4000:] + done.stderr[-4000:]
         return done
 
     return run

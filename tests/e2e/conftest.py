@@ -3,9 +3,10 @@
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
@@ -19,8 +20,16 @@ from rl_accel.lab.ab.runner import Stop, last_lines, prepare, ray_temp_dir, supe
 
 PROBE = Path(__file__).parent / "probe"
 LOOPS = Path(__file__).parent / "loops"
+MAIN = 'import runpy; runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)'
 ROLES = ("TaskRunnerV1", "WorkerDict", "AgentLoopWorker", "RewardLoopWorker")
 """Names that Ray shows in the titles of the trainer, of FSDP workers, of agent loops and of reward workers."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks every test here as one that launches a trainer, and gives it the time for that."""
+    item.add_marker("e2e")
+    if not item.get_closest_marker("timeout"):
+        item.add_marker(pytest.mark.timeout(1500))
 
 
 @dataclass(frozen=True)
@@ -48,18 +57,22 @@ def engine(request, repo) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def recipe_command(repo, workspace, clean_environment, engine) -> Callable[[int], tuple[list[str], dict[str, str]]]:
-    """``recipe_command(steps)``: the command of the shipped recipe's stock arm, on the engine, and its environment."""
+def recipe_command(repo, workspace, clean_environment, engine) -> Callable[..., tuple[list[str], dict[str, str]]]:
+    """``recipe_command(steps, batch=None)``: the command of the shipped recipe's stock arm, on the engine, and its environment.
 
-    def plan(steps: int) -> tuple[list[str], dict[str, str]]:
+    ``batch``: the number of prompts that a step trains, in one mini-batch, and of responses to each.
+    """
+
+    def plan(steps: int, batch: tuple[int, int] | None = None) -> tuple[list[str], dict[str, str]]:
         recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
         (run,) = plan_runs(load(recipe_file), recipe_file.parent, workspace, arms=["stock"], steps=steps)
+        command = [engine.python, *run.command[1:], *engine.overrides]
+        if batch:
+            prompts, responses = batch
+            command += [f"data.train_batch_size={prompts}", f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}"]
+            command += [f"actor_rollout_ref.rollout.n={responses}"]
         added = {key: value for key, value in run.env.items() if value is not None}
-        return [engine.python, *run.command[1:], *engine.overrides], {
-            **clean_environment,
-            **added,
-            "PYTHONUNBUFFERED": "1",
-        }
+        return command, {**clean_environment, **added, "PYTHONUNBUFFERED": "1"}
 
     return plan
 
@@ -75,11 +88,55 @@ class Features:
 
 @dataclass
 class Run:
-    """What a finished trainer left: its log, metrics by step, and the features in each of its processes."""
+    """What a trainer left: its log and metrics by step; the ledger of tail batching; the rows of its data; its processes."""
 
     log: str
-    steps: list[dict[str, float]]
-    processes: list[Features]
+    steps: dict[int, dict[str, float]]
+    ledger: list[dict] = field(default_factory=list)
+    data: pd.DataFrame | None = None
+    processes: list[Features] = field(default_factory=list)
+
+    @property
+    def validated(self):
+        """The steps with a validation."""
+        return [step for step, metrics in self.steps.items() if any(name.startswith("val-") for name in metrics)]
+
+    def numbers(self, name):
+        return [metrics["rl_accel/" + name] for metrics in self.steps.values()]
+
+    def settled(self, how):
+        """Return row by prompt id of all that were ``trained``, ``rejected`` or ``failed``."""
+        return {prompt_id: row for line in self.ledger for prompt_id, row in line[how].items()}
+
+    def assert_on_policy(self):
+        """Every step trained on samples of the weights it then updated."""
+        assert "dtype mismatch" not in self.log
+        assert "could not be cleared" not in self.log
+        for metrics in self.steps.values():
+            assert metrics["training/rollout_probs_diff_max"] < 1e-4
+            assert metrics["training/off_policy/trajectory_staleness/max"] == 0
+            assert metrics["training/off_policy/trajectory_spans/max"] == 1
+            assert 0 < metrics["actor/grad_norm"] < 1e4
+
+    def assert_sound(self, steps, prompts, ghosts=False):
+        """Every step trained a full batch, on-policy."""
+        assert list(self.steps) == [line["step"] for line in self.ledger] == list(range(1, steps + 1))
+        self.assert_on_policy()
+        assert set(self.numbers("tail_batching/prompts_trained")) == {prompts}
+        assert ghosts or set(self.numbers("tail_batching/ghost_keys")) == {0.0}
+
+
+def supervise(command, environment, folder, follow=lambda metrics: None, completes=True) -> Run:
+    """Run a trainer in ``folder``. ``follow(metrics)`` is called a few times a second with the path of its metrics.
+
+    ``completes``: whether it is to end by itself.
+    """
+    metrics, log = folder / "metrics.jsonl", folder / "train.log"
+    with ray_temp_dir() as ray_dir:
+        environment = {**environment, "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
+        outcome = supervised(command, environment, folder, log, Stop(), lambda: bool(follow(metrics)), ray_dir)
+    assert (outcome.exit_code == 0) == completes, last_lines(log, 80)
+    return Run(log.read_text(errors="replace"), metrics_of(metrics))
 
 
 @pytest.fixture(scope="session")
@@ -90,15 +147,9 @@ def read_processes() -> Callable[[Path], list[Features]]:
         processes = []
         for found in (json.loads(path.read_text()) for path in folder.glob("*.json")):
             features = found["status"]["features"]
-            processes += [
-                Features(
-                    role,
-                    {feature["name"]: feature["requested"] for feature in features},
-                    {feature["name"]: {switch["state"] for switch in feature["switches"]} for feature in features},
-                )
-                for role in ROLES
-                if role in found["title"]
-            ]
+            requested = {feature["name"]: feature["requested"] for feature in features}
+            states = {feature["name"]: {switch["state"] for switch in feature["switches"]} for feature in features}
+            processes += [Features(role, requested, states) for role in ROLES if role in found["title"]]
         return processes
 
     return read
@@ -131,29 +182,40 @@ def probe_environment() -> Callable[[Path], dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def train(recipe_command, probe_environment, read_processes) -> Callable[..., Run]:
-    """``train(driver, *overrides, folder, steps=2, **env)``: run a driver script with the overrides of the stock arm.
+    """``train(*overrides, folder, begin="", steps=2, batch=None, **env)``: run the stock arm in a script.
 
-    The driver gets verl's overrides as its arguments. ``folder`` must be new for each run.
+    It begins with ``begin``. ``folder`` must be new for each run.
     """
 
-    def run(driver: str, *overrides: str, folder: Path, steps: int = 2, **env: str) -> Run:
-        command, environment = recipe_command(steps)
+    def run(*overrides: str, folder: Path, begin: str = "", steps: int = 2, batch=None, **env: str) -> Run:
+        command, environment = recipe_command(steps, batch)
         folder.mkdir(exist_ok=True)
-        script, log, metrics, probes = (folder / n for n in ("driver.py", "train.log", "metrics.jsonl", "status"))
-        script.write_text(driver)
+        script, probes = folder / "driver.py", folder / "status"
+        script.write_text(begin + MAIN)
         probes.mkdir()
         first = next(index for index, item in enumerate(command) if index and "=" in item)
         command = [command[0], str(script), *command[first:], *overrides]
-        with ray_temp_dir() as ray_dir:
-            environment |= {
-                **probe_environment(probes),
-                "VERL_FILE_LOGGER_PATH": str(metrics),
-                "RAY_TMPDIR": str(ray_dir),
-                **env,
-            }
-            outcome = supervised(command, environment, folder, log, Stop(), lambda: False, ray_dir)
-        assert outcome.exit_code == 0, last_lines(log, 60)
-        return Run(log.read_text(errors="replace"), list(metrics_of(metrics).values()), read_processes(probes))
+        done = supervise(command, {**environment, **probe_environment(probes), **env}, folder)
+        done.processes = read_processes(probes)
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def launch(recipe_command) -> Callable[..., Run]:
+    """``launch(folder, steps, batch, *overrides, checkpoints, before, env, follow, completes)``: run the stock arm in ``folder``.
+
+    ``checkpoints`` is a folder in it unless given; ``before`` are words before the command, ``env`` are more variables.
+    """
+
+    def run(folder, steps, batch, *overrides, checkpoints=None, before=(), env=None, **how):
+        checkpoints = checkpoints or folder / "checkpoints"
+        planned, environment = recipe_command(steps, batch)
+        command = [*before, *planned, *overrides, f"trainer.default_local_dir={checkpoints}"]
+        done = supervise(command, {**environment, **(env or {})}, folder, **how)
+        done.ledger = read_json_lines(checkpoints / "tail_batching" / "ledger.jsonl")
+        return done
 
     return run
 
@@ -200,88 +262,53 @@ def kill_first() -> Callable[[str, Path], int]:
     return kill
 
 
-@dataclass
-class TailRun:
-    """What a run with tail batching left: its log, metrics by step, the ledger, and the rows of its data."""
-
-    log: str
-    steps: dict[int, dict[str, float]]
-    ledger: list[dict]
-    data: pd.DataFrame
-
-    def numbers(self, name):
-        return [metrics["rl_accel/tail_batching/" + name] for metrics in self.steps.values()]
-
-    def settled(self, how):
-        """Return row by prompt id of all that were ``trained``, ``rejected`` or ``failed``."""
-        return {prompt_id: row for line in self.ledger for prompt_id, row in line[how].items()}
-
-    def assert_sound(self, steps, prompts, ghosts=False):
-        """Every step trained a full batch, on samples of the weights it then updated."""
-        assert list(self.steps) == [line["step"] for line in self.ledger] == list(range(1, steps + 1))
-        assert "dtype mismatch" not in self.log
-        assert "could not be cleared" not in self.log
-        for metrics in self.steps.values():
-            assert metrics["training/rollout_probs_diff_max"] < 1e-4
-            assert metrics["training/off_policy/trajectory_staleness/max"] == 0
-            assert metrics["training/off_policy/trajectory_spans/max"] == 1
-            assert 0 < metrics["actor/grad_norm"] < 1e4
-        assert set(self.numbers("prompts_trained")) == {prompts}
-        assert ghosts or set(self.numbers("ghost_keys")) == {0.0}
-
-
 @pytest.fixture(scope="module")
-def tail_run(recipe_command, workspace, tmp_path_factory):
-    """``tail_run(name, steps, loops, agent_name, *overrides, follow, reward, env)``: train on rows of the recipe, each with the
-    agent loop that ``agent_name(index)`` names.
+def tail_run(launch, workspace, tmp_path_factory):
+    """``tail_run(name, steps, batch, *overrides, loops, agent_name, reward, follow, env)``: train on rows of the recipe, each
+    with the agent loop that ``agent_name(index)`` names, verl's own unless given.
 
     ``loops`` are entries of verl's agent_loop_config_path, in which ``{out}`` is a folder of the run's own; ``reward`` is
-    the source of a reward module; ``env`` are more variables. ``follow(metrics, steps)`` is called a few times a second
-    with the path of the metrics and the number of steps in the ledger.
+    the source of a reward module; ``follow`` and ``env`` are those of ``launch``.
     """
 
-    def run(name, steps, loops, agent_name, *overrides, follow=lambda metrics, settled: None, reward=None, env=None):
+    def run(
+        name, steps, batch, *overrides, loops=(), agent_name=lambda _: "single_turn_agent", reward=None, env=None, **how
+    ):
         out = tmp_path_factory.mktemp(name)
         data = pd.read_parquet(workspace / "task" / "train.parquet").head(256)
         data["agent_name"] = [agent_name(index) for index in range(len(data))]
         data["data_source"] = [truth["ground_truth"] for truth in data["reward_model"]]
         data.to_parquet(out / "train.parquet")
         (out / "loops.yaml").write_text(yaml.safe_dump(loops).replace("{out}", str(out)))
-        planned, environment = recipe_command(steps)
-        command = [
-            *planned,
+        usual = [
             f"data.train_files={out / 'train.parquet'}",
             "data.shuffle=False",
             "data.max_response_length=160",
             "data.val_max_samples=4",
             "actor_rollout_ref.rollout.agent.num_workers=2",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={out / 'loops.yaml'}",
-            f"trainer.default_local_dir={out / 'checkpoints'}",
             "+rl_accel.tail_batching.enable=True",
-            *overrides,
         ]
         if reward is not None:
             (out / "reward.py").write_text(reward)
-            command.append(f"reward.custom_reward_function.path={out / 'reward.py'}")
-        metrics, log = out / "metrics.jsonl", out / "train.log"
-        ledger = out / "checkpoints" / "tail_batching" / "ledger.jsonl"
-        with ray_temp_dir() as ray_dir:
-            environment |= {
-                "VERL_FILE_LOGGER_PATH": str(metrics),
-                "PYTHONPATH": str(LOOPS),
-                "RAY_TMPDIR": str(ray_dir),
-                **(env or {}),
-            }
-            outcome = supervised(
-                command,
-                environment,
-                out,
-                log,
-                Stop(),
-                lambda: bool(follow(metrics, len(read_json_lines(ledger)))),
-                ray_dir,
-            )
-        assert outcome.exit_code == 0, last_lines(log, 80)
-        return TailRun(log.read_text(errors="replace"), metrics_of(metrics), read_json_lines(ledger), data)
+            usual.append(f"reward.custom_reward_function.path={out / 'reward.py'}")
+        done = launch(out, steps, batch, *usual, *overrides, env={"PYTHONPATH": str(LOOPS), **(env or {})}, **how)
+        done.data = data
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def ab(repo, clean_environment) -> Callable[..., dict]:
+    """``ab(recipe, out, *options, python=..., env={})``: the summary that ``rl-accel ab`` leaves in the folder ``out``."""
+
+    def run(recipe, out, *options, python=sys.executable, env=None):
+        words = [python, "-m", "rl_accel", "ab", str(recipe), "--out", str(out), *options]
+        environment = {**clean_environment, **(env or {})}
+        done = subprocess.run(words, cwd=repo, env=environment, capture_output=True, text=True)
+        assert (out / "summary.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
+        print(done.stdout)
+        return json.loads((out / "summary.json").read_text())
 
     return run

@@ -8,18 +8,13 @@ import subprocess
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 
 
 @pytest.mark.parametrize(
     ("engine", "example", "seed", "victims"),
     [
-        (
-            "hf_cpu",
-            "verl_tail_batching",
-            16,
-            [["anchor store", "agent-loop worker"], ["trainer", "reward worker"]],
-        ),
+        ("hf_cpu", "verl_tail_batching", 16, [["anchor store", "agent-loop worker"], ["trainer", "reward worker"]]),
         pytest.param("sglang", "verl_sglang_cpu", 1, [["server", "engine"]], marks=pytest.mark.sglang),
     ],
     indirect=["engine"],

@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 from scipy.stats import chisquare
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.vllm,
-    pytest.mark.timeout(1500),
-    pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module")]
 
 SCRIPTS = Path(__file__).parent / "drafts"
 

@@ -7,8 +7,6 @@ test_tail_batching.py and test_reward_timeout.py cover the features separately.
 
 import json
 import string
-import subprocess
-import sys
 import zlib
 
 import pytest
@@ -19,7 +17,7 @@ from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.profile import read_run
 from rl_accel.telemetry.stage_clock import read_kept
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 STEPS, P0, R0, VALIDATED = 5, 16, 4, 4
 LAUNCHED = {"short": 20 * 5, "long": P0 * R0, "final": P0 * R0}
@@ -44,14 +42,10 @@ def recipe(repo):
     for recipes, ours in (("${recipe_dir}", str(examples / "verl_code_reward")), *SLOWER_MACHINE):
         assert any(recipes in override for override in rewards), recipes
         rewards = [override.replace(recipes, ours) for override in rewards]
+    prepare = f"python {examples}/verl_ppo_cpu/prepare.py ${{out}}/task --lengths published --prompts 200"
     return {
         "extends": str(examples / "verl_tail_batching" / "recipe.yaml"),
-        "prepare": [
-            "python",
-            str(examples / "verl_ppo_cpu" / "prepare.py"),
-            "${out}/task",
-            *("--lengths", "published", "--prompts", "200"),
-        ],
+        "prepare": prepare.split(),
         "overrides": [
             *rewards,
             f"+reward.custom_reward_function.reward_kwargs.one_in={ONE_IN}",
@@ -66,20 +60,15 @@ def recipe(repo):
 
 
 @pytest.fixture(scope="module")
-def out(repo, tmp_path_factory, clean_environment):
-    out = tmp_path_factory.mktemp("together")
-    (out / "recipe.yaml").write_text(yaml.safe_dump(recipe(repo)))
-    words = [sys.executable, "-m", "rl_accel", "ab", str(out / "recipe.yaml"), "--out", str(out / "ab")]
-    done = subprocess.run(
-        [*words, "--steps", str(STEPS)], cwd=repo, env=clean_environment, capture_output=True, text=True
-    )
-    assert (out / "ab" / "summary.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
-    return out / "ab"
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("together") / "ab"
 
 
-@pytest.fixture(scope="module")
-def summary(out):
-    return json.loads((out / "summary.json").read_text())
+@pytest.fixture(scope="module", autouse=True)
+def summary(ab, repo, out):
+    file = out.with_name("recipe.yaml")
+    file.write_text(yaml.safe_dump(recipe(repo)))
+    return ab(file, out, f"--steps={STEPS}")
 
 
 @pytest.fixture(scope="module")

@@ -4,32 +4,30 @@ import json
 import subprocess
 import sys
 
+import pandas
 import pytest
+import transformers
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]  # two runs of the trainer in the first set-up
+from rl_accel.lab.ab.compare import compare
 
-
-@pytest.fixture(scope="module")
-def out(repo, tmp_path_factory, clean_environment, probe_environment):
-    """The folder that ``rl-accel ab`` wrote, with what the status probe found in ``status/``."""
-    out, probes = tmp_path_factory.mktemp("recipe") / "ab", tmp_path_factory.mktemp("status")
-    done = subprocess.run(
-        [sys.executable, "-m", "rl_accel", "ab", "examples/verl_ppo_cpu/recipe.yaml", "--out", str(out), "--steps=2"],
-        cwd=repo,
-        env={**clean_environment, **probe_environment(probes)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    print(done.stdout)
-    assert (out / "summary.json").exists(), done.stderr[-3000:]
-    probes.rename(out / "status")
-    return out
+pytestmark = [pytest.mark.timeout(1200)]  # two runs of the trainer in the first set-up
 
 
 @pytest.fixture(scope="module")
-def summary(out):
-    return json.loads((out / "summary.json").read_text())
+def out(tmp_path_factory):
+    """The folder that ``rl-accel ab`` writes."""
+    return tmp_path_factory.mktemp("recipe") / "ab"
+
+
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory):
+    """The folder of what the status probe finds."""
+    return tmp_path_factory.mktemp("status")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def summary(ab, out, probes, probe_environment):
+    return ab("examples/verl_ppo_cpu/recipe.yaml", out, "--steps=2", env=probe_environment(probes))
 
 
 def test_every_metric_of_training_is_identical(out, summary):
@@ -40,14 +38,8 @@ def test_every_metric_of_training_is_identical(out, summary):
         assert checks[name]["status"] == "green", checks[name]
 
 
-def test_compare_says_of_the_two_arms_what_the_ab_said(out, summary, tmp_path):
-    from click.testing import CliRunner
-
-    from rl_accel.lab.ab.compare import compare
-
-    words = [str(out / "stock-seed0"), "--against", str(out / "accelerated-seed0"), "--out", str(tmp_path)]
-    done = CliRunner().invoke(compare, words)
-    assert done.exit_code == 0, done.output
+def test_compare_says_of_the_two_arms_what_the_ab_said(invoke, out, summary, tmp_path):
+    invoke(compare, out / "stock-seed0", "--against", out / "accelerated-seed0", "--out", tmp_path)
     found = json.loads((tmp_path / "summary.json").read_text())
     of_ab = [line for line in summary["headline"] if "was busy when" not in line and "check" not in line]
     assert found["headline"] == of_ab
@@ -56,8 +48,8 @@ def test_compare_says_of_the_two_arms_what_the_ab_said(out, summary, tmp_path):
     assert found["differences"] == summary["differences"]
 
 
-def test_flags_of_the_run_reach_every_process_of_that_arm_alone(out, read_processes):
-    processes = read_processes(out / "status")
+def test_flags_of_the_run_reach_every_process_of_that_arm_alone(probes, read_processes):
+    processes = read_processes(probes)
     for role in ("TaskRunnerV1", "WorkerDict", "AgentLoopWorker", "RewardLoopWorker"):
         # One process of each role an arm; the stock arm has no flags at all.
         assert sorted(p.requested["gae"] for p in processes if p.role == role) == ["by name", "off"], processes
@@ -80,9 +72,6 @@ def test_verls_own_log_says_what_was_applied_and_saved(out):
 
 
 def test_the_task_is_what_verl_reads_and_is_made_only_once(repo, out, clean_environment):
-    import pandas
-    import transformers
-
     task = out / "task"
     written = (task / "model" / "model.safetensors").stat().st_mtime_ns
     command = [sys.executable, str(repo / "examples" / "verl_ppo_cpu" / "prepare.py"), str(task)]

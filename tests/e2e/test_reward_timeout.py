@@ -1,14 +1,10 @@
 """Rewards that hang, on the real trainer: they are killed early, and training outlives kill -9 of everything that scores."""
 
 import json
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-
-from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
-
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 STEPS, PROMPTS, RESPONSES, VALIDATED = 8, 8, 4, 4
 FULL = 6.0
@@ -30,31 +26,14 @@ VICTIMS = {2: "ray::AnchorStore", 3: "rl_accel/reward/worker", 5: "ray::RewardLo
 """What is killed once so many steps are logged, by its command line."""
 
 
-@dataclass
-class Left:
-    """What a run left: its log, its metrics by step, the file of anchors, and what was killed."""
-
-    log: str
-    steps: dict[int, dict[str, float]]
-    anchors: dict
-    killed: dict[str, int] = field(default_factory=dict)
-
-    def numbers(self, name):
-        return [metrics["rl_accel/reward_timeout/" + name] for metrics in self.steps.values()]
-
-
 @pytest.fixture(scope="module")
-def left(recipe_command, workspace, read_metrics, kill_first, tmp_path_factory):
-    out = tmp_path_factory.mktemp("reward")
+def left(launch, workspace, read_metrics, kill_first, tmp_path_factory):
+    """What the run left, what was killed, and the file of anchors."""
+    out, killed = tmp_path_factory.mktemp("reward"), {}
     (out / "reward.py").write_text(REWARD)
     pd.read_parquet(workspace / "task" / "train.parquet").head(PROMPTS).to_parquet(out / "train.parquet")
-    planned, environment = recipe_command(STEPS)
-    command = [
-        *planned,
+    overrides = [
         "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.rollout.n={RESPONSES}",
-        f"data.train_batch_size={PROMPTS}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
         "actor_rollout_ref.rollout.agent.num_workers=2",
         "data.max_response_length=64",
         f"data.train_files={out / 'train.parquet'}",
@@ -63,7 +42,6 @@ def left(recipe_command, workspace, read_metrics, kill_first, tmp_path_factory):
         "trainer.test_freq=4",
         "reward.num_workers=2",
         f"reward.custom_reward_function.path={out / 'reward.py'}",
-        f"trainer.default_local_dir={out / 'checkpoints'}",
         "+rl_accel.reward_timeout.enable=True",
         f"+rl_accel.reward_timeout.maximum={FULL}",
         "+rl_accel.reward_timeout.minimum=0.5",
@@ -71,21 +49,20 @@ def left(recipe_command, workspace, read_metrics, kill_first, tmp_path_factory):
         "+rl_accel.reward_timeout.timeout_score=-0.5",
         "+rl_accel.reward_timeout.workers=4",
     ]
-    metrics, log, killed = out / "metrics.jsonl", out / "train.log", {}
 
-    def follow():
+    def follow(metrics):
         settled = len(read_metrics(metrics))
         for step, name in VICTIMS.items():
             if settled >= step and name not in killed:
                 killed[name] = kill_first(name, metrics)
-        return False
 
-    with ray_temp_dir() as ray_dir:
-        environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
-        outcome = supervised(command, environment, out, log, Stop(), follow, ray_dir)
-    assert outcome.exit_code == 0, last_lines(log, 80)
-    anchors = json.loads((out / "checkpoints" / "rl_accel_reward_anchors.json").read_text())
-    return Left(log.read_text(errors="replace"), read_metrics(metrics), anchors["anchors"], killed)
+    run = launch(out, STEPS, (PROMPTS, RESPONSES), *overrides, follow=follow)
+    anchors = json.loads((out / "checkpoints" / "rl_accel_reward_anchors.json").read_text())["anchors"]
+
+    def numbers(name):
+        return run.numbers("reward_timeout/" + name)
+
+    return SimpleNamespace(log=run.log, steps=run.steps, numbers=numbers, anchors=anchors, killed=killed)
 
 
 def test_training_goes_on_whatever_is_killed(left):

@@ -1,8 +1,5 @@
 """Real verl with binary rewards, stock and without responses of advantage 0: the same bits, step by step, in less time."""
 
-import json
-import subprocess
-import sys
 from fnmatch import fnmatch
 
 import pytest
@@ -10,7 +7,7 @@ import yaml
 
 from rl_accel.lab.ab.recipe import NOT_COMPARED
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 
 STEPS = 15
 OF_TRAINED_ROWS = ["actor/ppo_kl", "actor/pg_clipfrac*"]
@@ -28,7 +25,7 @@ OVERRIDES = [
 
 
 @pytest.fixture(scope="module")
-def steps(repo, tmp_path_factory, clean_environment):
+def steps(ab, read_metrics, repo, tmp_path_factory):
     """The metrics of each step, by arm."""
     folder = tmp_path_factory.mktemp("skip_zero")
     base = repo / "examples" / "verl_skip_zero" / "recipe.yaml"
@@ -38,28 +35,9 @@ def steps(repo, tmp_path_factory, clean_environment):
     reward = f"reward.custom_reward_function.path={base.parent / 'reward.py'}"
     recipe = {"extends": str(base), "overrides": [reward, *OVERRIDES], "prepare": prepare.split()}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    words = [
-        "ab",
-        str(folder / "recipe.yaml"),
-        "--out",
-        str(folder / "ab"),
-        f"--steps={STEPS}",
-        "--arms=stock,skip_zero",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "rl_accel", *words],
-        cwd=repo,
-        env=clean_environment,
-        capture_output=True,
-        text=True,
-        timeout=2100,
-    )
-    print(done.stdout[-4000:], done.stderr[-2000:])
-    lines = {arm: (folder / f"ab/{arm}-seed0/metrics.jsonl").read_text() for arm in ("stock", "skip_zero")}
-    return {
-        arm: [row["data"] for row in map(json.loads, text.splitlines()) if row["step"] >= 1]
-        for arm, text in lines.items()
-    }
+    ab(folder / "recipe.yaml", folder / "ab", f"--steps={STEPS}", "--arms=stock,skip_zero")
+    arms = ("stock", "skip_zero")
+    return {arm: [*read_metrics(folder / f"ab/{arm}-seed0/metrics.jsonl").values()] for arm in arms}
 
 
 def test_every_metric_of_training_is_identical_but_for_means_over_rows(steps):

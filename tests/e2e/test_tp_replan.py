@@ -9,12 +9,8 @@ import pandas as pd
 import pytest
 import yaml
 
-from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
-
 pytestmark = [
-    pytest.mark.e2e,
     pytest.mark.full,
-    pytest.mark.timeout(1500),
     pytest.mark.vllm,
     pytest.mark.parametrize("engine", ["any"], indirect=True, scope="module"),
 ]
@@ -39,9 +35,6 @@ OVERRIDES = (
     "data.shuffle=False",
     "data.max_response_length=160",
     "algorithm.adv_estimator=grpo",
-    f"actor_rollout_ref.rollout.n={R0}",
-    f"data.train_batch_size={P0}",
-    f"actor_rollout_ref.actor.ppo_mini_batch_size={P0}",
     "trainer.n_gpus_per_node=2",
     "+rl_accel.sampler.enable=True",
     "+rl_accel.tp_replan.enable=True",
@@ -50,8 +43,8 @@ OVERRIDES = (
 
 
 @pytest.fixture(scope="module")
-def out(repo, workspace, engine, recipe_command, tmp_path_factory):
-    """The folder of the run: train.log, and metrics.jsonl of the last launch."""
+def run(repo, workspace, engine, launch, tmp_path_factory):
+    """The log of the run, and the steps of its last launch."""
     out = tmp_path_factory.mktemp("tp")
     data = pd.read_parquet(workspace / "task" / "train.parquet").head(P0 * STEPS)
     data["agent_name"] = ["short" if row < P0 * SHORT_STEPS else "long" for row in range(len(data))]
@@ -61,48 +54,38 @@ def out(repo, workspace, engine, recipe_command, tmp_path_factory):
         for name, tokens in (("short", SHORT), ("long", LONG))
     ]
     (out / "loops.yaml").write_text(yaml.safe_dump(loops))
-    planned, environment = recipe_command(STEPS)
-    command = [
-        *(engine.python, "-m", "rl_accel", "run", "--pause", "0", "--"),
-        *planned,
+    return launch(
+        out,
+        STEPS,
+        (P0, R0),
         *OVERRIDES,
         *MEMORY[engine.name],
         f"data.train_files={out / 'train.parquet'}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={out / 'loops.yaml'}",
-        f"trainer.default_local_dir={out / 'checkpoints'}",
-    ]
-    with ray_temp_dir() as ray_dir:
-        environment |= {
-            "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
-            "PYTHONPATH": str(repo / "tests" / "e2e" / "loops"),
-            "RAY_TMPDIR": str(ray_dir),
-        }
-        outcome = supervised(command, environment, out, out / "train.log", Stop(), lambda: False, ray_dir)
-    assert outcome.exit_code == 0, last_lines(out / "train.log", 80)
-    return out
+        before=(engine.python, "-m", "rl_accel", "run", "--pause", "0", "--"),
+        env={"PYTHONPATH": str(repo / "tests" / "e2e" / "loops")},
+    )
 
 
-def test_a_restart_goes_on_at_the_exact_step(out):
-    log = (out / "train.log").read_text(errors="replace")
+def test_a_restart_goes_on_at_the_exact_step(run):
     # Ray may lose the last lines of a trainer that ends; these are the launcher's own.
     restart = (
         r"run: restart (\d) of at most 6, after step (\d+) \(raise TP 1 to 2: preemptions are .* expected: .*\), with: "
     )
-    assert re.findall(restart, log) == [("1", str(DECIDED_AT))]
-    tracebacks = [line for line in log.splitlines() if "Traceback" in line]
+    assert re.findall(restart, run.log) == [("1", str(DECIDED_AT))]
+    tracebacks = [line for line in run.log.splitlines() if "Traceback" in line]
     # Ray may end an actor of TransferQueue while it closes its sockets.
     assert not [line for line in tracebacks if "SimpleStorageUnit" not in line], tracebacks
-    assert "dtype mismatch" not in log
-    steps = [int(step) for step in re.findall(r"step:(\d+) - .*training/global_step", log)]
+    assert "dtype mismatch" not in run.log
+    steps = [int(step) for step in re.findall(r"step:(\d+) - .*training/global_step", run.log)]
     assert [step for step in steps if step < DECIDED_AT] == list(range(1, DECIDED_AT)), (
         "no step of the first launch is made twice"
     )
 
 
-def test_one_server_of_two_ranks_serves_what_two_could_not(out, engine, read_metrics):
-    steps = read_metrics(out / "metrics.jsonl")
-    assert list(steps) == list(range(DECIDED_AT + 1, STEPS + 1)), "the second launch makes the others"
-    for metrics in steps.values():
+def test_one_server_of_two_ranks_serves_what_two_could_not(run, engine):
+    assert list(run.steps) == list(range(DECIDED_AT + 1, STEPS + 1)), "the second launch makes the others"
+    for metrics in run.steps.values():
         ours = {name: metrics[f"rl_accel/tp_replan/{name}"] for name in ("tp", "wanted_tp", "changes", "preemptions")}
         assert (ours["tp"], ours["wanted_tp"]) == (2.0, 2.0)
         assert ours["changes"] == 1.0, "the planner's state came along"

@@ -5,43 +5,15 @@ import sys
 
 import pytest
 
-MAIN = """
-import runpy, sys
-runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
-"""
 GRPO = (
+    "trainer.v1.trainer_mode=colocate_async",
     "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.n=4",
-    "data.train_batch_size=16",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=16",  # one update a step: at the first the policy still is the reference
     "actor_rollout_ref.actor.use_kl_loss=True",
     "actor_rollout_ref.ref.fsdp_config.strategy=fsdp2",
     "actor_rollout_ref.ref.strategy=fsdp2",
 )
 
 
-def assert_reached_every_role(processes) -> None:
-    assert len({process.role for process in processes}) == 4, processes
-    for process in processes:
-        assert process.requested["gae"] == "by name", process
-        # A process that never computes an advantage need not import the module.
-        sure = process.role in ("TaskRunnerV1", "WorkerDict")
-        assert process.states["gae"] == {"applied"} or (process.states["gae"] == {"waiting"} and not sure), process
-
-
-def assert_sound(run, on_policy: int) -> None:
-    """``on_policy`` is how many of the steps train only on samples of the newest weights."""
-    assert len(run.steps) == 2
-    assert "dtype mismatch" not in run.log
-    for metrics in run.steps[:on_policy]:
-        assert metrics["training/rollout_probs_diff_max"] < 1e-4
-    for metrics in run.steps:
-        assert 0 < metrics["actor/grad_norm"] < 1e4
-        assert metrics["rl_accel/advantages/applied"] == 1.0
-    assert run.steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
-
-
-@pytest.mark.e2e
 @pytest.mark.full
 def test_grpo_on_a_cluster_that_runs_before_the_driver(train, start_ray, probe_environment, read_processes, tmp_path):
     """``colocate_async``, flags given in the script once it is connected: the latest moment at which that can work."""
@@ -52,29 +24,35 @@ def test_grpo_on_a_cluster_that_runs_before_the_driver(train, start_ray, probe_e
     address = start_ray(
         num_cpus=16, num_gpus=1, VERL_FILE_LOGGER_PATH=str(metrics), **run_on_cpu, **probe_environment(far)
     )
-    driver = f"""
+    begin = f"""
 import ray, rl_accel
 ray.init(address="{address}")
 rl_accel.enable(gae=True, advantages=True, sampler=True)
 """
-    run = train(
-        driver + MAIN, *GRPO, "trainer.v1.trainer_mode=colocate_async", folder=tmp_path, RL_ACCEL_FORK_SERVER="0"
-    )
-    assert_sound(run, on_policy=1)  # later steps of this mode go on with what older weights began
-    assert_reached_every_role(read_processes(far))
-    assert run.steps[0]["rl_accel/sampler/polls"] >= 1  # a later step may find its samples finished
+    # 16 prompts in one update a step: at the first the policy still is the reference.
+    run = train(*GRPO, begin=begin, batch=(16, 4), folder=tmp_path, RL_ACCEL_FORK_SERVER="0")
+    assert list(run.steps) == [1, 2]
+    assert "dtype mismatch" not in run.log
+    for metrics in run.steps.values():
+        assert 0 < metrics["actor/grad_norm"] < 1e4
+        assert metrics["rl_accel/advantages/applied"] == 1.0
+    # Later steps of this mode go on with what older weights began.
+    assert run.steps[1]["training/rollout_probs_diff_max"] < 1e-4
+    assert run.steps[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert run.steps[1]["rl_accel/sampler/polls"] >= 1  # a later step may find its samples finished
+
+    processes = read_processes(far)
+    assert len({process.role for process in processes}) == 4, processes
+    for process in processes:
+        assert process.requested["gae"] == "by name", process
+        # A process that never computes an advantage need not import the module.
+        sure = process.role in ("TaskRunnerV1", "WorkerDict")
+        assert process.states["gae"] == {"applied"} or (process.states["gae"] == {"waiting"} and not sure), process
 
 
-@pytest.mark.e2e
 def test_a_misspelt_flag_stops_the_run_before_a_cluster_starts(tmp_path, clean_environment):
-    done = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", "+rl_accel.gae.enabel=True"],
-        cwd=tmp_path,
-        env=clean_environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "+rl_accel.gae.enabel=True"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0
     assert "unknown key rl_accel.gae.enabel (did you mean rl_accel.gae.enable?)" in done.stderr
     assert "Started a local Ray instance" not in done.stdout + done.stderr

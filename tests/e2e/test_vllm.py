@@ -12,15 +12,8 @@ import pytest
 
 from rl_accel.lab.ab.recipe import NOT_COMPARED
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.vllm,
-    pytest.mark.timeout(1500),
-    pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module")]
 
-STOCK = "from verl.trainer.main_ppo import main\nmain()\n"
-AUTO = "import rl_accel\nrl_accel.enable(auto=True, telemetry=True)\n" + STOCK
 BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
 """Layers, keys and values, heads, their dimension, bytes of a float."""
 NOT_EQUAL = ("rollout_corr/*", "training/rollout_*")
@@ -29,12 +22,12 @@ NOT_EQUAL = ("rollout_corr/*", "training/rollout_*")
 
 @pytest.fixture(scope="module")
 def arm(train, tmp_path_factory):
-    """``arm(driver, *overrides, **environment)``: the run, and the greedy responses of its first validation by prompt."""
+    """``arm(*overrides, **of_train)``: the run, and the greedy responses of its first validation by prompt."""
 
-    def run(driver, *overrides, **environment):
+    def run(*overrides, **of_train):
         folder = tmp_path_factory.mktemp("arm")
         validated = ("trainer.val_before_train=True", f"trainer.validation_data_dir={folder / 'validations'}")
-        done = train(driver, *validated, *overrides, folder=folder, **environment)
+        done = train(*validated, *overrides, folder=folder, **of_train)
         rows = map(json.loads, (folder / "validations" / "0.jsonl").read_text().splitlines())
         return done, {row["input"]: row["output"] for row in rows}
 
@@ -43,20 +36,19 @@ def arm(train, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(arm):
-    return arm(STOCK)
+    return arm()
 
 
 @pytest.fixture(scope="module")
 def auto(arm):
     """Its flags come from the script."""
-    return arm(AUTO)
+    return arm(begin="import rl_accel\nrl_accel.enable(auto=True, telemetry=True)\n")
 
 
 @pytest.fixture(scope="module")
 def balanced(arm):
     """Its flags come from the command line. Sampled responses migrate as well, after which vLLM draws other tokens."""
     return arm(
-        STOCK,
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.max_num_seqs=4",
         "actor_rollout_ref.rollout.agent.num_workers=2",
@@ -71,7 +63,7 @@ def balanced(arm):
 @pytest.mark.full  # test_recipe.py shows it on the CPU engine
 def test_lossless_features_change_no_number_of_training(stock, auto):
     assert len(stock[0].steps) == len(auto[0].steps) == 2
-    for before, after in zip(stock[0].steps, auto[0].steps, strict=True):
+    for before, after in zip(stock[0].steps.values(), auto[0].steps.values(), strict=True):
         compared = [n for n in before if not any(fnmatch(n, pattern) for pattern in (*NOT_COMPARED, *NOT_EQUAL))]
         assert len(compared) > 60
         assert {name: after.get(name) for name in compared} == {name: before[name] for name in compared}
@@ -94,8 +86,8 @@ def test_responses_that_migrated_have_the_probabilities_of_the_trainer(stock, ba
     assert greedy == stock[1]
     assert re.search("stopped [0-9a-f]{32}", run.log)
     assert len(run.steps) == 2
-    assert sum(step["rl_accel/balance/moves"] for step in run.steps) > 0
-    for step in run.steps:
+    assert sum(run.numbers("balance/moves")) > 0
+    for step in run.steps.values():
         assert step["training/rollout_probs_diff_max"] < 1e-4
         assert step["response_length/mean"] > 50
 
@@ -103,20 +95,13 @@ def test_responses_that_migrated_have_the_probabilities_of_the_trainer(stock, ba
 def test_what_cannot_work_is_said_before_ray_starts(recipe_command, tmp_path):
     rollout = "actor_rollout_ref.rollout"
     command, environment = recipe_command(1)
-    done = subprocess.run(
-        [
-            *command,
-            f"{rollout}.dtype=bfloat16",
-            f"{rollout}.enable_sleep_mode=True",
-            f"{rollout}.max_model_len=4096",
-            f"{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes=100000",
-        ],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    command += [
+        f"{rollout}.dtype=bfloat16",
+        f"{rollout}.enable_sleep_mode=True",
+        f"{rollout}.max_model_len=4096",
+        f"{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes=100000",
+    ]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode != 0
     for override in (
         f"{rollout}.dtype=float32",

@@ -35,11 +35,8 @@ PROMPTS = [[5 + i % 4, *range(10, 20), 9 + i % 4, 7] for i in range(8)]
 def engine(model, drafting=True, **options):
     """Real vLLM, with drafts or without."""
     if drafting:
-        options["speculative_config"] = {
-            "method": "custom_class",
-            "model": "proposers.Eager",
-            "num_speculative_tokens": 8,
-        }
+        drafter = {"method": "custom_class", "model": "proposers.Eager"}
+        options["speculative_config"] = {**drafter, "num_speculative_tokens": 8}
         options["additional_config"] = {"rl_accel_drafts": {"memory_mb": 20}}
     options = {"max_model_len": 512, "kv_cache_memory_bytes": 2**27, "disable_log_stats": True, **options}
     return LLM(str(model), dtype="float32", enforce_eager=True, **options)
@@ -56,10 +53,10 @@ def begin(llm, proposer="Eager", batch_limit=1024):
 
 
 def generate(llm, prompts, **sampling):
+    """Greedy responses of up to 60 tokens, unless told otherwise. ``seed`` is that of the first prompt."""
+    sampling = {"temperature": 0, "max_tokens": 60, **sampling}
     seed = sampling.pop("seed", None)
-    each = [
-        SamplingParams(seed=None if seed is None else seed + n, **sampling) for n in range(0, 100 * len(prompts), 100)
-    ]
+    each = [SamplingParams(seed=seed and seed + 100 * n, **sampling) for n in range(len(prompts))]
     return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], each, use_tqdm=False)
 
 
@@ -84,18 +81,9 @@ def forward(model, sequence, temperature=1.0):
 def small_model(folder):
     """A model of four words."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=WORDS,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    config = Qwen2Config(**sizes, **heads, initializer_range=0.3, bos_token_id=None, eos_token_id=None)
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():
         model.lm_head.weight.mul_(0.3)
@@ -123,18 +111,11 @@ def samples(model, llm):
     prompt = [1, 2, 0, 1, 2, 2, 1]
     expected = exact(model, prompt)
     found = {}
+    each = {"n": 100, "temperature": 1.0, "max_tokens": TOKENS, "stop_token_ids": [STOP], "detokenize": False}
     for name in ("Eager", "with seeds", "Always", "AlwaysStop"):
-        begin(llm, "Eager" if name == "with seeds" else name)
-        requests = generate(
-            llm,
-            [prompt] * ((SEEDED if name == "with seeds" else SAMPLES) // 100),
-            n=100,
-            temperature=1.0,
-            max_tokens=TOKENS,
-            stop_token_ids=[STOP],
-            detokenize=False,
-            seed=7 if name == "with seeds" else None,  # of requests
-        )
+        proposer, count, seed = ("Eager", SEEDED, 7) if name == "with seeds" else (name, SAMPLES, None)
+        begin(llm, proposer)
+        requests = generate(llm, [prompt] * (count // 100), seed=seed, **each)
         seen = Counter(tuple(response) for response in tokens(requests))
         found[name] = [seen[response] for response in expected]
         if name == "Eager":
@@ -146,37 +127,27 @@ def samples(model, llm):
 def greedy(stock, ours, folder):
     """Greedy responses without drafts and with: in two epochs; with a short max_model_len, and memory so little that requests
     are preempted."""
-    plain = tokens(generate(stock, PROMPTS, temperature=0, max_tokens=300, ignore_eos=True))
-    epochs = []
+    long = {"max_tokens": 300, "ignore_eos": True}
+    answer = {"plain": tokens(generate(stock, PROMPTS, **long)), "epochs": []}
     for _ in range(2):
-        requests = generate(
-            ours, PROMPTS, temperature=0, max_tokens=300, ignore_eos=True, prompt_logprobs=0, logprobs=0
-        )
-        epochs.append(tokens(requests))
+        requests = generate(ours, PROMPTS, prompt_logprobs=0, logprobs=0, **long)
+        answer["epochs"].append(tokens(requests))
         new_weights(ours)
-    asked = [len(request.prompt_logprobs) for request in requests]
-    told = counts(ours)
+    answer["prompt_logprobs"] = [len(request.prompt_logprobs) for request in requests]
+    answer["counts"] = counts(ours)
     block = 2 * 2 * 2 * 32 * 4 * 128  # layers, keys and values, heads, their dimension, bytes, tokens
     little = {"max_model_len": 200, "kv_cache_memory_bytes": 8 * block, "block_size": 128, "disable_log_stats": False}
     tight = engine(folder, **little)
-    cut = tokens(generate(tight, PROMPTS, temperature=0, max_tokens=300, ignore_eos=True))
-    counted = [metric.value for metric in tight.get_metrics() if metric.name == "vllm:num_preemptions"]
-    return {
-        "plain": plain,
-        "epochs": epochs,
-        "prompt_logprobs": asked,
-        "counts": told,
-        "cut": cut,
-        "preemptions": sum(counted),
-    }
+    answer["cut"] = tokens(generate(tight, PROMPTS, **long))
+    preempted = [metric.value for metric in tight.get_metrics() if metric.name == "vllm:num_preemptions"]
+    return {**answer, "preemptions": sum(preempted)}
 
 
 def stops(llm):
     """Greedy responses with a string that ends them, and after an abort."""
-    text = generate(llm, PROMPTS[:1], temperature=0, max_tokens=60, ignore_eos=True)[0].outputs[0].text
-    stop = text[40:43]
-    generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True)
-    requests = generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True, stop=[stop])
+    text = generate(llm, PROMPTS[:1], ignore_eos=True)[0].outputs[0].text
+    generate(llm, PROMPTS, ignore_eos=True)
+    requests = generate(llm, PROMPTS, ignore_eos=True, stop=[text[40:43]])
     for number, prompt in enumerate(PROMPTS):
         sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         llm.llm_engine.add_request(f"aborted {number}", {"prompt_token_ids": prompt}, sampling)
@@ -185,7 +156,7 @@ def stops(llm):
         if step == 10:
             llm.llm_engine.abort_request(["aborted 0", "aborted 3"])
     llm.llm_engine.abort_request([f"aborted {number}" for number in range(len(PROMPTS))])
-    again = tokens(generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True))
+    again = tokens(generate(llm, PROMPTS, ignore_eos=True))
     return [[output.text for request in requests for output in request.outputs], again]
 
 

@@ -44,16 +44,6 @@ class Worker:
         return dict(self.anchors.timeout.anchors())
 
 
-def until(ready):
-    """Return what ``ready()`` returns once that is something."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if found := ready():
-            return found
-        time.sleep(0.2)
-    raise AssertionError("not within 60 seconds")
-
-
 def all_know(count, *workers):
     """What all of ``workers`` know, if that is the same ``count`` anchors."""
     first, *others = ray.get([worker.known.remote() for worker in workers])
@@ -69,12 +59,12 @@ def store_holds(count):
     return found if len(found) == count else None
 
 
-def test_anchors_are_shared_and_saved_and_outlive_the_owner_of_the_store(job, tmp_path):
+def test_anchors_are_shared_and_saved_and_outlive_the_owner_of_the_store(job, wait_for, tmp_path):
     path = tmp_path / "anchors.json"
     one, other, third = (ray.remote(Worker).options(num_cpus=0).remote(str(path)) for _ in range(3))
     anchors = {"a": (1.0, 1.0, 1)}
     ray.get(one.learn.remote("a", 1.0))
-    assert until(lambda: all_know(1, one, other)) == anchors
+    assert wait_for(lambda: all_know(1, one, other), "its anchor at the other") == anchors
     _, counts = ray.get(ray.get_actor(reward_anchors.store_name()).take_counts.remote())
     assert (counts["executions"], counts["anchors"]) == (1.0, 1.0)
     assert json.loads(path.read_text())["anchors"] == {"a": [1.0, 1.0, 1]}
@@ -82,9 +72,9 @@ def test_anchors_are_shared_and_saved_and_outlive_the_owner_of_the_store(job, tm
     ray.kill(one)  # it asked first, so it owns the store, which goes with it; the next to ask makes another
     ray.get(other.learn.remote("b", 2.0))
     anchors["b"] = (2.0, 2.0, 1)
-    assert until(lambda: store_holds(2)) == anchors
+    assert wait_for(lambda: store_holds(2), "the new store") == anchors
 
-    assert until(lambda: all_know(2, other, third)) == anchors
+    assert wait_for(lambda: all_know(2, other, third), "both anchors at the third") == anchors
 
 
 def test_a_step_that_is_logged_has_all_that_was_counted_before(job):

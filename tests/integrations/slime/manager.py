@@ -31,16 +31,9 @@ def manager(folder, features, load=None, **flags):
     config.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     cluster = {"rollout_num_gpus": 0, "global_batch_size": 32, "num_rollout": ROLLOUTS}
     args = parsed(URL, MODEL, PROMPTS, custom_config_path=config, **cluster, **flags)
-    args.__dict__.update(
-        train_backend="megatron",
-        debug_rollout_only=False,
-        debug_train_only=False,
-        load_debug_rollout_data=None,
-        ref_load=None,
-        micro_batch_size=1,
-        save=f"{FOLDER}/{folder}",
-        load=load,
-    )
+    off = {"debug_rollout_only": False, "debug_train_only": False, "load_debug_rollout_data": None, "ref_load": None}
+    given = {"train_backend": "megatron", "micro_batch_size": 1, "save": f"{FOLDER}/{folder}", "load": load}
+    args.__dict__.update(off | given)
     slime_arguments.slime_validate_args(args)
     slime_arguments.sglang_validate_args(args)
     args.load = load
@@ -99,15 +92,9 @@ def logged(start):
 
 
 if __name__ == "__main__":
-    ray.init(
-        address="local",
-        num_cpus=3,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100_000_000,
-        _temp_dir=FOLDER,
-        runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
-    )
+    env = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
+    quiet = {"include_dashboard": False, "log_to_driver": False}
+    ray.init(address="local", num_cpus=3, object_store_memory=10**8, _temp_dir=FOLDER, runtime_env=env, **quiet)
     try:  # the rewards first: only then is a line of the log certain to be theirs
         print(json.dumps({"rewards": grade_and_lose_the_store(), "tail": train_and_resume()}))
     finally:

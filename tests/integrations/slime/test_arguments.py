@@ -26,12 +26,13 @@ CHECKS = {
     "tp_replan": (tp_replan.check, TP_REPLAN.flags),
 }
 TAIL_ON = TAIL_BATCHING.flags(enable=True)
-DISTILLATION = {"flags": {"grader": "slime.rollout.on_policy_distillation.reward_func"}}
+DISTILLATION = "slime.rollout.on_policy_distillation.reward_func"
 GRADER = {"settings": {"reward_timeout": {"grader": "other.rm"}}}
 TWO_FILES = "--custom-config-path my.yaml --custom-config-path=ours.yaml"
 ONE_FILE = r"one --custom-config-path, found my\.yaml and ours\.yaml: put their keys into one"
 GAE_IDLE = "rl-accel: gae has nothing to do: it serves --advantage-estimator ppo, found "
 ADVANTAGES_IDLE = "rl-accel: advantages has nothing to do: it serves --advantage-estimator reinforce_plus_plus, found "
+LOG_AFTER = "log-function-path own.log is called after ours"
 OWN = {"advantage_estimator": "ppo", "custom_advantage_function_path": "my.adv"}
 
 
@@ -46,7 +47,7 @@ OWN = {"advantage_estimator": "ppo", "custom_advantage_function_path": "my.adv"}
         ("tail_batching", {"flags": {"enable": False}}, r"rl_accel\.tail_batching\.enable is not set"),
         ("reward_timeout", {"rollout_sample_hook_path": ["my.hook"]}, r"_path to hold rl_accel.*found \['my\.hook'\]"),
         ("reward_timeout", {"flags": {"grader": reward_timeout.RM_HOOK}}, "grader wants the .* --custom-rm-path named"),
-        ("reward_timeout", DISTILLATION, "found slime's on-policy distillation"),
+        ("reward_timeout", {"flags": {"grader": DISTILLATION}}, "found slime's on-policy distillation"),
         ("reward_timeout", {"flags": {"enable": False}}, r"rl_accel\.reward_timeout\.enable is not set"),
         ("tp_replan", {"rollout_external": True}, "rollout_external to be unset"),
         ("tp_replan", {"prefill_num_servers": 1}, "prefill_num_servers to be unset, found 1"),
@@ -110,16 +111,8 @@ def launched(arguments_of, monkeypatch):
         ("reward_timeout", {"line": "--rm-type math"}, None),
         ("reward_timeout", {"custom_rm_path": "my.rm"}, "--custom-rm-path my.rm is now rl_accel.reward_timeout.grader"),
         ("reward_timeout", {"rollout_sample_hook_path": ["my.hook"]}, None),
-        (
-            "tp_replan",
-            {"custom_rollout_log_function_path": "own.log"},
-            "--custom-rollout-log-function-path own.log is called after ours",
-        ),
-        (
-            "tp_replan",
-            {"custom_eval_rollout_log_function_path": "own.log"},
-            "--custom-eval-rollout-log-function-path own.log is called after ours",
-        ),
+        ("tp_replan", {"custom_rollout_log_function_path": "own.log"}, f"--custom-rollout-{LOG_AFTER}"),
+        ("tp_replan", {"custom_eval_rollout_log_function_path": "own.log"}, f"--custom-eval-rollout-{LOG_AFTER}"),
         ("reward_timeout", {"line": "--data-source-path own.Source"}, None),
         ("reward_timeout", {"rollout_function_path": "my.rollout", "eval_function_path": "my.eval"}, None),
     ],
@@ -127,8 +120,7 @@ def launched(arguments_of, monkeypatch):
 def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launched, caplog, feature, given, says):
     args = launched([feature], **given)
     assert hooks.data_source(args) == "the source"
-    said = [record.getMessage() for record in caplog.records if record.name == "rl_accel"]
-    assert said == ([f"rl-accel: {says}"] if says else [])
+    assert caplog.messages == ([f"rl-accel: {says}"] if says else [])
     for key, ours in custom_config.HOOKS[feature].items():
         assert getattr(args, key) == ([*given.get(key, []), *ours] if isinstance(ours, list) else ours)
     assert hooks.flags_of(args)[REWARD_TIMEOUT].grader == given.get("custom_rm_path")
@@ -151,11 +143,7 @@ def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launche
         ("drafts", {"line": "--sglang-speculative-algorithm EAGLE"}, "-speculative-algorithm = NGRAM, found EAGLE"),
         ("drafts", {"sglang_speculative_num_steps": 3}, "--sglang-speculative-num-steps = unset, found 3"),
         ("tail_batching", {"line": TWO_FILES}, ONE_FILE),
-        (
-            "reward_timeout",
-            {"custom_rm_path": "slime.rollout.on_policy_distillation.reward_func"},
-            "wants a grader that",
-        ),
+        ("reward_timeout", {"custom_rm_path": DISTILLATION}, "wants a grader that"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_a_rollout(launched, feature, given, message):
@@ -254,8 +242,7 @@ def test_tail_batching_is_put_in_place(launched, monkeypatch):
 def test_the_hook_of_megatron_says_what_has_nothing_to_do_and_calls_that_of_the_line(launched, caplog, given, said):
     args = launched(["gae", "advantages"], **given)
     hooks.megatron_init(args)
-    found = [record.getMessage() for record in caplog.records if record.name == "rl_accel"]
-    assert list(dict.fromkeys(found)) == said
+    assert list(dict.fromkeys(caplog.messages)) == said
     assert args.calls == (["init"] if "line" in given else [])
     caplog.clear()
     args.rl_accel = {"auto": True}
@@ -265,7 +252,6 @@ def test_the_hook_of_megatron_says_what_has_nothing_to_do_and_calls_that_of_the_
 
 @pytest.mark.slow
 def test_a_ray_process_knows_the_words_of_its_jobs_launch_line(python, ray_address):
-    pytest.importorskip("ray", reason="ray is not installed")
     words = ["--a", 'a "b" c', "--b", "it's", '--c={"d": 1}', "--e", "", "--data-source-path=my.Source"]
     done = python(
         f"""

@@ -22,13 +22,8 @@ def run(slime_root, serve, router, model_folder, prompts_file, clean_environment
     environment = {**clean_environment, "PYTHONPATH": os.pathsep.join(path)}
     url = router(serve())
     with tempfile.TemporaryDirectory(prefix="rla", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        done = subprocess.run(
-            [sys.executable, *map(str, (here / "manager.py", url, model_folder, prompts_file, folder))],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
+        command = [sys.executable, here / "manager.py", url, model_folder, prompts_file, folder]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         yield {**json.loads(done.stdout.splitlines()[-1]), "folder": Path(folder)}
 
@@ -45,13 +40,12 @@ def test_the_manager_trains_every_prompt_once_also_after_a_resume(run):
 
 def test_the_manager_logs_what_grading_did_and_survives_the_loss_of_the_store(run):
     *rollouts, evaluation = run["rewards"]
-    totals = Counter()
-    for line in rollouts:  # while the store is away the numbers of a rollout come with the next, and some of them twice
-        totals.update(
-            {name: line.get(f"rl_accel/reward_timeout/{name}", 0) for name in ("executions", "timeouts", "errors")}
-        )
-    assert (totals["timeouts"], totals["errors"]) == (4, 4)
-    assert totals["executions"] >= 96
+
+    def total(name):  # while the store is away the numbers of a rollout come with the next, and some of them twice
+        return sum(line.get(f"rl_accel/reward_timeout/{name}", 0) for line in rollouts)
+
+    assert (total("timeouts"), total("errors")) == (4, 4)
+    assert total("executions") >= 96
     assert rollouts[0]["rl_accel/reward_timeout/anchors"] >= 6
     assert rollouts[2]["rl_accel/reward_timeout/anchors"] >= 20, "the new store knows what was known"
     assert all("rollout/response_len/mean" in line for line in rollouts), "slime's own numbers are there"

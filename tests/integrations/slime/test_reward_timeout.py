@@ -3,11 +3,10 @@
 import asyncio
 import json
 import threading
-import time
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import rl_accel
@@ -67,27 +66,23 @@ def counts():
     return Counter({**grading.anchors.take_delta().counts, "anchors": len(grading.anchors.timeout)})
 
 
-def alive(folder):
-    """Processes that graders have left word of and that still run."""
-    numbers = [int(part) for file in Path(folder).iterdir() for part in file.name.split("-")]
-
-    def runs(number):
-        try:
-            return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        except OSError:
-            return False
-
-    assert numbers, "nothing has begun to hang"
-    return [number for number in numbers if runs(number)]
+def ended(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
-def gone(folder):
-    end = time.monotonic() + 60
-    while alive(folder):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
+@pytest.fixture
+def gone(wait_for):
+    """``gone(folder)`` waits until the processes that graders have left word of there have ended."""
+
+    def wait(folder):
+        pids = [int(part) for file in folder.iterdir() for part in file.name.split("-")]
+        assert pids, "nothing has begun to hang"
+        return wait_for(lambda: all(map(ended, pids)), "the end of graders")
+
+    return wait
 
 
 def test_off_ends_what_grades_and_later_flags_begin_anew(judged, sample_of):
@@ -164,7 +159,9 @@ def test_a_grader_that_fails_fails_as_in_slime_or_is_counted_and_reported_once(j
 @pytest.mark.parametrize(
     ("grader", "does"), [("plain", "hang"), ("without_await", "spin"), ("awaiting", "hang"), ("awaiting", "refuse")]
 )
-def test_a_grader_that_hangs_is_killed_at_the_limit_with_all_that_it_started(judged, sample_of, tmp_path, grader, does):
+def test_a_grader_that_hangs_is_killed_at_the_limit_with_all_that_it_started(
+    judged, sample_of, gone, tmp_path, grader, does
+):
     judge = judged(grader, maximum=1.0)
     assert judge(sample_of()) == 1.0
     assert judge(sample_of(does=does, pids=str(tmp_path))) == 0.0
@@ -242,15 +239,14 @@ def test_a_limit_is_learned_from_right_answers_for_a_prompt_and_not_for_its_neig
     assert found["anchors"] == 1
 
 
-def test_cancelling_kills(judged, sample_of, tmp_path):
+def test_cancelling_kills(judged, sample_of, gone, wait_for, tmp_path):
     from slime.utils.async_utils import get_async_loop
 
     judge = judged("plain", maximum=300.0)
     judge(sample_of())
     sample = sample_of(does="hang", pids=str(tmp_path))
     waiting = asyncio.run_coroutine_threadsafe(judge.stock(judge.args, sample), get_async_loop().loop)
-    while not any(tmp_path.iterdir()):
-        time.sleep(0.01)
+    wait_for(lambda: any(tmp_path.iterdir()), "the grader to hang")
     waiting.cancel()
     assert gone(tmp_path)
     assert judge(sample_of()) == 1.0
@@ -350,12 +346,11 @@ def rows_file(tmp_path, **metadata):
     return str(file)
 
 
-def test_hanging_and_raising_graders_do_not_stall_slimes_own_rollout(start, tmp_path):
+def test_hanging_and_raising_graders_do_not_stall_slimes_own_rollout(start, gone, tmp_path):
     (tmp_path / "pids").mkdir()
     data = rows_file(tmp_path, pids=str(tmp_path / "pids"))
     *_, rollout = start(prompt_data=data)
-    output = rollout(0)
-    samples = {sample.index: sample for group in output.samples for sample in group}
+    samples = {sample.index: sample for group in rollout(0).samples for sample in group}
     assert len(samples) == 32
     by_row = {row: [s.reward for s in samples.values() if s.metadata["row"] == row] for row in range(8)}
     assert by_row.pop(2) == by_row.pop(5) == [0.0] * 4
@@ -367,8 +362,7 @@ def test_hanging_and_raising_graders_do_not_stall_slimes_own_rollout(start, tmp_
 
 def test_a_group_is_judged_in_slimes_own_rollout(start, tmp_path):
     *_, rollout = start(prompt_data=rows_file(tmp_path, hanging=[]), group_rm=True)
-    output = rollout(0)
-    for group in output.samples:
+    for group in rollout(0).samples:
         wanted = 0.0 if group[0].metadata["row"] == 5 else 1.0
         assert [s.reward for s in group] == [wanted * (s.index % 2) for s in group]
 
@@ -395,7 +389,7 @@ def test_an_evaluation_is_held_to_what_training_taught_and_teaches_nothing(start
     assert (found["eval_executions"], found["executions"], found["anchors"]) == (80, 0, 7)
 
 
-def test_tail_batching_has_the_graders_of_dropped_responses_killed_at_once(start, tmp_path):
+def test_tail_batching_has_the_graders_of_dropped_responses_killed_at_once(start, gone, tmp_path):
     """The limit is longer than a test may take."""
     (tmp_path / "pids").mkdir()
     data = rows_file(tmp_path, hanging=[1, 4], pids=str(tmp_path / "pids"))
@@ -415,5 +409,5 @@ def test_a_rollout_that_never_grades_is_named_once(end_grading, caplog):
     args = SimpleNamespace(rollout_function_path="slime.rollout.sft_rollout.generate_rollout")
     rl_accel.disable()
     assert [numbers_of(Rollout(number, args, [], {}, 1.0)) for number in range(2)] == [{}, {}]
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "rl_accel"]
+    (line,) = caplog.messages
     assert "reward_timeout has nothing to do: --rollout-function-path slime.rollout.sft_rollout" in line

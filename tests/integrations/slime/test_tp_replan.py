@@ -68,16 +68,12 @@ def play(arguments_of, cluster):
     return make
 
 
-def lines(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "rl_accel"]
-
-
 def test_advice_is_one_line_and_asked_for_once(play, caplog):
     run = play(sglang_pp_size=2, rollout_num_gpus_per_engine=2)
     numbers = [run.rollout(number, count) for number, count in enumerate([*RISE, 60])]
     assert [logged["wanted_tp"] for logged in numbers] == [1] * 7 + [2, 1]
     assert numbers[7] == {"tp": 1.0, "wanted_tp": 2.0, "preemptions": 60.0, "changes": 0.0}
-    (line,) = [line for line in lines(caplog) if "advice" in line]
+    (line,) = [line for line in caplog.messages if "advice" in line]
     assert "advice after rollout 7: raise TP 1 to 2" in line
     assert line.endswith("for the next launch: --rollout-num-gpus-per-engine 4"), "two stages of two"
 
@@ -94,7 +90,7 @@ def test_what_does_not_answer_is_unknown_in_one_line_and_decides_nothing(play, c
     setattr(cluster, absent, None)
     run = play()
     assert [run.rollout(number) for number in range(8)] == [{"tp": 1.0, "wanted_tp": 1.0, "changes": 0.0}] * 8
-    assert sum(f"preemptions are unknown, http://{words}" in line for line in lines(caplog)) == 1
+    assert sum(f"preemptions are unknown, http://{words}" in line for line in caplog.messages) == 1
 
 
 def test_preemptions_are_those_of_the_rollout_and_unknown_if_a_server_was_started_anew(play, cluster):

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import ray
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 
 SIZES = {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": 4, "critic.ppo_mini_batch_size": 8}
 SIZES |= {"trainer.n_gpus_per_node": 4, "actor_rollout_ref.rollout.tensor_model_parallel_size": 1}
@@ -28,8 +31,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(scope="session")
 def composed() -> Any:
     """verl's own defaults but for sizes, an engine and folders."""
-    from hydra import compose, initialize_config_module
-
     given = {**SIZES, "trainer.default_local_dir": "/somewhere/run", "actor_rollout_ref.rollout.name": "vllm"}
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", [f"{key}={value}" for key, value in given.items()])
@@ -38,7 +39,6 @@ def composed() -> Any:
 @pytest.fixture
 def configured(composed: Any) -> Callable[..., Any]:
     """``configured({"trainer.use_v1": False})``: a copy of verl's configuration with these values."""
-    from omegaconf import OmegaConf
 
     def change(keys: dict[str, Any]) -> Any:
         config = composed.copy()
@@ -52,8 +52,6 @@ def configured(composed: Any) -> Callable[..., Any]:
 @pytest.fixture(scope="module")
 def job(ray_address: str, forking: list[str], request: pytest.FixtureRequest) -> Iterator[None]:
     """Makes this process the driver of a job for the tests of a module, whose classes actors get by value; actors are forks."""
-    import ray
-
     module = sys.modules[request.module.__name__]
     ray.cloudpickle.register_pickle_by_value(module)
     ray.init(address=ray_address, runtime_env={"py_executable": shlex.join(forking)})
@@ -65,7 +63,6 @@ def job(ray_address: str, forking: list[str], request: pytest.FixtureRequest) ->
 @pytest.fixture(scope="session")
 def kill() -> Callable[[Any], None]:
     """``kill(actor)`` sends SIGKILL to its process, and returns when Ray knows."""
-    import ray
 
     def end(actor: Any) -> None:
         last_call = actor.__ray_call__.remote(lambda _: os.kill(os.getpid(), signal.SIGKILL))

@@ -5,8 +5,6 @@ import itertools
 import pytest
 from omegaconf import OmegaConf
 
-pytest.importorskip("verl", reason="verl is not installed")
-
 from rl_accel.integrations.verl import agent_loop, reward_timeout, tail_batching, telemetry
 from rl_accel.integrations.verl.reward_worker_proxy import RewardWorkerProxy
 from rl_accel.patches.verl import config_intake

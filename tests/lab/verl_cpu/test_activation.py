@@ -56,6 +56,7 @@ def test_with_it_verl_finds_every_part_and_a_run_that_cannot_work_stops_before_a
         verl.trainer.main_ppo.main()
         """,
         fork=True,
+        code=None,
         VERL_PLATFORM="cpu",
         VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin",
         MODEL=str(model_folder),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError
 
@@ -27,8 +28,6 @@ MORE = [pytest.param(replicas, 500, marks=[pytest.mark.slow, pytest.mark.full]) 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    import torch
-
     monkeypatch.setitem(engines._ENGINES, "balance_test", ENGINE)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several engines on few cores: more threads would wait for each other
@@ -238,8 +237,7 @@ async def test_a_function_for_the_process_of_the_server_gets_the_request_by_its_
     async def call(function, request_id):
         return function("server", request_id)
 
-    server = SimpleNamespace(__ray_call__=client.Method(call))
-    balanced = client.BalancedServer(None, "ticket", "name", server)
+    balanced = client.BalancedServer(None, "ticket", "name", SimpleNamespace(__ray_call__=client.Method(call)))
     assert await balanced.__ray_call__.remote(lambda *told: told, "request") == ("server", "ticket")
 
 

@@ -5,22 +5,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tensordict import TensorDict
+from transformers import AutoTokenizer
+from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
+from verl.protocol import DataProto
+from verl.trainer.ppo.reward import load_reward_manager
+
+from rl_accel.features import RewardTimeoutFlags
+from rl_accel.integrations.verl.reward_timeout import wire
+from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION
+from rl_accel.patches.verl.verl_run import VerlRun
 
 
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(model_folder)
 
 
 @pytest.fixture
 def configure(configured: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     """``configure(source, flags, keys)``: verl's configuration, wired, with ``source`` as the custom reward function's module."""
-    from rl_accel.features import RewardTimeoutFlags
-    from rl_accel.integrations.verl.reward_timeout import wire
-    from rl_accel.patches.verl.verl_run import VerlRun
 
     def make(source: str | None = None, flags: Any = (), keys: Any = ()) -> Any:
         given = {"trainer.default_local_dir": str(tmp_path / "checkpoints")}
@@ -38,20 +45,12 @@ def configure(configured: Callable[..., Any], tmp_path: Path) -> Callable[..., A
 @pytest.fixture
 def manager_of(tokenizer: Any) -> Callable[[Any], Any]:
     """``manager_of(config)``: the reward manager that verl itself loads for ``config``."""
-    from verl.trainer.ppo.reward import load_reward_manager
-
     return lambda config: load_reward_manager(config, tokenizer)
 
 
 @pytest.fixture
 def responses(tokenizer: Any) -> Callable[..., list[Any]]:
     """``responses("a", "b", ground_truth=..., **columns)``: one DataProto for each text, as an agent loop sends it."""
-    import numpy as np
-    import torch
-    from tensordict import TensorDict
-    from verl.protocol import DataProto
-
-    from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION
 
     def make(*texts: str, ground_truth: Any = "7", validation: bool = False, **columns: Any) -> list[Any]:
         found = []
@@ -81,8 +80,6 @@ def score(manager_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
     def run(manager: Any, data: list[Any]) -> list[Any]:
         if not hasattr(manager, "run_single"):
             manager = manager_of(manager)
-
-        from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
 
         async def all_of_them() -> list[dict[str, Any]]:
             RateLimitedRewardManager._semaphore = asyncio.Semaphore(1)  # the class's own belongs to the first loop

@@ -7,7 +7,7 @@ import socket
 import time
 
 import pytest
-from verl.utils.reward_score import default_compute_score
+from verl.utils.reward_score import default_compute_score, sandbox_fusion
 
 from rl_accel.reward.sandbox import bubblewrap_problem
 
@@ -135,8 +135,6 @@ class Sandbox:
 
 
 def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(web_server, prime):
-    from verl.utils.reward_score import sandbox_fusion
-
     sandbox = Sandbox()
     url = f"{web_server(sandbox.answer)}/run_code"
     texts = [f"```python\n{code}\n```" for code in ("right", "hang", "compile")]
