@@ -206,11 +206,11 @@ def test_published(kinds, best):
     assert [change for _, *change in run.changes] == [["raise", 2], ["roll back", 1]][: 3 - best]
 
 
-def play(folder, steps, tp=1, sizes=8, **metrics):
+def play(folder, steps, tp=1, sizes=8):
     """Show a launch the ``steps``, preemptions by number; return the last change and the last numbers."""
     run = tp_planner.PlannedRun(TpBounds(TpReplanFlags(), sizes, sizes), 6, str(folder))
     for number, preemptions in steps.items():
-        change, numbers = run.take_in(number, metrics, tp=tp, preemptions=preemptions, seconds=10.0, tokens=800)
+        change, numbers = run.take_in(number, {}, tp=tp, preemptions=preemptions, seconds=10.0, tokens=800)
     return change, numbers
 
 

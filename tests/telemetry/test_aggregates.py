@@ -32,10 +32,10 @@ def logged(tokens, seconds, polls=True, storing=0.03):
     return metrics | {"perf/total_num_tokens": sum(tokens) + 10.0 * len(tokens)} | ({V1: 0.0} if polls else {})
 
 
-def lognormal(steps, seed, base=0.5, pace=0.01, noise=0.1, **how):
+def lognormal(steps, seed, **how):
     rng = np.random.default_rng(seed)
     tokens = np.ceil(rng.lognormal(4, 1, (steps, 64)))
-    seconds = base + pace * tokens.max(axis=1) + rng.normal(0, noise, steps)
+    seconds = 0.5 + 0.01 * tokens.max(axis=1) + rng.normal(0, 0.1, steps)
     return [logged(t.tolist(), s, **how) for t, s in zip(tokens, seconds, strict=True)], tokens, seconds
 
 

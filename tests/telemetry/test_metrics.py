@@ -1,9 +1,7 @@
 from rl_accel.telemetry import metrics
 
 
-def test_an_observer_sees_each_step_until_taken_off_and_one_that_fails_warns_once_and_is_asked_again(
-    caplog, monkeypatch
-):
+def test_an_observer_sees_each_step_until_taken_off_and_one_that_fails_warns_once_and_goes_on(caplog, monkeypatch):
     monkeypatch.setattr(metrics, "_observers", {})
     seen = []
 

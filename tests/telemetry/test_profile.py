@@ -19,6 +19,7 @@ from rl_accel.telemetry.stage_clock import CANCELLED, FILE_NAME, Response
 
 WAITING, REWARDS = "waiting for the longest responses", "rewards after the last generation"
 NOTICING = "noticing that the rollout is done"
+EQUAL = "training of groups with equal rewards"
 TIMINGS = {"timing_s/step": 20.0, "timing_s/gen": 12.0, "timing_s/adv": 1.0, "timing_s/update_actor": 6.0}
 
 
@@ -60,9 +61,6 @@ def run(tmp_path):
 
 def savings_of(found):
     return {saving.name: saving for saving in found.savings}
-
-
-EQUAL = "training of groups with equal rewards"
 
 
 def write_rollouts(folder, scores):
