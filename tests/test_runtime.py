@@ -19,8 +19,7 @@ def check(python):
     """``check(source)`` runs a script beside the made-up ``verl``; asserts its exit code and returns stdout and stderr."""
 
     def run(source: str, code: int = 0) -> tuple[str, str]:
-        done = python(source, fork=True)
-        assert done.returncode == code, done.stderr
+        done = python(source, fork=True, code=code)
         return done.stdout, done.stderr
 
     return run
