@@ -387,3 +387,9 @@ def test_of_rollouts_that_overlap_with_training_only_the_wait_counts_and_no_savi
     with pytest.raises(RlAccelError, match="wanted a run whose rollouts end with their step, found responses of older"):
         setup_of(found, {})
     assert ("use_dynamic_bsz" in output) == (framework != "slime"), "slime has no such key"
+
+
+@pytest.mark.parametrize("score", [[1], {"acc": 1}])
+def test_rewards_of_any_type_are_compared(run, score):
+    write_rollouts(run / "rollouts", [(score, score), (score, 0)])
+    assert savings_of(read_run(run))[EQUAL].arithmetic.startswith("1 of 2 groups, 50% of the text")
