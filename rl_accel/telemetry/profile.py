@@ -353,7 +353,12 @@ def _savings(run: Profile) -> list[Saving]:
         measured = "; `rl-accel bench gae` measures your shape"
         at_most = "at most all of it" + (measured if has_critic else " with REINFORCE++, nothing with GRPO")
         features = ("gae", "advantages") if has_critic else ("advantages", "gae")
-        savings.append(_saving(run, "advantages", stages["adv"], (None, at_most), *features))
+        saving = _saving(run, "advantages", stages["adv"], (None, at_most), *features)
+        if "reward" not in stages and not run.is_v1 and not run.numbers:
+            advice = f"+rl_accel.reward_timeout.enable=True, {saving.advice}"
+            why = "early versions of verl time them as one, so the log does not tell which part is rewards"
+            saving = replace(saving, name="rewards and advantages", advice=advice, arithmetic=why)
+        savings.append(saving)
     shares, how = run.zero_groups
     if shares:
         seconds = stages.get("update_actor", 0.0) * np.array(shares)
