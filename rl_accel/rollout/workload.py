@@ -11,6 +11,7 @@ too. A prompt whose responses were long only by chance does not.
 import json
 import math
 import pickle
+import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -268,7 +269,7 @@ def _rollouts_of_slime(folder: Path) -> list[list[float]]:
         try:
             for sample in torch.load(path, weights_only=True)["samples"]:
                 groups.setdefault(sample["group_index"], []).append(max(int(sample["response_length"]), 1))
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, *BAD_RECORD) as error:
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, struct.error, *BAD_RECORD) as error:
             found = f"{type(error).__name__}: {error}".splitlines()[0]
             raise RlAccelError(f"--lengths: {path}: wanted {wanted}, found {found}") from error
     if not groups:

@@ -17,7 +17,7 @@ LogRecord = tuple[int, dict[str, float]]
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 """Pattern of a terminal's control sequence, such as a colour."""
-_PROCESS = re.compile(r"^\([\w:]+[^()]*pid=[^()]*\)\s?")
+PROCESS = re.compile(r"^\([\w:]+[^()]*pid=[^()]*\)\s?")
 """Pattern of the prefix of each line from a Ray worker, such as ``(TaskRunner pid=3165)``."""
 _FOREIGN = re.compile(r"(?:^|\s)\[|\(\w+ pid=|(?:[A-Z][\w ]{0,80}:\s*|^|\s)\d+%\|")
 """Pattern of the beginning of text of others in a line of metrics: Ray's ``[repeated 3x across cluster]``, another worker, a
@@ -103,7 +103,7 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
             continue
         text = ESCAPE.sub("", line.rstrip("\n"))
         width = len(text)
-        worker = prefix[0] if (prefix := _PROCESS.match(text)) else ""
+        worker = prefix[0] if (prefix := PROCESS.match(text)) else ""
         text = text.removeprefix(worker)
         if begun := _STEP.search(text):
             steps.append(_Step(_own(begun[0]), worker, line.endswith("\n"), [width]))

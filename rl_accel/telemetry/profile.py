@@ -353,7 +353,12 @@ def _savings(run: Profile) -> list[Saving]:
         measured = "; `rl-accel bench gae` measures your shape"
         at_most = "at most all of it" + (measured if has_critic else " with REINFORCE++, nothing with GRPO")
         features = ("gae", "advantages") if has_critic else ("advantages", "gae")
-        savings.append(_saving(run, "advantages", stages["adv"], (None, at_most), *features))
+        saving = _saving(run, "advantages", stages["adv"], (None, at_most), *features)
+        if "reward" not in stages and not run.is_v1 and not run.numbers:
+            advice = f"+rl_accel.reward_timeout.enable=True, {saving.advice}"
+            why = "early versions of verl time them as one, so the log does not tell which part is rewards"
+            saving = replace(saving, name="rewards and advantages", advice=advice, arithmetic=why)
+        savings.append(saving)
     shares, how = run.zero_groups
     if shares:
         seconds = stages.get("update_actor", 0.0) * np.array(shares)
@@ -449,22 +454,25 @@ def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
     Prompts and responses are read from the files of verl's ``trainer.rollout_data_dir`` below ``folder``. The first number is the
     measured share, all others are shares of bootstrap draws. There are no numbers if no group has equal rewards.
     """
-    groups: dict[tuple[Path, str], list[tuple[float, int]]] = {}
+    of_groups: list[tuple[int, bool]] = []  # size in characters, and whether all rewards are equal
     for path in folder.rglob("*.jsonl"):
+        groups: dict[str, list[tuple[float, int]]] = {}
         with contextlib.suppress(KeyError, TypeError, ValueError):  # another file, or a file that is being written
             for line in path.read_text(encoding="utf-8").split("\n") if path.stem.isdigit() else ():
                 if line.strip():  # texts may hold other characters that end lines
                     row = json.loads(line)
                     size = len(row["input"]) + len(row["output"])
-                    groups.setdefault((path, row["input"]), []).append((row["score"], size))
-    is_zero = [len(group) > 1 and len({score for score, _ in group}) == 1 for group in groups.values()]
-    if not any(is_zero):
+                    groups.setdefault(row["input"], []).append((row["score"], size))
+        for group in groups.values():
+            scores, its = zip(*group, strict=True)
+            of_groups.append((sum(its), len(scores) > 1 and all(score == scores[0] for score in scores)))
+    if not any(is_zero for _, is_zero in of_groups):
         return [], ""
-    sizes = np.array([sum(size for _, size in group) for group in groups.values()])
+    sizes, is_zero = np.array(of_groups).T
     zero, rng = sizes * is_zero, np.random.default_rng(0)
     draws = (rng.integers(len(sizes), size=len(sizes)) for _ in range(1000))
     shares = [float(zero[rows].sum() / sizes[rows].sum()) for rows in (np.arange(len(sizes)), *draws)]
-    how = f"{sum(is_zero)} of {len(groups)} groups, {shares[0]:.0%} of the text"
+    how = f"{is_zero.sum()} of {len(of_groups)} groups, {shares[0]:.0%} of the text"
     return shares, f"{how}; advantage 0 where rewards are compared in groups"
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from rl_accel.errors import RlAccelError
 from rl_accel.files import BAD_RECORD
-from rl_accel.telemetry.logs import ESCAPE, LogRecord, merged, parse_log_line, read_console
+from rl_accel.telemetry.logs import ESCAPE, PROCESS, LogRecord, merged, parse_log_line, read_console
 from rl_accel.telemetry.stage_clock import OVERLAPPING
 
 _STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
@@ -24,7 +25,9 @@ _STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
 calls."""
 _STEP_METRIC = "training/global_step"
 """verl's metric for the number of the training step, used if a log record has none of ``_STEP_KEYS``."""
-_SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*\})")
+_SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*)")
+_MOST_ROWS = 200
+"""Number of rows of a terminal above which a line is taken for no line of slime's metrics."""
 _OBJECT = re.compile(r"<[^<>]*>")
 """Pattern of the printed form of an object that cannot be parsed as Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
@@ -298,7 +301,7 @@ def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
     import pandas
 
     try:
-        table = pandas.read_csv(file)
+        table = pandas.read_csv(file, thousands=",")
     except ValueError as error:  # empty, not text, or an unclosed quote
         raise RlAccelError(f"{file} is no CSV file ({' '.join(str(error).split())})") from error
     keys = {*_STEP_KEYS, _STEP_METRIC}
@@ -307,21 +310,39 @@ def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
     if own.columns.duplicated().any() or len(own.columns) < 2 or not set(own) & keys:
         wanted = f"a column {' or '.join((*_STEP_KEYS, _STEP_METRIC))} and metrics of one run, or {file}:RUN with the name of one"
         raise RlAccelError(f"{file} wants {wanted}, found {', '.join(table)}")
-    for row in own.apply(pandas.to_numeric, errors="coerce").to_dict("records"):
-        yield from _record(row)
+    records = [
+        found for row in own.apply(pandas.to_numeric, errors="coerce").to_dict("records") for found in _record(row)
+    ]
+    is_newest_first = all(later < sooner for (sooner, _), (later, _) in itertools.pairwise(records))
+    yield from reversed(records) if is_newest_first else records
 
 
 def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
-    lines = (_SLIME_LINE.search(ESCAPE.sub("", line)) for line in _lines(file) if ": {" in line)
-    for line in filter(None, lines):
-        try:
-            shown = ast.parse(_OBJECT.sub("None", line[2]), mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # another text in braces
+    step, shown, rows = 0, "", [0]  # text of the line so far; number of characters of each row
+    for line in _lines(file):
+        if not shown and ": {" not in line:  # most lines of a large log
             continue
-        if isinstance(shown, ast.Dict):
-            pairs = zip(shown.keys, shown.values, strict=True)
-            metrics = {str(key.value): _number(value) for key, value in pairs if isinstance(key, ast.Constant)}
-            yield from _record({"_step": int(line[1]), **metrics})
+        text = ESCAPE.sub("", line.rstrip("\n"))
+        if begun := _SLIME_LINE.search(text):
+            step, shown, rows = int(begun[1]), begun[2], [len(text)]
+        elif PROCESS.match(text) or len(text) > rows[0] + 1 or 2 * rows[-1] < rows[0] or len(rows) == _MOST_ROWS:
+            shown = ""  # a line of its own: rows that a terminal has wrapped are equally long, except the last
+        else:
+            shown, rows = shown + text, [*rows, len(text)]
+        if "}" in text and shown and (metrics := _metrics(shown)):
+            shown = ""
+            yield from _record({"_step": step, **metrics})
+
+
+def _metrics(shown: str) -> dict[str, float]:
+    """Returns the metrics in a dict as Python prints it, with other text behind it. Returns {} for other text."""
+    code = _OBJECT.sub("None", shown[: shown.rindex("}") + 1])
+    try:
+        found = ast.parse(code, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}
+    pairs = zip(found.keys, found.values, strict=True) if isinstance(found, ast.Dict) else ()
+    return {str(key.value): _number(value) for key, value in pairs if isinstance(key, ast.Constant)}
 
 
 def _number(value: ast.expr) -> float:

@@ -162,8 +162,8 @@ def test_without_telemetry_there_are_stages_of_all_but_the_first_steps_and_the_r
     found = read_run(tmp_path)
     assert (found.steps, found.stages["gen"]) == ([3, 4], 12.0)
     assert not found.numbers
-    assert [saving.name for saving in found.savings] == ["generation, waiting included", "advantages"]
-    assert found.savings[1].advice == "+rl_accel.advantages.enable=True", "no values are timed: it is not GAE"
+    assert [saving.name for saving in found.savings] == ["generation, waiting included", "rewards and advantages"]
+    assert found.savings[1].advice.endswith("+rl_accel.advantages.enable=True"), "no values are timed: it is not GAE"
     (missing,) = found.missing
     assert "the run had no +rl_accel.telemetry.enable=True" in missing
 
@@ -379,3 +379,27 @@ def test_of_rollouts_that_overlap_with_training_only_the_wait_counts_and_no_savi
     with pytest.raises(RlAccelError, match="wanted a run whose rollouts end with their step, found responses of older"):
         setup_of(found, {})
     assert ("use_dynamic_bsz" in output) == (framework != "slime"), "slime has no such key"
+
+
+@pytest.mark.parametrize("score", [[1], {"acc": 1}])
+def test_rewards_of_any_type_are_compared(run, score):
+    write_rollouts(run / "rollouts", [(score, score), (score, 0)])
+    assert savings_of(read_run(run))[EQUAL].arithmetic.startswith("1 of 2 groups, 50% of the text")
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "advice"),
+    [
+        ({}, "rewards and advantages", "+rl_accel.reward_timeout.enable=True, +rl_accel.advantages.enable=True"),
+        (
+            {"timing_s/values": 1.0},
+            "rewards and advantages",
+            "+rl_accel.reward_timeout.enable=True, +rl_accel.gae.enable=True",
+        ),
+        ({"timing_s/reward": 1.0}, "advantages", "+rl_accel.advantages.enable=True"),
+        ({"training/off_policy/trajectory_staleness/mean": 0.0}, "advantages", "+rl_accel.advantages.enable=True"),
+    ],
+)
+def test_advantages_of_early_versions_include_the_rewards(tmp_path, more, name, advice):
+    write_log(tmp_path / "m.jsonl", **{"timing_s/adv": 5.0, "timing_s/step": 25.0, **more})
+    assert savings_of(read_run(tmp_path))[name].advice == advice

@@ -351,3 +351,34 @@ def test_a_damaged_wandb_file_is_read_where_it_can_be_and_nested_metrics_keep_th
     (file,) = tmp_path.glob("**/*.wandb")
     (tmp_path / "run-x.wandb").write_bytes(file.read_bytes().replace(b"only/here", b"only/\xffere"))  # no UTF-8
     assert read(str(tmp_path / "run-x.wandb")).steps == {step: its for step, its in whole.items() if step != 7}
+
+
+@pytest.mark.parametrize("cut", [str, str.rstrip], ids=["as it is", "without trailing spaces"])
+def test_lines_of_slime_that_a_terminal_has_wrapped_are_joined(tmp_path, cut):
+    lines, wanted = [], {}
+    for step in range(3):
+        first = (
+            {"perf/nested": {"a": 1}} | {f"perf/metric_{n}": n + step / 8 for n in range(6)} | {"perf/last": {"a": {}}}
+        )
+        second = {"rollout/raw_reward": np.float64(step / 3), "rollout/object": "<A at 0x7f>"}
+        head = f"(RayTrainGroup pid={step}) [2026-01-01 10:00:00] x.py:1 -"
+        lines += [
+            f"{head} perf {step}: {first}",
+            f"{head} Timer train end",
+            f"{head} rollout {step}: {second}",
+            "plain",
+        ]
+        wanted[step] = {
+            **{name: value for name, value in first.items() if "metric" in name},
+            "rollout/raw_reward": step / 3,
+        }
+    for width in range(70, 330):
+        rows = [cut(line[at : at + width]) for line in lines for at in range(0, len(line), width)]
+        (tmp_path / "train.log").write_text("\n".join(rows) + "\n")
+        assert read(str(tmp_path)).steps == wanted, width
+
+
+def test_a_csv_may_have_thousands_and_begin_with_the_newest_step(tmp_path):
+    (tmp_path / "h.csv").write_text(f'Step,{REWARD}\n3,0.75\n2,"1,026.5"\n1,0.25\n')
+    found = read(str(tmp_path / "h.csv"))
+    assert (found.steps, found.restarts) == ({1: {REWARD: 0.25}, 2: {REWARD: 1026.5}, 3: {REWARD: 0.75}}, [])
