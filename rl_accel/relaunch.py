@@ -22,6 +22,9 @@ from rl_accel.processes import become_subreaper, end_descendants, end_with_paren
 EXIT_CODE = 75
 """Exit code of a trainer that requests a restart (``EX_TEMPFAIL`` of sysexits.h)."""
 NOTE_VAR = "RL_ACCEL_RESTART_FILE"
+OVERRIDES_VAR = "RL_ACCEL_RESTART_OVERRIDES"
+"""Environment variable of a restarted trainer: the overrides that were appended to the command, as a JSON list. A command that is a
+script may not pass them on; the trainer compares."""
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (*_ENDS, signal.SIGUSR1, signal.SIGUSR2)
@@ -49,7 +52,7 @@ class Launches:
         with tempfile.TemporaryDirectory(prefix="rl-accel-run-") as folder:
             while True:
                 file = Path(folder) / f"restart-{restarts}.json"
-                code = self._launch([*self._command, *overrides], file)
+                code = self._launch(overrides, file)
                 if not file.exists() or self._is_stopped:
                     return code
                 note = json.loads(file.read_text())
@@ -70,8 +73,9 @@ class Launches:
                 if self._is_stopped:
                     return code
 
-    def _launch(self, command: list[str], file: Path) -> int:
-        environment, with_us = {**os.environ, NOTE_VAR: str(file)}, end_with_parent(os.getpid())
+    def _launch(self, overrides: list[str], file: Path) -> int:
+        command, with_us = [*self._command, *overrides], end_with_parent(os.getpid())
+        environment = {**os.environ, NOTE_VAR: str(file), OVERRIDES_VAR: json.dumps(overrides)}
         try:
             self._child = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=with_us)
         except OSError as error:

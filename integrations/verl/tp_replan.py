@@ -7,6 +7,7 @@ and ``rl_accel.relaunch`` starts the run again with the new size.
 """
 
 import functools
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from rl_accel.patches.seams import step_observer
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import Trainer
 from rl_accel.patches.verl.verl_run import ROLLOUT, VerlRun
+from rl_accel.relaunch import OVERRIDES_VAR
 from rl_accel.telemetry.server_counters import Counters
 
 logger = logging.getLogger("rl_accel")
@@ -59,7 +61,17 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
         with open_dict(run.config):
             OmegaConf.update(run.config, *engine.counting, force_add=True)
     if flags.action == "restart" and run.in_driver:
+        _check_appended(run)
         restart_note.arm()
+
+
+def _check_appended(run: VerlRun) -> None:
+    """Refuses a restarted run without the size that ``rl-accel run`` has appended: it would only be restarted again and again."""
+    size = f"{TP_KEY}={run.get(TP_KEY)}"
+    for wanted in json.loads(os.environ.get(OVERRIDES_VAR, "[]")):
+        if wanted.startswith(f"{TP_KEY}=") and wanted != size:
+            reason = 'the command ignores what rl-accel run appends to it; a script passes this on by "$@", as its last words'
+            _refuse(TP_KEY, wanted.partition("=")[2], run.get(TP_KEY), reason)
 
 
 def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:

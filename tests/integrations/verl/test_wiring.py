@@ -1,6 +1,7 @@
 """What each feature puts into verl's configuration, what it refuses there, and what verl's modules hold while it is on."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -17,8 +18,10 @@ from rl_accel import features
 from rl_accel.config import resolve
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.verl import agent_loop, balance, drafts, engines, reward_timeout, tail_batching, telemetry
+from rl_accel.integrations.verl.tp_replan import TP_KEY
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.verl_run import MAINS, VerlRun
+from rl_accel.relaunch import OVERRIDES_VAR
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -288,6 +291,14 @@ def test_only_a_restart_wants_whole_checkpoints_and_arms_the_exit_code(configure
     assert armed == []
     config_intake.in_driver(configured({"rl_accel.tp_replan": {"enable": True, "action": "restart"}}))
     assert armed == [1]
+
+
+def test_a_restart_whose_script_ignores_the_new_size_is_refused(configured, monkeypatch):
+    given = {"rl_accel.tp_replan": {"enable": True, "action": "restart"}}
+    monkeypatch.setenv(OVERRIDES_VAR, json.dumps([f"{TP_KEY}=2", "trainer.resume_mode=auto"]))
+    config_intake.in_driver(configured({**given, TP_KEY: 2}))
+    with pytest.raises(ConfigError, match=r'= 2, found 1 \(the command ignores .* by "\$@", as its last words\)$'):
+        config_intake.in_driver(configured(given))
 
 
 def test_places_of_its_own_do_for_any_max_num_seqs_and_with_drafts_there_is_one_router(configured):
