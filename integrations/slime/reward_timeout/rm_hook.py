@@ -181,7 +181,8 @@ class Grading:
             )
         samples = given if isinstance(given, list) else [given]
         packed = [grader_worker.pack_sample(sample, whole=bool(name)) for sample in samples]
-        result = await self._graders[name].call({"samples": packed, "single": given is not samples}, limits)
+        call = {"samples": packed, "single": given is not samples}
+        result = await self._graders[name].call(call, replace(limits, kind=spec.name))
         if result.verdict != "done":
             return result
         value, changes = result.value

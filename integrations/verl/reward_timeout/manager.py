@@ -9,6 +9,7 @@ import inspect
 import os
 from collections.abc import Awaitable, Iterable
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +171,7 @@ class RewardTimeoutManager(RewardManagerBase):
             awaits = inspect.iscoroutinefunction(self.compute_score)
             executor, run = (self._awaited_executor, self._await) if awaits else (self._executor, self._run_in_process)
             result = await executor.execute(
-                prompt, "", functools.partial(run, args, kwargs), self._scores.is_correct, teach
+                prompt, "", functools.partial(run, args, kwargs, source), self._scores.is_correct, teach
             )
         deaths = sum(graders.deaths for graders in self._graders.values())
         self.anchors.count("workers_replaced", deaths - self._deaths)
@@ -200,13 +201,15 @@ class RewardTimeoutManager(RewardManagerBase):
         inner = function.func if isinstance(function, functools.partial) else function
         return inner is None or f"{inner.__module__}:{inner.__qualname__}" == _VERLS_OWN
 
-    async def _await(self, args: tuple[Any, ...], kwargs: dict[str, Any], limits: Limits) -> ExecutionResult:
+    async def _await(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], _source: str, limits: Limits
+    ) -> ExecutionResult:
         return await run_within(self.compute_score(*args, **kwargs), limits, self._target[0])
 
     def _run_in_process(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], limits: Limits
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], source: str, limits: Limits
     ) -> Awaitable[ExecutionResult]:
-        return self._function.call({**kwargs, **self._target[1]}, limits, args)
+        return self._function.call({**kwargs, **self._target[1]}, replace(limits, kind=source), args)
 
     @functools.cached_property
     def _function(self) -> Graders:

@@ -1,5 +1,6 @@
 """Rewards of real responses through verl's own loading of managers and functions: the same as without us, but for time."""
 
+import asyncio
 import contextlib
 import re
 import time
@@ -139,6 +140,48 @@ def test_prompts_are_told_apart_by_their_text_and_not_by_uid(configure, manager_
         data += responses("7", uid=uid, raw_prompt=[{"role": "user", "content": text}], data_source=source)
     score(manager, data)
     assert sorted(anchor[2] for anchor in manager.anchors.timeout.anchors().values()) == [1, 1, 2]
+
+
+LOADS = """
+import time
+
+model = None
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    global model
+    if solution_str == "hang":
+        time.sleep(600)
+    if solution_str == "8":  # wrong at first sight
+        return 0.0
+    if model is None:
+        time.sleep(2.0)
+        model = object()
+    return 1.0
+"""
+
+
+def test_a_new_process_may_load_what_an_ended_one_had_loaded(configure, manager_of, responses):
+    config = configure(LOADS, {"minimum": 0.5, "slack": 0.2, "maximum": 60.0, "workers": 1, "probe_share": 0.0})
+    first, second = manager_of(config), manager_of(config)
+
+    async def scores(manager, *texts, prompt="a"):
+        manager.loop = manager.held.loop = asyncio.get_running_loop()
+        data = responses(*texts, raw_prompt=[{"role": "user", "content": prompt}])
+        return [(await manager.run_single(item))["reward_score"] for item in data]
+
+    async def main():
+        try:
+            assert await scores(first, "7", prompt="another") == [1.0], "loads"
+            began = time.monotonic()
+            assert await scores(first, "7", "7", "hang", "8", "7") == [1.0, 1.0, 0.0, 0.0, 1.0]
+            assert time.monotonic() - began < 30, "the limit of the answer that hangs is not the full budget"
+            second.anchors.timeout.merge(first.anchors.timeout.anchors())
+            assert await scores(second, "8", "7") == [0.0, 1.0], "limits that another reward worker has learned"
+        finally:
+            await first.close()
+            await second.close()
+
+    asyncio.run(main())
 
 
 CUSTOM = """
