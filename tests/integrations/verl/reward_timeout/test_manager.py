@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import re
 import time
 
@@ -221,6 +222,34 @@ def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configur
     assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
 
 
+PARTS = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "slow":
+        time.sleep(3.0)
+    return 1.0
+"""
+TWO_CALLS = """
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+class Mine(RewardManagerBase):
+    def __init__(self, config, tokenizer, compute_score, **others):
+        super().__init__(config, tokenizer, compute_score)
+
+    async def run_single(self, data):
+        parts = [await self.compute_score("test", text, "7", {}) for text in ("quick", "slow")]
+        return {"reward_score": sum(parts), "reward_extra_info": {}}
+"""
+
+
+def test_each_call_that_a_manager_makes_for_a_response_has_its_own_limit(configure, manager_of, responses, score, mine):
+    manager = manager_of(configure(PARTS, {"minimum": 0.5, "slack": 0.2, "probe_share": 0.0}, mine(TWO_CALLS)))
+    found = score(manager, responses(*["8"] * 3))
+    assert [item["reward_score"] for item in found] == [2.0] * 3
+    assert sorted(round(wall) for wall, _, _ in manager.anchors.timeout.anchors().values()) == [0, 3]
+
+
 OWN_PARAMETERS = """
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
@@ -244,18 +273,57 @@ def test_a_manager_of_the_users_may_call_a_function_of_its_own_kind(configure, r
     assert found == score(stock(keys), data) == [{"reward_score": 5, "reward_extra_info": {"four": None}}]
 
 
+HELPERS = """
+    async def threaded(self, text):
+        return await self.loop.run_in_executor(None, lambda: self.compute_score('test', text, '7'))
+
+    async def awaited(self, text):
+        return await self.compute_score('test', text, '7')
+"""
+
+
+def test_a_registered_manager_whose_source_never_awaits_is_refused_at_the_start(
+    configured, mine, monkeypatch, tmp_path
+):
+    from verl.experimental.reward_loop.reward_manager import registry
+
+    mine(
+        "class Mine:\n    async def run_single(self, data):\n        return {'reward_score': self.compute_score('7')}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(registry.REWARD_MANAGER, "own", importlib.import_module("mine").Mine)
+    config = configured({"rl_accel.reward_timeout.enable": True, "reward.reward_manager.name": "own"})
+    with pytest.raises(ConfigError, match=r"awaits its compute_score.*found own of .*mine\.py"):
+        config_intake.in_driver(config)
+
+
+def test_a_manager_that_never_awaits_and_whose_source_does_not_show_it_fails_in_one_line(
+    configure, responses, score, mine
+):
+    keys = mine("AWAITS = False\n" + CUSTOM.replace("score if not AWAITS", "2 * score if not AWAITS"))
+    (refused,) = score(configure(SYNC, keys=keys), responses("8"))
+    assert isinstance(refused, ConfigError), refused
+    assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
+
+
 @pytest.mark.parametrize(
     ("scored", "refused"),
     [
         ("self.compute_score('test', '7', '7')['score']", True),
         ("await self.loop.run_in_executor(None, lambda: self.compute_score('test', '7', '7'))", True),
+        ("float(await asyncio.to_thread(self.compute_score, 'test', '7', '7'))", True),
+        ("await self.loop.run_in_executor(None, partial(self.compute_score, 'test', '7'))", True),
+        ("(await self.threaded('7')).get('score')", True),
+        ("await self.awaited('7')", False),
         ("await asyncio.wait_for(self.compute_score('test', '7', '7'), 5)", False),
         ("await maybe(self.compute_score('test', '7', '7'))", False),
         ("await self.loop.run_in_executor(None, my_own_score)", False),
     ],
 )
 def test_a_manager_whose_source_never_awaits_is_refused_at_the_start(configured, mine, scored, refused):
-    keys = mine(f"class Mine:\n    async def run_single(self, data):\n        return {{'reward_score': {scored}}}\n")
+    keys = mine(
+        f"class Mine:\n    async def run_single(self, data):\n        return {{'reward_score': {scored}}}\n{HELPERS}"
+    )
     config = configured({"rl_accel.reward_timeout.enable": True, **keys})
     wanted = r"reward_manager\.name = a manager that awaits its compute_score.*found Mine of"
     with pytest.raises(ConfigError, match=wanted) if refused else contextlib.nullcontext():
