@@ -489,6 +489,13 @@ class WorkerPool:
         while waiter := self._next_waiting():
             waiter.set_exception(SandboxError("the sandbox is closed"))
 
+    def abandon(self) -> None:
+        """Makes all workers end by themselves. For a pool that was not closed before its event loop was closed."""
+        channels = [worker.channel for worker in (*self._workers, *self._unready, self._template) if worker]
+        for channel in [*channels, self._launched[1]] if self._launched else channels:
+            with contextlib.suppress(OSError):
+                channel.shutdown(socket.SHUT_RDWR)
+
     async def _stop(self, worker: Worker) -> None:
         """Stops the execution of a worker after its caller was cancelled.
 

@@ -105,7 +105,7 @@ def _check(run: VerlRun) -> None:
 def _never_awaits(path: str, name: str) -> bool:
     """Returns True if a user's reward manager never awaits ``compute_score``, although our function of this name is async.
 
-    In such a manager, the method ``run_single``, with the methods that it calls, uses ``compute_score`` and awaits nothing but calls
+    In such a manager, the method ``run_single`` with the methods that it calls uses ``compute_score``, and awaits nothing but calls
     in threads. This function reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module). It does not
     import the module, because an import could have side effects. Returns False if the source code is not found.
     """
