@@ -388,7 +388,7 @@ class WorkerPool:
             raise ValueError(f"workers must be at least 1, found {size!r}")
         self.deaths = 0
         self._computing = self.size if computing is None or start.isolation else computing
-        self._start = replace(start, folder=_temporary_folder(start.isolation))
+        self._start = replace(start, folder=_temporary_folder(start.isolation)) if start.isolation else start
         self._payload = payload
         self._readable = readable
         self._launched: tuple[subprocess.Popen[bytes], socket.socket] | None = None

@@ -20,6 +20,7 @@ from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls,
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_extern_object
 
+from rl_accel import process_start
 from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray import grader_cluster
@@ -112,6 +113,7 @@ class RewardTimeoutManager(RewardManagerBase):
         self._executor = LimitedExecutor(self.anchors, self._slots, limits, full)
         self._awaited_executor = LimitedExecutor(self.anchors, _AWAITED_SLOTS, limits, full, flags.limit_waiting)
         self._scores = Scores(flags, self.anchors, (), ("score",), ("acc", "score"), numbers_only=True)
+        self._tokenizer = {} if reward_model_tokenizer is None else {"reward_model_tokenizer": reward_model_tokenizer}
         self._graders: dict[str, Graders] = {}
         self._deaths = 0
         self._configured = section.manager
@@ -244,8 +246,10 @@ class RewardTimeoutManager(RewardManagerBase):
             self._slots,
             in_thread=True,
             computing=self._program_slots,
-            environment=grader_cluster.environment(),
+            environment={**process_start.removed_variables(), **grader_cluster.environment()},
             setup=grader_cluster.SETUP,
+            constants={**self._tokenizer, **self._target[1]},
+            folder=process_start.folder(),
         )
         return function
 
@@ -262,7 +266,7 @@ class RewardTimeoutManager(RewardManagerBase):
         if path.startswith("pkg://"):
             module = path.removeprefix("pkg://").replace("/", ".")
         else:
-            module = str(Path(path.removeprefix("file://")).absolute())
+            module = str(Path(process_start.folder(), path.removeprefix("file://")).absolute())
         return f"{module}:{custom['name']}", dict(custom.get("reward_kwargs") or {})
 
 

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import importlib
+import os
 import re
 import time
 
 import pytest
 
+from rl_accel import process_start
 from rl_accel.errors import ConfigError
 from rl_accel.patches.verl import config_intake
 
@@ -183,6 +185,64 @@ def test_a_new_process_may_load_what_an_ended_one_had_loaded(configure, manager_
             await second.close()
 
     asyncio.run(main())
+
+
+KEEPS = """
+seen = []
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, rules, reward_router_address, reward_model_tokenizer):
+    seen.append((rules, reward_model_tokenizer))
+    same = all(one is other for pair in seen for one, other in zip(pair, seen[0]))
+    return float(same) * rules.weights[1] * len(reward_model_tokenizer.decode(reward_model_tokenizer.encode(rules.name)))
+"""
+
+
+def test_what_is_the_same_in_all_calls_is_the_same_object_as_in_verl(
+    configure, configured, responses, score, tokenizer
+):
+    """If these objects crossed in each call, each call would pickle verl's whole configuration and a tokenizer."""
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    rules = {"weights": [1.0, 0.5], "name": "${trainer.project_name}"}
+    keys = {"reward.custom_reward_function.reward_kwargs": {"rules": rules}, "trainer.project_name": "abc"}
+    ours = configure(KEEPS, keys=keys)
+    stock = configured({"reward.custom_reward_function.path": ours.reward.custom_reward_function.path, **keys})
+    given = {"reward_router_address": "localhost:1", "reward_model_tokenizer": tokenizer}
+    found = [
+        score(load_reward_manager(config, tokenizer, **given), responses("7", "7", "7")) for config in (stock, ours)
+    ]
+    assert found[0] == found[1]
+    assert [item["reward_score"] for item in found[0]] == [1.5] * 3
+
+
+CHANGES = """
+import os
+
+SECRET = os.environ.pop("RLA_SECRET")
+TEXT = open("data.txt").read()
+os.chdir("below")
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(SECRET + TEXT + open("other.txt").read()))
+"""
+
+
+def test_a_module_may_change_the_working_folder_and_the_environment_when_it_is_imported(
+    configure, configured, responses, score, tmp_path, monkeypatch
+):
+    """verl has imported it in the reward worker before a process of the grader imports it."""
+    (tmp_path / "below").mkdir()
+    (tmp_path / "data.txt").write_text("12")
+    (tmp_path / "below" / "other.txt").write_text("345")
+    config = configure(CHANGES)
+    config.reward.custom_reward_function.path = "graded.py"
+    for of in (configured({"reward.custom_reward_function.path": "graded.py"}), config):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("RLA_SECRET", "6789")
+        monkeypatch.setattr(process_start, "_FOLDER", str(tmp_path))
+        monkeypatch.setattr(process_start, "_VARIABLES", dict(os.environ))
+        (found,) = score(of, responses("7"))
+        assert found["reward_score"] == 9.0
 
 
 CUSTOM = """
