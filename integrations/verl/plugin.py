@@ -6,6 +6,7 @@ arranges that flags are read from a trainer's configuration (see :mod:`rl_accel.
 """
 
 try:
+    from rl_accel import process_start  # noqa: F401  # before code of the user changes what it stores
     from rl_accel.integrations.ray import propagate
     from rl_accel.runtime import RUNTIME
 

@@ -79,6 +79,9 @@ class Limits:
         output_bytes: maximum size in bytes of the printed text. More text stops the execution. The result contains only the
             beginning of the text.
         updates: source of new values of ``wall`` and ``cpu`` during the execution.
+        full: full budget (longest allowed time) in seconds. A call of a trusted grader in a new process may exceed ``wall`` and
+            ``cpu`` up to this time, see :class:`~rl_accel.reward.worker_pool.EarlyCall`. None: never.
+        kind: name of the kind of a call, such as its data source.
 
     Raises:
         ValueError: a limit is not above 0.
@@ -91,6 +94,8 @@ class Limits:
     file_bytes: int = 64 << 20
     output_bytes: int = 1 << 20
     updates: LimitUpdates = field(default_factory=LimitUpdates, repr=False, compare=False)
+    full: float | None = None
+    kind: str = ""
 
     def __post_init__(self) -> None:
         for name, value in self.numbers().items():
@@ -98,8 +103,8 @@ class Limits:
                 raise ValueError(f"{name} must be above 0, found {value!r}")
 
     def numbers(self) -> dict[str, float]:
-        """Returns the numeric limits by name: all fields except ``updates``."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "updates"}
+        """Returns the limits that a worker enforces, by name: all fields except ``updates``, ``full`` and ``kind``."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("updates", "full", "kind")}
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,8 @@ class ExecutionResult:
         reason: short text that names the exception or the exceeded limit; "" if there is none.
         output: beginning of the text that a program or an isolated grader printed.
         error: exception that a trusted grader raised; None if there is none.
+        prove: function to call if the result is correct, if the process of a trusted grader has not given a correct result before;
+            else None. Such a call may take longer than later ones.
     """
 
     verdict: Verdict
@@ -125,6 +132,7 @@ class ExecutionResult:
     reason: str = ""
     output: str = ""
     error: Exception | None = None
+    prove: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
 
 async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:

@@ -205,7 +205,7 @@ class LimitedExecutor:
             waited = loop.time() - came
             full = Limit(self._maximum, self._maximum, "learning")
             limit, updates = timeout.limit(key, self._maximum) if self._adapts else full, LimitUpdates()
-            limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=updates)
+            limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=updates, full=self._maximum)
             begins_adaptive = limit.reason == "adaptive"
 
             async def follow() -> None:
@@ -234,11 +234,15 @@ class LimitedExecutor:
                 if following:
                     following.cancel()
         self._warn_if_none_finishes(result)
+        is_correct = correct(result)
+        if result.prove and is_correct:
+            result.prove()
         if teach:
-            is_correct = correct(result)
             if self._adapts:
-                timed_out = result.verdict == "timeout"
-                self.anchors.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, timed_out)
+                says_nothing = result.verdict == "timeout" or result.prove is not None
+                self.anchors.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, says_nothing)
+                if result.prove and begins_adaptive:
+                    timeout.forget_limit()
             self._count(result, limit, is_correct, waited)
         else:
             self.anchors.count("eval_executions")

@@ -124,6 +124,8 @@ class Graders(WorkerPool):
         in_thread: True calls a trusted grader in a thread other than the main thread, because stock verl uses a thread pool.
         computing: number of worker processes of a trusted grader above which more processes, up to ``workers``, are started only
             while all calls mostly wait for something other than a processor. None: as many as ``workers``.
+        constants: keyword arguments that are the same objects in all calls, by name. They are sent to a process once.
+        folder: working folder in which a trusted grader is imported; "" for that of this process, in which it is called.
         environment, setup: environment variables and setup function for a trusted grader, see
             :class:`~rl_accel.reward.worker.Start`.
 
@@ -143,6 +145,8 @@ class Graders(WorkerPool):
         computing: int | None = None,
         environment: Mapping[str, str] | None = None,
         setup: str = "",
+        constants: Mapping[str, Any] | None = None,
+        folder: str = "",
     ) -> None:
         where, _, name = target.rpartition(":")
         if not where or not name:
@@ -153,10 +157,11 @@ class Graders(WorkerPool):
             readable = [*readable, where]
         isolation = choose_isolation(isolation) if isolation is not None else ""
         path = installed_path() if isolation else sys.path
-        start = Start(isolation, "", f"{where}:{name}", path, in_thread, False, dict(environment or {}), setup)
-        payload = b"" if arguments is None else dumps(dict(arguments))
+        start = Start(isolation, folder, f"{where}:{name}", path, in_thread, False, dict(environment or {}), setup)
+        self._trusted, self._target, self._constants = not isolation, target, dict(constants or {})
+        made_with = None if arguments is None else dict(arguments)
+        payload = self._packed((made_with, self._constants)) if self._constants or arguments is not None else b""
         super().__init__(workers, start, payload, [str(Path(item).resolve()) for item in readable], computing)
-        self._trusted, self._target = not isolation, target
 
     async def call(
         self, kwargs: Mapping[str, Any], limits: Limits | None = None, args: Sequence[Any] = ()
@@ -172,12 +177,10 @@ class Graders(WorkerPool):
             SandboxError: the grader cannot be imported, an argument cannot be pickled, no worker can be started, or this pool is
                 closed.
         """
-        try:
-            payload = dumps((tuple(args), dict(kwargs)))
-        except Exception as error:
-            raise SandboxError(
-                f"{self._target} runs in another process, to which its arguments cannot be sent: {error}"
-            ) from error
+        constants = self._constants
+        names = [name for name, value in kwargs.items() if name in constants and value is constants[name]]
+        sent = {name: value for name, value in kwargs.items() if name not in names}
+        payload = self._packed((tuple(args), sent, names))
         limits = limits or Limits()
         result, pickled = await self._run(limits, WorkerRequest(limits.numbers()), payload)
         if not pickled:
@@ -198,6 +201,14 @@ class Graders(WorkerPool):
             argument.clear()
             (argument.update if isinstance(argument, dict) else argument.extend)(changed)
         return replace(result, value=value)
+
+    def _packed(self, arguments: Any) -> bytes:
+        try:
+            return dumps(arguments)
+        except Exception as error:
+            raise SandboxError(
+                f"{self._target} runs in another process, to which its arguments cannot be sent: {error}"
+            ) from error
 
 
 class _Plain(pickle.Unpickler):

@@ -1,9 +1,11 @@
 """Reads rewards from the results of graders, and makes a substitute reward for each response whose grader was stopped."""
 
+import contextlib
 import logging
 import math
+import numbers
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,8 @@ logger = logging.getLogger("rl_accel")
 
 _MOST_WARNINGS = 100
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
+_SCORE = object()
+"""Stands for the score in the form of a reward that is a list or tuple."""
 
 
 class GraderError(RlAccelError, RuntimeError):
@@ -31,8 +35,9 @@ class GraderError(RlAccelError, RuntimeError):
 class Scores:
     """Reads the reward from each grader result, and makes a stand-in (a substitute reward) if the grader was stopped.
 
-    A reward is a number or a dict. Normally the framework gets whatever a grader returns or raises. With the flag ``score_errors``,
-    a response also gets a stand-in if its grader raised an exception or if training cannot use its reward.
+    A reward is a number or a dict; on slime it may be anything else, too. Normally the framework gets whatever a grader returns or
+    raises. With the flag ``score_errors``, a response also gets a stand-in if its grader raised an exception or if training cannot
+    use its reward.
 
     A batch that mixes dicts and numbers, or dicts with different keys, ends the run. A stand-in therefore has the form of earlier
     rewards of its source (a grader or a data source), or else of another source.
@@ -41,7 +46,7 @@ class Scores:
         flags: settings, of which ``correct_above``, ``timeout_score`` and ``score_errors`` are used.
         anchors: counts of this process. This class counts responses without a usable reward as ``errors``, or ``eval_errors`` in an
             evaluation. :class:`~rl_accel.reward.limited_executor.LimitedExecutor` counts responses whose grader was stopped.
-        keys: keys that the framework reads from a dict reward. The first key is required.
+        keys: keys that the framework reads from a dict reward. The first key is required in training, the last in evaluations.
         number_keys: keys of a dict reward that may hold the training score. The first of these keys that the dict has is used.
         correct_keys: keys of a dict reward that may hold the number that tells whether the answer is correct. The first of these
             keys that the dict has is used.
@@ -54,7 +59,7 @@ class Scores:
     number_keys: Sequence[str]
     correct_keys: Sequence[str]
     numbers_only: bool
-    _forms: dict[str, dict[str, Any] | None] = field(default_factory=dict, init=False)
+    _forms: dict[str, Any] = field(default_factory=dict, init=False)
     _worst: dict[str, float] = field(default_factory=dict, init=False)
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
@@ -62,17 +67,17 @@ class Scores:
         """True if the grader found the answer, or at least one of several answers, correct. Arguments as for :meth:`reward_of`."""
         if self.problem(result, size):
             return False
-        numbers = [_number_in(reward, self.correct_keys) for reward in _rewards(result, size)]
-        return any(number is not None and number > self.flags.correct_above for number in numbers)
+        found = [_number_in(reward, self.correct_keys) for reward in _rewards(result, size) or ()]
+        return any(number is not None and number > self.flags.correct_above for number in found)
 
-    def problem(self, result: ExecutionResult, size: int | None = None) -> str:
+    def problem(self, result: ExecutionResult, size: int | None = None, teach: bool = True) -> str:
         """Returns the reason why training cannot use ``result``, or "" if there is none. Arguments as for :meth:`reward_of`."""
         if result.verdict != "done":
             return result.reason or result.verdict
         rewards = _rewards(result, size)
-        if not isinstance(rewards, list | tuple) or len(rewards) != (size or 1):
+        if rewards is None or len(rewards) != (size or 1):
             return f"it returned no list of {size} rewards"
-        return next((problem for problem in map(self._problem_of_one, rewards) if problem), "")
+        return next((problem for reward in rewards if (problem := self._problem_of_one(reward, teach))), "")
 
     def reward_of(self, result: ExecutionResult, source: str, teach: bool, size: int | None = None) -> Any:
         """Returns the reward in ``result``, or a stand-in (a substitute reward) with the score ``timeout_score``.
@@ -88,9 +93,9 @@ class Scores:
             Exception: exception that a trusted grader raised, or a :class:`GraderError` if the grader ended otherwise without a
                 result. With the flag ``score_errors``, a stand-in is returned instead.
         """
-        problem = self.problem(result, size)
+        problem = self.problem(result, size, teach)
         if not problem:
-            for reward in _rewards(result, size):
+            for reward in _rewards(result, size) or ():
                 self._learn(reward, source)
             return result.value
         if result.verdict == "timeout":
@@ -106,19 +111,19 @@ class Scores:
             self._warn(source, problem.split(":")[0], f"no reward for a response from {source}: {problem}. {score}")
         return self._stand_in(source) if size is None else [self._stand_in(source) for _ in range(size)]
 
-    def _problem_of_one(self, reward: Any) -> str:
+    def _problem_of_one(self, reward: Any, teach: bool) -> str:
         if reward is None:
             return "it returned None"
-        if isinstance(reward, Mapping) and self.keys and self.keys[0] not in reward:
-            return f"it returned a dict without {self.keys[0]!r}"
+        key = self.keys[0 if teach else -1] if self.keys else None
+        if isinstance(reward, Mapping) and key is not None and key not in reward:
+            return f"it returned a dict without {key!r}"
         number = _number_in(reward, self.number_keys)
         if number is None:
             return f"it returned {reprlib.repr(reward)}, which is no score" if self.numbers_only else ""
         return "" if math.isfinite(number) else f"it returned {number}"
 
     def _learn(self, reward: Any, source: str) -> None:
-        is_dict = isinstance(reward, Mapping)
-        self._forms[source] = {key: _empty(value) for key, value in reward.items()} if is_dict else None
+        self._forms[source] = _form_of(reward)
         number = _number_in(reward, self.number_keys)
         if number is not None:
             self._worst[source] = min(number, self._worst.get(source, math.inf))
@@ -135,6 +140,8 @@ class Scores:
         form = self._forms.get(source, next(iter(self._forms.values()), None))
         if form is None:
             return dict.fromkeys(self.keys, score) if self.keys else score
+        if not isinstance(form, dict):
+            return type(form)(score if part is _SCORE else part for part in form)
         return {**form, **dict.fromkeys(self.keys or {"score"} & form.keys(), score)}
 
     def _warn(self, source: str, kind: str, text: str) -> None:
@@ -143,8 +150,16 @@ class Scores:
             logger.warning("rl-accel: %s", text)
 
 
-def _rewards(result: ExecutionResult, size: int | None) -> Any:
-    return [result.value] if size is None else result.value
+def _rewards(result: ExecutionResult, size: int | None) -> list[Any] | None:
+    """Returns the rewards in the value of ``result``: a single one if ``size`` is None, else a list. None if there is no list."""
+    if size is None:
+        return [result.value]
+    if isinstance(result.value, str | bytes | Mapping) or not isinstance(result.value, Collection):
+        return None
+    try:
+        return list(result.value)
+    except TypeError:  # an array of dimension 0
+        return None
 
 
 def _number_in(reward: Any, keys: Sequence[str]) -> float | None:
@@ -154,10 +169,34 @@ def _number_in(reward: Any, keys: Sequence[str]) -> float | None:
         return None
     try:
         return float(reward)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+    # RuntimeError: a tensor of several numbers; ArithmeticError: an int that is too large
+    except (TypeError, ValueError, RuntimeError, ArithmeticError):
         return None
 
 
+def _form_of(reward: Any) -> Any:
+    """Returns the form of a reward for :meth:`Scores._stand_in`: a dict, list or tuple of empty values; None for a number."""
+    if isinstance(reward, Mapping):
+        return {key: _empty(value) for key, value in reward.items()}
+    if type(reward) in (list, tuple):
+        return type(reward)(_SCORE if _is_number(value) else _empty(value) for value in reward)
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
 def _empty(value: Any) -> Any:
-    """Returns an empty value of the same type as ``value``, such as 0 or "". Returns None for user-defined types."""
-    return type(value)() if type(value) in _PLAIN or isinstance(value, np.number | np.bool_) else None
+    """Returns an empty value of the same type as ``value``, such as 0 or "". Returns None for user-defined types.
+
+    Values that verl averages must stay numbers, arrays or tensors.
+    """
+    if type(value) in _PLAIN or isinstance(value, np.number | np.bool_):
+        return type(value)()
+    if isinstance(value, str):
+        return ""
+    if isinstance(value, numbers.Number) or hasattr(value, "dtype"):
+        with contextlib.suppress(Exception):
+            return value * 0
+    return None

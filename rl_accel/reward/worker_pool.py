@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import select
 import shutil
@@ -23,7 +24,7 @@ from typing import Any
 
 from rl_accel.errors import RlAccelError
 from rl_accel.reward import worker as worker_files
-from rl_accel.reward.execution import ExecutionResult, Limits
+from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates
 from rl_accel.reward.worker import SIZES, Message, Start, WorkerRequest, encode
 
 logger = logging.getLogger("rl_accel")
@@ -124,6 +125,7 @@ class Worker:
         renews: True while the worker starts or replaces its process and takes no request. :meth:`wait_ready` waits until the worker
             is ready again.
         waits: True if the current execution has spent most of its time waiting for something other than a processor.
+        history: what is known about the current process of a trusted grader.
         answer: future of the latest execution: its result, and the pickled value or exception of the grader. None before the first.
         due: time of the event loop at which the worker counts as dead if no message about the current execution has come.
     """
@@ -135,6 +137,7 @@ class Worker:
     forks: bool = False
     renews: bool = True
     waits: bool = False
+    history: "History" = field(default_factory=lambda: History(), init=False)
     answer: "asyncio.Future[tuple[ExecutionResult, bytes]] | None" = field(default=None, init=False)
     due: float = field(default=0.0, init=False)
 
@@ -287,6 +290,8 @@ class Worker:
             message, payload = await self._next_message()
             if "alive" not in message:
                 self.renews = message.pop("renews", False)
+                if self.renews:
+                    self.history = History()
                 return ExecutionResult(**message), payload
             self.waits = message.get("waits", self.waits)
             self._expect_message(by=self.due - _GRACE_SECONDS)
@@ -306,6 +311,47 @@ class Worker:
     async def _read(self) -> tuple[Message, bytes]:
         head_size, size = SIZES.unpack(await self.reader.readexactly(SIZES.size))
         return json.loads(await self.reader.readexactly(head_size)), await self.reader.readexactly(size)
+
+
+@dataclass
+class History:
+    """What is known about a process of a trusted grader.
+
+    Attributes:
+        proven: kinds of calls (see :class:`Limits`) to which the process has given a correct answer.
+        longest: wall seconds of its longest call, by kind.
+    """
+
+    proven: set[str] = field(default_factory=set)
+    longest: dict[str, float] = field(default_factory=dict)
+
+
+class EarlyCall:
+    """Time limits of a call in a process of a trusted grader that has not yet given a correct answer to a call of this kind.
+
+    Such a call may load what later calls use, such as a model. Limits that were learned from later calls do not fit it.
+
+    Args:
+        limits: limits of the call, of which ``wall``, ``cpu`` and ``full`` are used.
+        extra: seconds by which ``wall`` and ``cpu`` are raised, up to ``full``.
+    """
+
+    def __init__(self, limits: Limits, extra: float) -> None:
+        self._seconds, self._full, self._extra = (limits.wall, limits.cpu), limits.full or 0.0, extra
+        self.updates = LimitUpdates()
+
+    def raised(self) -> tuple[float, float]:
+        """Returns the raised wall and CPU seconds."""
+        wall, cpu = (max(seconds, min(seconds + self._extra, self._full)) for seconds in self._seconds)
+        return wall, cpu
+
+    def set_limits(self, wall: float, cpu: float) -> None:
+        self._seconds = wall, cpu
+        self.updates.publish(*self.raised())
+
+    def set_extra(self, extra: float) -> None:
+        self._extra = extra
+        self.updates.publish(*self.raised())
 
 
 class WorkerPool:
@@ -342,7 +388,7 @@ class WorkerPool:
             raise ValueError(f"workers must be at least 1, found {size!r}")
         self.deaths = 0
         self._computing = self.size if computing is None or start.isolation else computing
-        self._start = replace(start, folder=_temporary_folder(start.isolation))
+        self._start = replace(start, folder=_temporary_folder(start.isolation)) if start.isolation else start
         self._payload = payload
         self._readable = readable
         self._launched: tuple[subprocess.Popen[bytes], socket.socket] | None = None
@@ -353,6 +399,8 @@ class WorkerPool:
         self._waiting: deque[asyncio.Future[Worker]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting = 0
+        self._early_calls: list[tuple[str, EarlyCall]] = []
+        self._early_seconds: dict[str, float] = {}
         self._growth: asyncio.TimerHandle | None = None
         self._closed = False
         self._warned = False
@@ -376,7 +424,10 @@ class WorkerPool:
         for attempt in (1, 2):
             worker = await self._take()
             try:
-                answer = await worker.run(limits, request, payload)
+                if limits.kind in worker.history.proven or self._start.isolation:
+                    answer = await worker.run(limits, request, payload)
+                else:
+                    answer = await self._run_early(worker, limits, request, payload)
             except _LOST as error:
                 self.deaths += 1
                 await self._end(worker)
@@ -395,6 +446,34 @@ class WorkerPool:
                 return answer
         return ExecutionResult("killed", reason="two workers died while running it"), b""
 
+    async def _run_early(
+        self, worker: Worker, limits: Limits, request: WorkerRequest, payload: bytes
+    ) -> tuple[ExecutionResult, bytes]:
+        """Runs a request in a process that has not yet given a correct answer to a request of this kind.
+
+        The request may take longer by the longest request that any process has ended before its first correct answer. While no
+        process has given a correct answer, the request has the full budget.
+        """
+        kind, history = limits.kind, worker.history
+        call = EarlyCall(limits, self._early_seconds.get(kind, math.inf))
+        wall, cpu = call.raised()
+        raised = replace(limits, wall=wall, cpu=cpu, updates=call.updates)
+        self._early_calls.append((kind, call))
+        try:
+            with limits.updates.subscribed(call.set_limits):
+                result, body = await worker.run(raised, replace(request, limits=raised.numbers()), payload)
+        finally:
+            self._early_calls.remove((kind, call))
+        history.longest[kind] = max(result.wall - result.waited, history.longest.get(kind, 0.0))
+        return replace(result, prove=functools.partial(self._prove, kind, history)), body
+
+    def _prove(self, kind: str, history: History) -> None:
+        history.proven.add(kind)
+        seconds = self._early_seconds[kind] = max(history.longest[kind], self._early_seconds.get(kind, 0.0))
+        for other, call in self._early_calls:
+            if other == kind:
+                call.set_extra(seconds)
+
     async def close(self) -> None:
         """Ends all workers of the pool. Running executions are stopped, and their callers get a SandboxError."""
         self._closed = True
@@ -409,6 +488,13 @@ class WorkerPool:
         self._idle.clear()
         while waiter := self._next_waiting():
             waiter.set_exception(SandboxError("the sandbox is closed"))
+
+    def abandon(self) -> None:
+        """Makes all workers end by themselves. For a pool that was not closed before its event loop was closed."""
+        channels = [worker.channel for worker in (*self._workers, *self._unready, self._template) if worker]
+        for channel in [*channels, self._launched[1]] if self._launched else channels:
+            with contextlib.suppress(OSError):
+                channel.shutdown(socket.SHUT_RDWR)
 
     async def _stop(self, worker: Worker) -> None:
         """Stops the execution of a worker after its caller was cancelled.

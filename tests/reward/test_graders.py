@@ -44,6 +44,25 @@ async def test_arguments_may_have_a_position_and_what_the_grader_changes_in_them
     assert (found.value, notes, texts) == (5, {"new": 5}, ["a", "b"])
 
 
+class Heavy:
+    """Counts how often it is sent."""
+
+    sent = 0
+
+    def __reduce__(self):
+        Heavy.sent += 1
+        return str, ("received",)
+
+
+async def test_an_argument_that_is_the_same_in_all_calls_is_sent_once(graders):
+    heavy, before = Heavy(), Heavy.sent
+    pool = graders("echo", constants={"value": heavy})
+    assert [(await pool.call({"value": value})).value for value in (heavy, heavy, "another")] == [
+        "received", "received", "another"
+    ]  # fmt: skip
+    assert Heavy.sent - before == 1
+
+
 async def test_a_file_is_found_by_its_own_path_even_if_it_is_a_link_to_a_file_with_another_name(tmp_path, closed_later):
     (tmp_path / "stored").write_text("def compute(): return open(__file__.replace('grader.py', 'data')).read()")
     folder = tmp_path / "shown"

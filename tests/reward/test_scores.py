@@ -43,6 +43,8 @@ def test_a_reward_without_the_key_that_the_framework_looks_up_is_of_no_use():
     assert of_slime("acc").problem(done({"score": 1.0})) == "it returned a dict without 'acc'"
     assert of_slime("acc").problem(done({"acc": 1})) == ""
     assert of_slime().problem(done([1.0]), 2) == "it returned no list of 2 rewards"
+    assert of_slime("score", "acc").problem(done({"acc": 1}), teach=False) == ""
+    assert of_slime("score", "acc").problem(done({"acc": 1})) == "it returned a dict without 'score'"
 
 
 @pytest.mark.parametrize("value", [None, "text", {"acc": 1.0}, {"score": None}, float("nan"), {"score": "x"}, [1, 2]])
@@ -83,6 +85,45 @@ def test_a_stand_in_looks_like_rewards_of_its_source_or_else_of_another():
     assert scores.reward_of(done([0.5, 0.25]), "b", True, 2) == [0.5, 0.25]
     assert scores.reward_of(FAILED, "b", True, 2) == [-1.0, -1.0]
     assert scores.reward_of(FAILED, "a", True) == empty
+
+
+def test_a_stand_in_has_numbers_where_verl_averages_and_the_form_of_a_list():
+    import decimal
+    import enum
+
+    import numpy as np
+
+    kind = enum.IntEnum("Kind", ["RIGHT"])
+    good = {
+        "score": 1.0,
+        "kind": kind.RIGHT,
+        "exact": decimal.Decimal("0.5"),
+        "parts": np.ones(2),
+        "name": np.str_("x"),
+    }
+    scores = of_verl()
+    scores.reward_of(done(good), "a", True)
+    found = scores.reward_of(ExecutionResult(verdict="timeout"), "a", True)
+    assert {name: value for name, value in found.items() if name != "parts"} == {
+        "score": 0.0, "kind": 0, "exact": 0, "name": ""
+    }  # fmt: skip
+    assert found["parts"].tolist() == [0.0, 0.0]
+    scores = of_slime(timeout_score=-1.0)
+    scores.reward_of(done((0.5, True, {"turns": 2})), "a", True)
+    assert scores.reward_of(ExecutionResult(verdict="timeout"), "a", True) == (-1.0, False, {})
+
+
+def test_rewards_of_a_group_are_anything_that_has_a_length_and_items():
+    import numpy as np
+
+    scores = of_slime()
+    assert scores.is_correct(done(np.array([0.0, 1.0])), 2)
+    for value in (np.array([1.0]), np.array(1.0), {"a": 1, "b": 2}, "ab", 3.0, None):
+        assert scores.problem(done(value), 2) == "it returned no list of 2 rewards"
+
+
+def test_a_number_that_no_float_can_be_is_no_score():
+    assert of_verl().problem(done(10**400))
 
 
 def test_a_stand_in_has_the_keys_that_the_framework_looks_up():

@@ -7,6 +7,7 @@ runs in forks of this worker process.
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import pickle
 from argparse import Namespace
@@ -95,10 +96,10 @@ def pack_sample(sample: Any, whole: bool) -> Packed:
 
 
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
-    """Returns a function ``grade(samples, single)``, which calls a grader in this process.
+    """Returns a function ``grade(samples, single, kwargs)``, which calls a grader in this process.
 
     ``grade`` returns the return value of the grader, and for each sample the fields that the grader has changed. With ``single``,
-    the grader gets the only sample instead of a list of samples.
+    the grader gets the only sample instead of a list of samples. ``kwargs`` are further arguments of the grader.
 
     Args:
         args: slime's arguments, packed by :func:`pack`.
@@ -112,10 +113,17 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     # One event loop for all calls, because a grader may keep a session that belongs to the loop.
     runner = asyncio.Runner()
 
-    def grade(samples: list[Packed], single: bool) -> tuple[Any, list[Changes]]:
+    def grade(samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any]) -> tuple[Any, list[Changes]]:
+        runner.get_loop()  # from now on the event loop of futures that a plain function makes
         unpacked = [_unpack_sample(packed) for packed in samples]
         before = [pack(vars(sample), "sample") for sample in unpacked]
-        value = function(arguments, unpacked[0] if single else unpacked)
+        call = functools.partial(function, arguments, unpacked[0] if single else unpacked, **kwargs)
+        try:
+            value = call()
+        except RuntimeError as error:
+            if str(error) != "no running event loop":
+                raise
+            value = runner.run(_call(call))  # a plain function that starts tasks
         if inspect.isawaitable(value):
             value = runner.run(_finish(value))
         return value, [_changes(*pair) for pair in zip(unpacked, before, strict=True)]
@@ -130,6 +138,11 @@ def _warm_up(arguments: Any) -> None:
     if arguments.rm_type and not arguments.rm_type.endswith("remote_rm"):
         with contextlib.suppress(Exception):
             asyncio.run(rm_hub.async_rm(arguments, sample))
+
+
+async def _call(call: Callable[[], Any]) -> Any:
+    value = call()
+    return await value if inspect.isawaitable(value) else value
 
 
 async def _finish(value: Any) -> Any:

@@ -74,7 +74,7 @@ async def grade(args: Any, sample: Any, **kwargs: Any) -> Any:
     loop = asyncio.get_running_loop()
     if (grading := OPEN.get(loop)) is None:
         for ended in [known for known in OPEN if known.is_closed()]:
-            del OPEN[ended]
+            OPEN.pop(ended).abandon()
         grading = OPEN[loop] = Grading(args)
     return await grading.grade(args, sample, kwargs)
 
@@ -130,7 +130,8 @@ class Grading:
         """Returns the reward of the sample ``given``, or the rewards if ``given`` is a list. Stops the graders if cancelled."""
         self.store_client.use()
         is_list = isinstance(given, list)
-        if is_list and not (given and self._spec_of(args, given[0]).takes_lists):
+        # In a list, slime calls the function in a sample's custom_rm_path for each sample.
+        if is_list and not (given and self.flags.grader and self._spec_of(args, given[0]).takes_lists):
             return await gather_until(self.grade(args, sample, kwargs) for sample in given)
         sample, size, teach = given[0] if is_list else given, len(given) if is_list else None, not EVALUATION.get()
         spec, prompt = self._spec_of(args, sample), prompt_key(sample.prompt, sample.label)
@@ -140,7 +141,7 @@ class Grading:
             if spec.awaits:
                 executor, run = self._awaited_executor, functools.partial(self._await, spec, args, given, kwargs)
             else:
-                executor, run = self._executor, functools.partial(self._run_in_process, spec, given)
+                executor, run = self._executor, functools.partial(self._run_in_process, spec, given, kwargs)
             result = await executor.execute(
                 prompt,
                 f"{spec.name}/{size or 1}",
@@ -167,7 +168,9 @@ class Grading:
             )
         return GraderSpec(rm_type, awaits=rm_type.removeprefix("boxed_") == "remote_rm")
 
-    async def _run_in_process(self, spec: GraderSpec, given: Any, limits: Limits) -> ExecutionResult:
+    async def _run_in_process(
+        self, spec: GraderSpec, given: Any, kwargs: dict[str, Any], limits: Limits
+    ) -> ExecutionResult:
         """Runs a grader in a separate process. If the grader finishes, applies the grader's changes to the samples here."""
         name = spec.name if spec.function else ""  # slime's own graders share one pool of processes
         if name not in self._graders:
@@ -180,8 +183,9 @@ class Grading:
                 setup=grader_cluster.SETUP,
             )
         samples = given if isinstance(given, list) else [given]
-        packed = [grader_worker.pack_sample(sample, whole=bool(name)) for sample in samples]
-        result = await self._graders[name].call({"samples": packed, "single": given is not samples}, limits)
+        packed = tuple(grader_worker.pack_sample(sample, whole=bool(name)) for sample in samples)
+        call = {"samples": packed, "single": given is not samples, "kwargs": kwargs}
+        result = await self._graders[name].call(call, replace(limits, kind=spec.name))
         if result.verdict != "done":
             return result
         value, changes = result.value
@@ -218,6 +222,13 @@ class Grading:
     def _sandbox(self) -> Sandbox:
         return Sandbox(self._workers, self.flags.isolation)
 
+    def abandon(self) -> None:
+        """Ends all grader processes and the sandbox after the event loop has been closed."""
+        for pool in self._graders.values():
+            pool.abandon()
+        if "_sandbox" in vars(self):
+            self._sandbox.abandon()
+
     async def close(self) -> None:
         """Ends all grader processes and the sandbox, including graders that are still running."""
         await self.store_client.close()
@@ -248,7 +259,8 @@ def _spec_of_path(path: str) -> GraderSpec:
     if not awaits:
         where = "in processes of its own, which share no state with this process"
         logging.getLogger("rl_accel").info("rl-accel: reward_timeout runs %s, which awaits nothing, %s", path, where)
-    return GraderSpec(path, function, awaits, is_async)
+    # The function that a decorator wraps may be a coroutine function, although the decorated function is none.
+    return GraderSpec(path, function, awaits, inspect.iscoroutinefunction(inspect.unwrap(called)))
 
 
 def _awaits(function: Any) -> bool:

@@ -8,8 +8,10 @@ reach the trainer's log through the anchor store, which shares the durations of 
 """
 
 import ast
+import contextlib
 import functools
 import importlib.util
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -91,16 +93,21 @@ def _check(run: VerlRun) -> None:
 
         if name not in REWARD_MANAGER:
             _refuse(f"{_REWARD}.name", f"one of {', '.join(REWARD_MANAGER)}", name)
-    elif name != MANAGER and _never_awaits(path := run.get(f"{_REWARD}.module.path") or "", name):
+        path, class_name = "", REWARD_MANAGER[name].__name__
+        with contextlib.suppress(TypeError):  # a class that was not read from a file
+            path = inspect.getfile(REWARD_MANAGER[name])
+    else:
+        path, class_name = run.get(f"{_REWARD}.module.path") or "", name
+    if name != MANAGER and _never_awaits(path, class_name):
         _refuse(f"{_REWARD}.name", "a manager that awaits its compute_score, as verl's do", f"{name} of {path}")
 
 
 def _never_awaits(path: str, name: str) -> bool:
     """Returns True if a user's reward manager never awaits ``compute_score``, although our function of this name is async.
 
-    In such a manager, the method ``run_single`` calls ``compute_score`` and awaits nothing but calls in threads. This function
-    reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module). It does not import the
-    module, because an import could have side effects. Returns False if the source code is not found.
+    In such a manager, the method ``run_single`` with the methods that it calls uses ``compute_score``, and awaits nothing but calls
+    in threads. This function reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module). It does not
+    import the module, because an import could have side effects. Returns False if the source code is not found.
     """
     try:
         module = path.removeprefix("pkg://").replace("/", ".")
@@ -109,12 +116,15 @@ def _never_awaits(path: str, name: str) -> bool:
     except (ImportError, OSError, SyntaxError, ValueError):
         return False
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
-    methods = [node for one in classes for node in one.body if isinstance(node, ast.AsyncFunctionDef)]
-    nodes = [node for method in methods if method.name == "run_single" for node in ast.walk(method)]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    methods = {node.name: node for one in classes for node in one.body if isinstance(node, functions)}
+    called, nodes = ["run_single"] if "run_single" in methods else [], list[ast.AST]()
+    for method in called:  # grows
+        nodes += ast.walk(methods[method])
+        called += {node.attr for node in nodes if isinstance(node, ast.Attribute)} & methods.keys() - {*called}
     awaited = [node.value for node in nodes if isinstance(node, ast.Await)]
-    return any(_calls(node, "compute_score") for node in nodes) and all(
-        _calls(value, "run_in_executor", "to_thread") for value in awaited
-    )
+    uses_it = any(isinstance(node, ast.Attribute) and node.attr == "compute_score" for node in nodes)
+    return uses_it and all(_calls(value, "run_in_executor", "to_thread", *called) for value in awaited)
 
 
 def _calls(node: ast.AST, *names: str) -> bool:

@@ -9,6 +9,7 @@ import inspect
 import os
 from collections.abc import Awaitable, Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls,
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_extern_object
 
+from rl_accel import process_start
 from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray import grader_cluster
@@ -54,9 +56,23 @@ some wait until all responses of a batch have arrived."""
 _FUSION_SLOTS = 256
 """Maximum number of requests to a remote sandbox at once in each reward process."""
 
-_RESPONSE: ContextVar[tuple[str, bool] | None] = ContextVar("rl_accel_response", default=None)
-"""Context variable for the response that the running asyncio task scores: the key of the prompt, and True if the time limits learn
-from the response. The limits do not learn from validation responses."""
+
+@dataclass
+class _Response:
+    """Response that the running asyncio task scores.
+
+    Attributes:
+        prompt: key of the prompt.
+        teach: True if the time limits learn from the response. They do not learn from validation responses.
+        calls: number of times that the reward manager has called the reward function for the response.
+    """
+
+    prompt: str
+    teach: bool = True
+    calls: int = 0
+
+
+_RESPONSE: ContextVar[_Response | None] = ContextVar("rl_accel_response", default=None)
 
 
 @extends(interfaces.RewardManagerBase)
@@ -97,6 +113,7 @@ class RewardTimeoutManager(RewardManagerBase):
         self._executor = LimitedExecutor(self.anchors, self._slots, limits, full)
         self._awaited_executor = LimitedExecutor(self.anchors, _AWAITED_SLOTS, limits, full, flags.limit_waiting)
         self._scores = Scores(flags, self.anchors, (), ("score",), ("acc", "score"), numbers_only=True)
+        self._tokenizer = {} if reward_model_tokenizer is None else {"reward_model_tokenizer": reward_model_tokenizer}
         self._graders: dict[str, Graders] = {}
         self._deaths = 0
         self._configured = section.manager
@@ -132,20 +149,28 @@ class RewardTimeoutManager(RewardManagerBase):
         truth = row.get("reward_model")
         truth = truth.get("ground_truth") if isinstance(truth, dict) else truth
         prompt = _prompt_of(row.get("data_source"), truth, row.get("raw_prompt"), row.get("extra_info"))
-        _RESPONSE.set((prompt, not bool(validation[-1])))
+        response = _Response(prompt, not bool(validation[-1]))
+        _RESPONSE.set(response)
         self._store_client.use()
         try:
             result: dict[str, Any] = await self.held.run_single(data)
+        except (TypeError, AttributeError) as error:
+            if response.calls or "coroutine" not in str(error):
+                raise
+            raise self._never_awaited() from error
         finally:
             self._store_client.use()
         if inspect.iscoroutine(result["reward_score"]):
             result["reward_score"].close()
-            name, path = self._configured.name, self._configured.path
-            raise ConfigError(
-                f"rl_accel.reward_timeout wants a reward manager that awaits its compute_score if it is a coroutine function, "
-                f"as verl's do; found {name} of {path or 'verl'}, now held by {MANAGER}"
-            )
+            raise self._never_awaited()
         return result
+
+    def _never_awaited(self) -> ConfigError:
+        name, path = self._configured.name, self._configured.path
+        return ConfigError(
+            f"rl_accel.reward_timeout wants a reward manager that awaits its compute_score if it is a coroutine function, "
+            f"as verl's do; found {name} of {path or 'verl'}, now held by {MANAGER}"
+        )
 
     async def score(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the reward function of the run within a time limit. Takes the arguments of verl's reward functions.
@@ -160,17 +185,20 @@ class RewardTimeoutManager(RewardManagerBase):
         # A user's manager may pass other arguments than verl's; these names only serve to identify prompt and source.
         arguments = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
         source = str(arguments.get("data_source"))
-        prompt, teach = _RESPONSE.get() or (
-            _prompt_of(source, arguments.get("ground_truth"), None, arguments.get("extra_info")),
-            True,
+        response = _RESPONSE.get() or _Response(
+            _prompt_of(source, arguments.get("ground_truth"), None, arguments.get("extra_info"))
         )
+        prompt, teach = response.prompt, response.teach
+        # A user's manager may call the function for several parts of a score, of which each takes its own time.
+        case = str(response.calls) if response.calls else ""
+        response.calls += 1
         if self._is_verls_own and source in DATA_SOURCES:
             result = ExecutionResult(verdict="done", value=await self._score_code(prompt, teach, arguments))
         else:
             awaits = inspect.iscoroutinefunction(self.compute_score)
             executor, run = (self._awaited_executor, self._await) if awaits else (self._executor, self._run_in_process)
             result = await executor.execute(
-                prompt, "", functools.partial(run, args, kwargs), self._scores.is_correct, teach
+                prompt, case, functools.partial(run, args, kwargs, source), self._scores.is_correct, teach
             )
         deaths = sum(graders.deaths for graders in self._graders.values())
         self.anchors.count("workers_replaced", deaths - self._deaths)
@@ -200,13 +228,15 @@ class RewardTimeoutManager(RewardManagerBase):
         inner = function.func if isinstance(function, functools.partial) else function
         return inner is None or f"{inner.__module__}:{inner.__qualname__}" == _VERLS_OWN
 
-    async def _await(self, args: tuple[Any, ...], kwargs: dict[str, Any], limits: Limits) -> ExecutionResult:
+    async def _await(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], _source: str, limits: Limits
+    ) -> ExecutionResult:
         return await run_within(self.compute_score(*args, **kwargs), limits, self._target[0])
 
     def _run_in_process(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], limits: Limits
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], source: str, limits: Limits
     ) -> Awaitable[ExecutionResult]:
-        return self._function.call({**kwargs, **self._target[1]}, limits, args)
+        return self._function.call({**kwargs, **self._target[1]}, replace(limits, kind=source), args)
 
     @functools.cached_property
     def _function(self) -> Graders:
@@ -216,8 +246,10 @@ class RewardTimeoutManager(RewardManagerBase):
             self._slots,
             in_thread=True,
             computing=self._program_slots,
-            environment=grader_cluster.environment(),
+            environment={**process_start.removed_variables(), **grader_cluster.environment()},
             setup=grader_cluster.SETUP,
+            constants={**self._tokenizer, **self._target[1]},
+            folder=process_start.folder(),
         )
         return function
 
@@ -234,7 +266,7 @@ class RewardTimeoutManager(RewardManagerBase):
         if path.startswith("pkg://"):
             module = path.removeprefix("pkg://").replace("/", ".")
         else:
-            module = str(Path(path.removeprefix("file://")).absolute())
+            module = str(Path(process_start.folder(), path.removeprefix("file://")).absolute())
         return f"{module}:{custom['name']}", dict(custom.get("reward_kwargs") or {})
 
 

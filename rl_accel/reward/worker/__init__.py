@@ -31,7 +31,8 @@ SIZES = struct.Struct("!QQ")
 class Start:
     """First message from the trainer process to a worker: settings of the worker.
 
-    The message has a payload if ``target`` names a function that returns the grader: the pickled arguments of this function.
+    The message may have a payload, a pickled pair: the keyword arguments of the function that returns the grader, or None if
+    ``target`` is the grader; and the keyword arguments of the grader that are the same in all calls (constants).
 
     The worker replies with a message of two keys. ``problem`` is the reason why the worker cannot serve, such as an error in the
     import of the grader, or "" if the worker can serve. ``shared`` lists the resources that untrusted code shares with the trainer
@@ -39,7 +40,8 @@ class Start:
 
     Attributes:
         isolation: "process" or "bubblewrap" for untrusted code; "" for a trusted grader, which has time limits only.
-        folder: parent folder of the temporary folder in which untrusted code runs.
+        folder: parent folder of the temporary folder in which untrusted code runs; working folder in which a trusted grader is
+            imported, "" for that of the trainer process.
         target: import path of the grader, "module:function" or "/path/file.py:function"; "" to run programs.
         path: ``sys.path`` of the worker; None keeps the default.
         in_thread: True calls a trusted grader outside the main thread.

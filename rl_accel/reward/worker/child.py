@@ -11,13 +11,26 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from . import Start, dumps
 
-Grader = Callable[..., Any]
 REPORT_BYTES = 1 << 16
 """Maximum size of the report of a child process in bytes, not counting the return value of a grader."""
+
+
+@dataclass(frozen=True)
+class Grader:
+    """A grader as this process has imported it.
+
+    Attributes:
+        function: the grader itself.
+        constants: keyword arguments of the grader that are the same in all calls, by name.
+    """
+
+    function: Callable[..., Any]
+    constants: dict[str, Any]
 
 
 def run_program(code: str, case: dict[str, str]) -> bytes:
@@ -84,12 +97,12 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def find_grader(start: Start, arguments: bytes) -> Grader:
+def find_grader(start: Start, payload: bytes) -> Grader:
     """Imports and returns the grader that ``start.target`` names.
 
-    First sets ``sys.path`` as ``start`` says and, for a trusted grader, sets environment variables and calls ``start.setup``. If
-    ``arguments`` (pickled keyword arguments) is not empty, ``start.target`` names a function that is called once and returns the
-    grader.
+    First sets ``sys.path`` as ``start`` says and, for a trusted grader, sets environment variables and calls ``start.setup``.
+    ``payload`` is that of ``start``, or empty. If it holds arguments, ``start.target`` names a function that is called once and
+    returns the grader.
 
     Raises:
         BaseException: any error of the import or of the call. A TypeError if the result is not callable.
@@ -102,15 +115,17 @@ def find_grader(start: Start, arguments: bytes) -> Grader:
             module, _, name = start.setup.partition(":")
             getattr(importlib.import_module(module), name)(start.environment)
     module, _, name = start.target.rpartition(":")
-    function: Any = _load(module) if os.path.isabs(module) else importlib.import_module(module)
+    folder = "" if start.isolation else start.folder
+    with contextlib.chdir(folder) if folder else contextlib.nullcontext():
+        function: Any = _load(module) if os.path.isabs(module) else importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
-    if arguments:
-        function = function(**pickle.loads(arguments))
+    arguments, constants = pickle.loads(payload) if payload else (None, {})
+    if arguments is not None:
+        function = function(**arguments)
     if not callable(function):
         raise TypeError(f"{start.target} must be a function, found {function!r}")
-    grader: Grader = function
-    return grader
+    return Grader(function, constants)
 
 
 def _load(path: str) -> Any:
@@ -127,20 +142,21 @@ def _load(path: str) -> Any:
 
 
 def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], bytes]:
-    """Calls the grader with the pair of positional and keyword arguments that is pickled in ``payload``.
+    """Calls the grader with the arguments that are pickled in ``payload``: by position, by keyword, and names of constants.
 
     Returns a dict with ``verdict`` and ``reason``, and pickled bytes: a pair of the return value and the arguments that the grader
     has changed (by position or name), or the exception. With ``plain`` (for an isolated grader), :func:`_plain` reduces the value
     to types that are safe to unpickle, changes are dropped, and b"" replaces the exception.
     """
     try:
-        args, kwargs = pickle.loads(payload)
+        args, kwargs, names = pickle.loads(payload)
+        given = {**dict(enumerate(args)), **kwargs}
+        before = {name: dumps(item) for name, item in given.items() if isinstance(item, (dict, list)) and not plain}
+        value = grader.function(*args, **kwargs, **{name: grader.constants[name] for name in names})
         if plain:
-            body = pickle.dumps((_plain(grader(*args, **kwargs)), {}), pickle.HIGHEST_PROTOCOL)
+            body = pickle.dumps((_plain(value), {}), pickle.HIGHEST_PROTOCOL)
         else:
-            given = {**dict(enumerate(args)), **kwargs}
-            before = {name: dumps(item) for name, item in given.items() if isinstance(item, (dict, list))}
-            body = dumps((grader(*args, **kwargs), _changes(given, before)))
+            body = dumps((value, _changes(given, before)))
         head = {"verdict": "done", "reason": ""}
     except BaseException as error:
         body = b"" if plain else _pickled(error)

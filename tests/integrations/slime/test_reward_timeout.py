@@ -1,6 +1,7 @@
 """Rewards within adaptive limits in slime's own code, where SLIME_ROOT names a checkout: its reward functions and its rollouts."""
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections import Counter
@@ -218,11 +219,78 @@ def test_a_judge_of_groups_sees_its_group_as_in_slime(judged, sample_of):
     assert blocking([sample_of(does="nan"), sample_of()]) == [0.0, 0.0], "graded in one go, lost in one go"
 
 
+def test_a_decorated_judge_of_groups_sees_its_group_too(judged, sample_of):
+    assert judged("decorated")([sample_of(score=score) for score in (1, 3, 2)]) == [0.0, 1.0, 0.0]
+
+
+def test_rewards_of_a_group_may_be_an_array(judged, sample_of):
+    judge = judged("as_array", score_errors=True)
+    assert list(judge([sample_of(score=score) for score in (1.0, 0.5)])) == [1.0, 0.5]
+    assert "errors" not in counts()
+
+
+@pytest.mark.parametrize(("grader", "wanted"), [("tasks", 1.0), ("gathering", [1.0, 1.0])])
+def test_a_plain_function_may_return_a_future(judged, sample_of, grader, wanted):
+    assert judged(grader)(sample_of()) == wanted
+
+
+def test_a_grader_gets_the_further_arguments_of_a_rollout_of_the_users(judged, sample_of):
+    judge = judged("for_evaluations")
+    assert judge.run(judge.stock(judge.args, sample_of(), evaluation=True)) == 0.25
+    assert judge(sample_of()) == 0.75
+
+
+def test_a_reward_of_any_form_has_a_stand_in_of_its_form(judged, sample_of):
+    judge = judged("as_tuple", maximum=1.0, timeout_score=-1.0)
+    assert judge(sample_of()) == (1.0, {"turns": 2}, "why")
+    assert judge(sample_of(does="hang")) == (-1.0, {}, "")
+
+
+def test_an_evaluation_needs_its_own_key_only(judged, sample_of):
+    from rl_accel.integrations.slime.reward_timeout.rm_hook import mark_evaluation
+
+    judge = judged("with_acc", arguments={"reward_key": "score", "eval_reward_key": "acc"}, score_errors=True)
+
+    async def evaluated(sample):
+        mark_evaluation(judge.args, sample, evaluation=True)
+        return await judge.stock(judge.args, sample)
+
+    assert judge.run(evaluated(sample_of())) == {"acc": 1.0}
+    assert judge(sample_of()) == {"score": 0.0, "acc": 0.0}
+
+
+def test_the_graders_of_an_event_loop_that_was_closed_end(judged, sample_of):
+    """Such as one event loop for each rollout of a rollout function of the user's."""
+
+    def workers():
+        found = 0
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                found += "rl_accel/reward/worker" in " ".join(process.cmdline())
+        return found
+
+    def eventually(number):
+        end = time.monotonic() + 60
+        while workers() != number and time.monotonic() < end:
+            time.sleep(0.1)
+        return workers() == number
+
+    judge = judged("without_await")
+    assert asyncio.run(judge.stock(judge.args, sample_of())) == 1.0
+    of_one_loop = workers()
+    for _ in range(2):
+        assert asyncio.run(judge.stock(judge.args, sample_of())) == 1.0
+    assert judge(sample_of()) == 1.0
+    assert eventually(of_one_loop)
+
+
 def test_a_list_without_a_grader_honours_the_samples_own(judged, sample_of):
     judge = judged(rm_type="math")
     own, other = sample_of(score=0.5), sample_of()
     own.custom_rm_path = f"{GRADERS}.without_await"
     assert judge([other, own]) == [1, 0.5]
+    own.custom_rm_path = f"{GRADERS}.of_one"
+    assert judge([own, own, other]) == [0.5, 0.5, 1]
 
 
 def test_a_limit_is_learned_from_right_answers_for_a_prompt_and_not_for_its_neighbour(judged, sample_of):

@@ -1,11 +1,15 @@
 """Rewards of real responses through verl's own loading of managers and functions: the same as without us, but for time."""
 
+import asyncio
 import contextlib
+import importlib
+import os
 import re
 import time
 
 import pytest
 
+from rl_accel import process_start
 from rl_accel.errors import ConfigError
 from rl_accel.patches.verl import config_intake
 
@@ -141,6 +145,106 @@ def test_prompts_are_told_apart_by_their_text_and_not_by_uid(configure, manager_
     assert sorted(anchor[2] for anchor in manager.anchors.timeout.anchors().values()) == [1, 1, 2]
 
 
+LOADS = """
+import time
+
+model = None
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    global model
+    if solution_str == "hang":
+        time.sleep(600)
+    if solution_str == "8":  # wrong at first sight
+        return 0.0
+    if model is None:
+        time.sleep(2.0)
+        model = object()
+    return 1.0
+"""
+
+
+def test_a_new_process_may_load_what_an_ended_one_had_loaded(configure, manager_of, responses):
+    config = configure(LOADS, {"minimum": 0.5, "slack": 0.2, "maximum": 60.0, "workers": 1, "probe_share": 0.0})
+    first, second = manager_of(config), manager_of(config)
+
+    async def scores(manager, *texts, prompt="a"):
+        manager.loop = manager.held.loop = asyncio.get_running_loop()
+        data = responses(*texts, raw_prompt=[{"role": "user", "content": prompt}])
+        return [(await manager.run_single(item))["reward_score"] for item in data]
+
+    async def main():
+        try:
+            assert await scores(first, "7", prompt="another") == [1.0], "loads"
+            began = time.monotonic()
+            assert await scores(first, "7", "7", "hang", "8", "7") == [1.0, 1.0, 0.0, 0.0, 1.0]
+            assert time.monotonic() - began < 30, "the limit of the answer that hangs is not the full budget"
+            second.anchors.timeout.merge(first.anchors.timeout.anchors())
+            assert await scores(second, "8", "7") == [0.0, 1.0], "limits that another reward worker has learned"
+        finally:
+            await first.close()
+            await second.close()
+
+    asyncio.run(main())
+
+
+KEEPS = """
+seen = []
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, rules, reward_router_address, reward_model_tokenizer):
+    seen.append((rules, reward_model_tokenizer))
+    same = all(one is other for pair in seen for one, other in zip(pair, seen[0]))
+    return float(same) * rules.weights[1] * len(reward_model_tokenizer.decode(reward_model_tokenizer.encode(rules.name)))
+"""
+
+
+def test_what_is_the_same_in_all_calls_is_the_same_object_as_in_verl(
+    configure, configured, responses, score, tokenizer
+):
+    """If these objects crossed in each call, each call would pickle verl's whole configuration and a tokenizer."""
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    rules = {"weights": [1.0, 0.5], "name": "${trainer.project_name}"}
+    keys = {"reward.custom_reward_function.reward_kwargs": {"rules": rules}, "trainer.project_name": "abc"}
+    ours = configure(KEEPS, keys=keys)
+    stock = configured({"reward.custom_reward_function.path": ours.reward.custom_reward_function.path, **keys})
+    given = {"reward_router_address": "localhost:1", "reward_model_tokenizer": tokenizer}
+    found = [
+        score(load_reward_manager(config, tokenizer, **given), responses("7", "7", "7")) for config in (stock, ours)
+    ]
+    assert found[0] == found[1]
+    assert [item["reward_score"] for item in found[0]] == [1.5] * 3
+
+
+CHANGES = """
+import os
+
+SECRET = os.environ.pop("RLA_SECRET")
+TEXT = open("data.txt").read()
+os.chdir("below")
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(SECRET + TEXT + open("other.txt").read()))
+"""
+
+
+def test_a_module_may_change_the_working_folder_and_the_environment_when_it_is_imported(
+    configure, configured, responses, score, tmp_path, monkeypatch
+):
+    """verl has imported it in the reward worker before a process of the grader imports it."""
+    (tmp_path / "below").mkdir()
+    (tmp_path / "data.txt").write_text("12")
+    (tmp_path / "below" / "other.txt").write_text("345")
+    config = configure(CHANGES)
+    config.reward.custom_reward_function.path = "graded.py"
+    for of in (configured({"reward.custom_reward_function.path": "graded.py"}), config):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("RLA_SECRET", "6789")
+        monkeypatch.setattr(process_start, "_FOLDER", str(tmp_path))
+        monkeypatch.setattr(process_start, "_VARIABLES", dict(os.environ))
+        (found,) = score(of, responses("7"))
+        assert found["reward_score"] == 9.0
+
+
 CUSTOM = """
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
@@ -178,6 +282,34 @@ def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configur
     assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
 
 
+PARTS = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "slow":
+        time.sleep(3.0)
+    return 1.0
+"""
+TWO_CALLS = """
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+class Mine(RewardManagerBase):
+    def __init__(self, config, tokenizer, compute_score, **others):
+        super().__init__(config, tokenizer, compute_score)
+
+    async def run_single(self, data):
+        parts = [await self.compute_score("test", text, "7", {}) for text in ("quick", "slow")]
+        return {"reward_score": sum(parts), "reward_extra_info": {}}
+"""
+
+
+def test_each_call_that_a_manager_makes_for_a_response_has_its_own_limit(configure, manager_of, responses, score, mine):
+    manager = manager_of(configure(PARTS, {"minimum": 0.5, "slack": 0.2, "probe_share": 0.0}, mine(TWO_CALLS)))
+    found = score(manager, responses(*["8"] * 3))
+    assert [item["reward_score"] for item in found] == [2.0] * 3
+    assert sorted(round(wall) for wall, _, _ in manager.anchors.timeout.anchors().values()) == [0, 3]
+
+
 OWN_PARAMETERS = """
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
@@ -201,18 +333,57 @@ def test_a_manager_of_the_users_may_call_a_function_of_its_own_kind(configure, r
     assert found == score(stock(keys), data) == [{"reward_score": 5, "reward_extra_info": {"four": None}}]
 
 
+HELPERS = """
+    async def threaded(self, text):
+        return await self.loop.run_in_executor(None, lambda: self.compute_score('test', text, '7'))
+
+    async def awaited(self, text):
+        return await self.compute_score('test', text, '7')
+"""
+
+
+def test_a_registered_manager_whose_source_never_awaits_is_refused_at_the_start(
+    configured, mine, monkeypatch, tmp_path
+):
+    from verl.experimental.reward_loop.reward_manager import registry
+
+    mine(
+        "class Mine:\n    async def run_single(self, data):\n        return {'reward_score': self.compute_score('7')}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(registry.REWARD_MANAGER, "own", importlib.import_module("mine").Mine)
+    config = configured({"rl_accel.reward_timeout.enable": True, "reward.reward_manager.name": "own"})
+    with pytest.raises(ConfigError, match=r"awaits its compute_score.*found own of .*mine\.py"):
+        config_intake.in_driver(config)
+
+
+def test_a_manager_that_never_awaits_and_whose_source_does_not_show_it_fails_in_one_line(
+    configure, responses, score, mine
+):
+    keys = mine("AWAITS = False\n" + CUSTOM.replace("score if not AWAITS", "2 * score if not AWAITS"))
+    (refused,) = score(configure(SYNC, keys=keys), responses("8"))
+    assert isinstance(refused, ConfigError), refused
+    assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
+
+
 @pytest.mark.parametrize(
     ("scored", "refused"),
     [
         ("self.compute_score('test', '7', '7')['score']", True),
         ("await self.loop.run_in_executor(None, lambda: self.compute_score('test', '7', '7'))", True),
+        ("float(await asyncio.to_thread(self.compute_score, 'test', '7', '7'))", True),
+        ("await self.loop.run_in_executor(None, partial(self.compute_score, 'test', '7'))", True),
+        ("(await self.threaded('7')).get('score')", True),
+        ("await self.awaited('7')", False),
         ("await asyncio.wait_for(self.compute_score('test', '7', '7'), 5)", False),
         ("await maybe(self.compute_score('test', '7', '7'))", False),
         ("await self.loop.run_in_executor(None, my_own_score)", False),
     ],
 )
 def test_a_manager_whose_source_never_awaits_is_refused_at_the_start(configured, mine, scored, refused):
-    keys = mine(f"class Mine:\n    async def run_single(self, data):\n        return {{'reward_score': {scored}}}\n")
+    keys = mine(
+        f"class Mine:\n    async def run_single(self, data):\n        return {{'reward_score': {scored}}}\n{HELPERS}"
+    )
     config = configured({"rl_accel.reward_timeout.enable": True, **keys})
     wanted = r"reward_manager\.name = a manager that awaits its compute_score.*found Mine of"
     with pytest.raises(ConfigError, match=wanted) if refused else contextlib.nullcontext():
