@@ -63,16 +63,17 @@ def preemptions_told_by_vllm(checkpoints, steps):
 def left(launch, engine, kill_first, read_lines, tmp_path_factory):
     """Train, kill -9 the trainer in the middle of a step after the checkpoint, run the same command again.
 
-    ``preempted`` is vLLM's own count of preemptions by step of the first run.
+    ``preempted`` is vLLM's own count of preemptions in the first run, by the steps that had ended before and after it was read.
     """
     out, preempted, killed = tmp_path_factory.mktemp("tail"), {}, []
     checkpoints = out / "checkpoints"
+    ledger = checkpoints / "tail_batching" / "ledger.jsonl"
 
     def follow(metrics):
-        steps = len(read_lines(checkpoints / "tail_batching" / "ledger.jsonl"))
-        if steps < KILLED_IN - 1 and engine.name == "vllm" and steps not in preempted:
+        steps = len(read_lines(ledger))
+        if steps < KILLED_IN - 1 and engine.name == "vllm" and steps not in {before for before, _ in preempted}:
             counted = preemptions_told_by_vllm(checkpoints, steps)
-            preempted.update({} if counted is None else {steps: counted})
+            preempted.update({} if counted is None else {(steps, len(read_lines(ledger))): counted})
         if not killed and steps >= KILLED_IN:
             killed.append(kill_first("TaskRunnerV1", metrics))
 
@@ -146,5 +147,5 @@ def test_preemptions_in_the_log_are_those_that_vllm_counts(left, engine):
     logged = left.runs[0].numbers("telemetry/preemptions")
     assert sum(logged) > 0
     assert len(left.preempted) >= 2
-    for steps, counted in left.preempted.items():  # the next round may have begun
-        assert sum(logged[:steps]) <= counted <= sum(logged[: steps + 1]), (left.preempted, logged)
+    for (before, after), counted in left.preempted.items():  # the next round may have begun
+        assert sum(logged[:before]) <= counted <= sum(logged[: after + 1]), (left.preempted, logged)

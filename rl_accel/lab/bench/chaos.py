@@ -3,6 +3,7 @@ moments."""
 
 import contextlib
 import json
+import math
 import random
 import signal
 import time
@@ -50,8 +51,11 @@ STANDSTILL_S = 600.0
 
 @dataclass(frozen=True)
 class Kill:
-    """A planned SIGKILL to one process of kind ``victim``. The signal is sent ``seconds`` seconds after the settlement log,
-    which has one line per training step, has reached ``step`` lines."""
+    """A planned SIGKILL to one process of kind ``victim``.
+
+    The signal is sent ``seconds`` seconds, but at most the seconds of the run's shortest step, after the settlement log, which has
+    one line per training step, has reached ``step`` lines.
+    """
 
     victim: str
     step: int
@@ -102,15 +106,17 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
     checkpoints, log, metrics = folder / "checkpoints", folder / "train.log", folder / "metrics.jsonl"
     ledger = checkpoints / FOLDER / "ledger.jsonl"
     command = [*plan.command, *OVERRIDES, f"trainer.default_local_dir={checkpoints}"]
-    settled, since = -1, began
+    settled, since, shortest = -1, began, math.inf
 
     def follow() -> bool:
-        nonlocal settled, since
-        steps = len(_lines(ledger))
+        nonlocal settled, since, shortest
+        steps, now = len(_lines(ledger)), time.monotonic()
         if steps != settled:
-            settled, since = steps, time.monotonic()
-        waited = time.monotonic() - since
-        if due and steps >= due[0].step and waited >= due[0].seconds and _kill(due[0].victim, metrics):
+            if settled >= 0:
+                shortest = min(shortest, now - since)  # a longer pause could be over only after the last step
+            settled, since = steps, now
+        waited = now - since
+        if due and steps >= due[0].step and waited >= min(due[0].seconds, shortest) and _kill(due[0].victim, metrics):
             result.kills.append(due.pop(0))
         return waited > STANDSTILL_S
 
