@@ -57,6 +57,8 @@ async def outcome(call: Awaitable[T]) -> T | None:
 class RewardWorkerProxy:
     """Proxy of a reward worker. Cancelling a task that awaits ``compute_score`` also cancels the remote call.
 
+    Has all other methods of the reward worker too, for agent loops of the user that call them.
+
     Args:
         worker: handle of the reward worker, a Ray actor.
         successor: function that takes the number of deaths so far and returns the handle of the dead worker's replacement.
@@ -70,6 +72,11 @@ class RewardWorkerProxy:
     @property
     def compute_score(self) -> "RewardWorkerProxy":
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self._worker, name)
 
     async def remote(self, data: Any) -> Any:
         """Scores ``data`` in the reward worker and returns the result. If the worker dies, a replacement scores ``data``.

@@ -10,7 +10,7 @@ from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
 from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates
-from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
+from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
 from rl_accel.reward.sandbox import Case, Sandbox
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -272,3 +272,10 @@ async def test_a_group_with_a_hang_takes_no_longer_than_its_limit_with_real_proc
     assert [result.verdict for (result,) in others] == ["passed"] * 6
     assert (hung.verdict, hung.reason) == ("timeout", "wall limit")
     assert hung.wall - hung.waited < 30
+
+
+def test_the_key_of_a_prompt_does_not_hold_the_address_of_an_object():
+    images = [object() for _ in range(3)]
+    assert len({prompt_key("a", {"image": image}) for image in images}) == 1
+    assert len({prompt_key("a", {1: image, "b": 2}) for image in images}) == 1
+    assert prompt_key("a", object()) != prompt_key("b", object())

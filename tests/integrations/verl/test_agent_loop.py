@@ -1,6 +1,8 @@
 """A worker of agent loops is verl's with the parts of the features that are on, and nothing else."""
 
+import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -56,11 +58,12 @@ def test_only_features_that_need_it_put_proxies_before_reward_workers(composed, 
     config = wired(features, {})
     (verls,) = agent_loop.worker_class(composed).__bases__
     monkeypatch.setattr(verls, "__init__", start)  # verl's wants models and a cluster
-    handles = [object(), object()]
+    handles = [SimpleNamespace(compute_score_batch="a method"), SimpleNamespace()]
     worker = agent_loop.worker_class(config)(config, reward_loop_worker_handles=handles)
     with_rewards = worker.reward_loop_worker_handles
     if set(features) <= {"telemetry"}:
         assert with_rewards is handles
     else:
         assert [type(handle) for handle in with_rewards] == [RewardWorkerProxy] * 2
+        assert copy.copy(with_rewards[0]).compute_score_batch == "a method", "what only the user's agent loops call"
     assert agent_loop.worker_class(config)(config).reward_loop_worker_handles is None
