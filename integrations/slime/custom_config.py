@@ -145,9 +145,9 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
     """
     try:
         from slime.utils import arguments as slimes
-    except ImportError as error:
+    except Exception as error:  # packages that do not fit each other raise other classes than ImportError
         raise ConfigError(
-            f"a launch line wants slime (SLIME_ROOT) and SGLang importable here, found {error!r}"
+            f"a launch line wants slime (SLIME_ROOT) and SGLang importable here, found {one_line(repr(error))}"
         ) from error
     before, sys.argv = sys.argv, ["train.py", *line]
     try:

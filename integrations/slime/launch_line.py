@@ -10,6 +10,7 @@ Slime's arguments then still hold the values of the launch line. The few that th
 import importlib
 import itertools
 import logging
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,9 @@ STOCK = {
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
 }
 """Default values of slime's arguments that features set, by argument name. Arguments with the default None are left out."""
+_SEVERAL = re.compile(r"--[\w-]+\s")
+"""Beginning of a word that holds a flag and its value."""
+_UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
 
 
@@ -57,11 +61,21 @@ def flags_on(words: Sequence[str]) -> Sequence[str]:
     Without a script, returns all words after the last ``--``.
 
     Raises:
-        ConfigError: the launch line is one quoted word.
+        ConfigError: words of the launch line are quoted as one, a shell has not expanded a list of words, or there is no flag.
     """
-    if not any(word.startswith("--") for word in words) and any(" --" in word for word in words):
-        raise ConfigError("a launch line wants separate words, not one in quotes: -- python3 train.py --flag value")
     command = max((n for n, word in enumerate(words, 1) if word == "--"), default=0)
+    has_flags = any(word.startswith("--") for word in words[command:])
+    for word in words[command:]:
+        if _SEVERAL.match(word) or (" --" in word and not has_flags):
+            raise ConfigError(
+                f"a launch line wants separate words, not some in quotes: -- python3 train.py --flag value; found {word!r}"
+            )
+        if _UNEXPANDED.fullmatch(word):
+            raise ConfigError(f"a launch line wants words that a shell has expanded, found {word}")
+    if not has_flags:
+        raise ConfigError(
+            f"a launch line wants slime's flags, found {' '.join(words[command:])}: flags within a script are not read"
+        )
     script = next((n for n, word in enumerate(words, 1) if n > command and word.endswith(".py")), command)
     return words[script:]
 

@@ -109,8 +109,12 @@ class Logged:
         ``run.json`` in the same folder. If the log is not console output, console files in the same folder are searched as well:
         those with the name of the log, else all, which must agree.
         """
-        rollout = self.config.get("actor_rollout_ref", {}).get("rollout", {})
-        verl = {"train_batch_size": self.config.get("data", {}).get("train_batch_size"), "rollout.n": rollout.get("n")}
+        data, actor = (
+            its if isinstance(its := self.config.get(key), dict) else {} for key in ("data", "actor_rollout_ref")
+        )
+        rollout = actor.get("rollout")
+        responses = rollout.get("n") if isinstance(rollout, dict) else None
+        verl = {"train_batch_size": data.get("train_batch_size"), "rollout.n": responses}
         texts = [json.dumps({**self.config, **{name: number for name, number in verl.items() if number}})]
         folders = dict.fromkeys(file.parent for file in self.files)
         texts += map(_head, [*self.files, *(file for folder in folders for file in folder.glob("run.json"))])

@@ -56,6 +56,7 @@ SLIME_NAMES = {
 }
 """Mapping from slime's name of a metric to verl's name of the same metric."""
 
+SAVING = "save_checkpoint"
 OVERLAPPING = frozenset({"timing_s/generate_async", "fully_async/trainer/idle_ratio"})
 """Metrics of verl's trainers one_step_off and fully_async, which generate while they train, and save checkpoints after a step."""
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -120,7 +121,7 @@ def stages(metrics: Mapping[str, float]) -> dict[str, float]:
     whole = metrics.get(PREFIX + "step")
     timed = {stage: float(metrics[PREFIX + stage]) for stage in STAGES if PREFIX + stage in metrics}
     if not OVERLAPPING.isdisjoint(metrics):
-        timed.pop("save_checkpoint", None)
+        timed.pop(SAVING, None)
     if whole is None or not 0 < whole < math.inf or not all(0 <= value < math.inf for value in timed.values()):
         return {}
     return {**timed, OTHER: float(whole) - sum(timed.values())}

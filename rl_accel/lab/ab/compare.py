@@ -85,9 +85,10 @@ def gather(
             hint = did_you_mean(reward, own)
             raise RecipeError(f"{arm}: no run logged {reward}{hint}; --reward names what to compare in all arms")
         # slime logs seed and batch size as top-level keys of the configuration, verl in the section data
-        told = [run.config | run.config.get("data", {}) for run in its.values()]
+        sections = ((run.config, run.config.get("data")) for run in its.values())
+        told = [config | (data if isinstance(data, dict) else {}) for config, data in sections]
         named = [re.findall(r"seed[-_=]?(\d+)", place) or [of.get("seed")] for place, of in zip(its, told, strict=True)]
-        seeds = [None if found[-1] is None else int(found[-1]) for found in named]
+        seeds = [int(found[-1]) if str(found[-1]).isdecimal() else None for found in named]
         known = None not in seeds and len(set(seeds)) == len(seeds)
         if not known:
             notes.append(f"{arm}: its runs pair with none, as neither paths (seedN) nor W&B tell a seed of each")

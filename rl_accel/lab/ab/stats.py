@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rl_accel.lab.ab.recipe import NOT_COMPARED, Metrics, Recipe
 from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.rollout.saved import FOLDER
-from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, read_kept
+from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OVERLAPPING, SAVING, read_kept
 
 LEDGER = f"{FOLDER}/ledger.jsonl"
 """End of the path of the file in which tail batching logs the prompts trained in each step."""
@@ -156,6 +156,8 @@ def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
     for step in measured_steps(run, names):
         metrics = run.steps[step]
         known = {s: metrics[names.stage_prefix + s] for s in names.stages if names.stage_prefix + s in metrics}
+        if not OVERLAPPING.isdisjoint(metrics):
+            known.pop(SAVING, None)
         whole = metrics[names.stage_prefix + names.step]
         if not all(map(math.isfinite, known.values())):
             continue

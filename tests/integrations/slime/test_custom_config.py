@@ -184,8 +184,27 @@ def test_a_launch_line_wants_slime_and_a_file(check, monkeypatch):
         check(custom_config.make(["gae"], {}), line=["--rm-type", "math"])
     done = CliRunner().invoke(custom_config.slime_config, ["--enable", "gae", "--", "train.py"])
     assert "a launch line goes with --check FILE" in str(done.exception)
-    with pytest.raises(ConfigError, match="wants separate words, not one in quotes"):
-        flags_on(["bash", "-c", "python3 train.py --save x"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bash", "-c", "python3 train.py --save x"], "wants separate words, .* found 'python3 train.py --save x'"),
+        (
+            ["ray", "job", "submit", "--no-wait", "--", "bash", "-c", "cd x; python3 train.py --save x"],
+            "wants separate words",
+        ),
+        (["python3", "train.py", "--save x", "--load=y"], "wants separate words, .* found '--save x'"),
+        (["python3", "train.py", "${ROLLOUT_ARGS[@]}", "--save", "x"], r"has expanded, found \$\{ROLLOUT_ARGS\[@\]\}"),
+        (["bash", "train.sh", "$@"], r"has expanded, found \$@"),
+        (["bash", "run.sh"], "wants slime's flags, found bash run.sh: flags within a script are not read"),
+        (["ray", "job", "submit", "--no-wait", "--", "./run.sh"], "wants slime's flags, found ./run.sh"),
+    ],
+)
+def test_a_launch_line_that_hides_its_flags_is_refused_in_one_line(words, message):
+    with pytest.raises(ConfigError, match=message):
+        flags_on(words)
+    assert list(flags_on(["python3", "train.py", "--save", "$X/y", "--a=b c"])) == ["--save", "$X/y", "--a=b c"]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rl_accel.lab.ab.compare import compare, load_arms
+from rl_accel.telemetry.readers import read
 
 REWARD = "critic/score/mean"
 
@@ -256,3 +257,32 @@ def test_a_step_without_finite_seconds_is_left_out(call, write, odd):
 def test_runs_of_one_step_are_not_compared_and_it_is_said(call, write):
     output, _ = call(write("a", steps=1), "--against", write("b", steps=1))
     assert f"{REWARD} of b is not compared: a run has fewer than two values until the shortest run ends" in output
+
+
+@pytest.mark.parametrize("trainer", ["timing_s/generate_async", "fully_async/trainer/idle_ratio"])
+def test_a_trainer_that_saves_after_its_step_has_no_negative_rest(call, write, trainer):
+    base, ours = (write(name, **{trainer: 9.0, "timing_s/save_checkpoint": 50.0}) for name in "ab")
+    _, summary = call(base, "--against", ours)
+    means = {row["stage"]: row["arms"]["a"]["mean"] for row in summary["stages"]}
+    assert means == {"gen": 4.0, "other": 2.0, "step": 6.0}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"seed": "random"}, {"seed": None}, {"data": "gsm8k", "actor_rollout_ref": None}, {"data": {"seed": [1]}}],
+)
+def test_a_configuration_of_another_form_is_no_error(call, tmp_path, config):
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    for arm in ("stock", "tail"):
+        records = [messages.Record() for _ in range(9)]
+        for key, value in config.items():
+            records[0].run.config.update.add(key=key, value_json=json.dumps(value))
+        for step, record in enumerate(records[1:], 1):
+            record.history.step.num = step
+            record.history.item.add(key=REWARD, value_json=json.dumps(step / 10))
+        entries = [record.SerializeToString() for record in records]
+        data = b":W&B\xbe\xe1\x00" + b"".join(struct.pack("<IHB", 0, len(its), 1) + its for its in entries)
+        (tmp_path / f"{arm}.wandb").write_bytes(data)
+    output, _ = call(tmp_path / "stock.wandb", "--against", tmp_path / "tail.wandb")
+    assert "its runs pair with none, as neither paths (seedN) nor W&B tell a seed of each" in output
+    assert read(str(tmp_path / "stock.wandb")).batch() == (None, None)
