@@ -13,6 +13,7 @@ import os
 import select
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,8 @@ _RETRY_PAUSE_SECONDS = 1.0
 """Seconds before a request whose worker died is run again, so that no other dying worker gets the request."""
 _WAIT_SECONDS = 0.1
 """Seconds that a call of a trusted grader waits for a busy worker before the pool starts another worker."""
+_EARLY_FACTOR, _EARLY_PROCESSES = 2.0, 9
+"""A call in a new process may take longer by this factor times the median over this many earlier processes, see :class:`EarlyCall`."""
 _SCRIPT = Path(worker_files.__file__)
 
 
@@ -400,7 +403,7 @@ class WorkerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting = 0
         self._early_calls: list[tuple[str, EarlyCall]] = []
-        self._early_seconds: dict[str, float] = {}
+        self._early_seconds: dict[str, deque[float]] = {}
         self._growth: asyncio.TimerHandle | None = None
         self._closed = False
         self._warned = False
@@ -451,11 +454,10 @@ class WorkerPool:
     ) -> tuple[ExecutionResult, bytes]:
         """Runs a request in a process that has not yet given a correct answer to a request of this kind.
 
-        The request may take longer by the longest request that any process has ended before its first correct answer. While no
-        process has given a correct answer, the request has the full budget.
+        While no process has given a correct answer, the request has the full budget.
         """
         kind, history = limits.kind, worker.history
-        call = EarlyCall(limits, self._early_seconds.get(kind, math.inf))
+        call = EarlyCall(limits, self._extra(kind))
         wall, cpu = call.raised()
         raised = replace(limits, wall=wall, cpu=cpu, updates=call.updates)
         self._early_calls.append((kind, call))
@@ -468,11 +470,21 @@ class WorkerPool:
         return replace(result, prove=functools.partial(self._prove, kind, history)), body
 
     def _prove(self, kind: str, history: History) -> None:
+        """Records the first correct answer of a process to a request of this kind."""
         history.proven.add(kind)
-        seconds = self._early_seconds[kind] = max(history.longest[kind], self._early_seconds.get(kind, 0.0))
+        self._early_seconds.setdefault(kind, deque(maxlen=_EARLY_PROCESSES)).append(history.longest[kind])
         for other, call in self._early_calls:
             if other == kind:
-                call.set_extra(seconds)
+                call.set_extra(self._extra(kind))
+
+    def _extra(self, kind: str) -> float:
+        """Returns the seconds that a request in a new process may take longer.
+
+        In each process, the longest request until the first correct answer takes at least as long as loading. The median leaves out
+        requests that were slow for another reason.
+        """
+        seconds = self._early_seconds.get(kind)
+        return _EARLY_FACTOR * statistics.median(seconds) if seconds else math.inf
 
     async def close(self) -> None:
         """Ends all workers of the pool. Running executions are stopped, and their callers get a SandboxError."""

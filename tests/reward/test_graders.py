@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,24 @@ async def test_an_import_that_fails_says_where(tmp_path, closed_later):
     where = "ModuleNotFoundError: No module named 'nothing_here' .*broken.py, line 2: import nothing_here"
     with pytest.raises(SandboxError, match=where):
         await asyncio.gather(*(graders.call({}) for _ in range(4)))
+
+
+async def test_until_a_process_has_given_a_correct_answer_it_has_the_time_that_others_needed(graders):
+    pool, limits = graders("sleep"), Limits(wall=0.3, cpu=0.3, full=30.0)
+
+    async def call(seconds, kind="a"):
+        return await pool.call({"seconds": seconds}, replace(limits, kind=kind))
+
+    first = await call(1.0)
+    assert first.verdict == "done", "while nothing is known, the full budget"
+    first.prove()
+    stopped = await call(600.0)
+    assert (stopped.verdict, stopped.prove) == ("timeout", None), "a process that has given a correct answer"
+    assert (await call(1.0)).verdict == "done", "a new process"
+    assert (await call(1.0, "b")).verdict == "done", "another kind of call"
+    stopped = await call(600.0)
+    assert stopped.verdict == "timeout"
+    assert 2.0 < stopped.wall < 20.0, "twice the second of the first process, and the limit"
 
 
 async def test_a_call_is_made_again_once_if_its_worker_dies(processes, tmp_path, graders):
