@@ -43,7 +43,9 @@ _RETRY_PAUSE_SECONDS = 1.0
 _WAIT_SECONDS = 0.1
 """Seconds that a call of a trusted grader waits for a busy worker before the pool starts another worker."""
 _EARLY_FACTOR, _EARLY_PROCESSES = 2.0, 9
-"""A call in a new process may take longer by this factor times the median over this many earlier processes, see :class:`EarlyCall`."""
+"""A call in a new process may take longer by this factor times the median over this many earlier processes.
+
+See :class:`EarlyCall`."""
 _SCRIPT = Path(worker_files.__file__)
 
 
