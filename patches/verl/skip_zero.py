@@ -251,7 +251,7 @@ def _make(original: Any, settings: Any) -> Any:
             return None
 
     def train_rows(engine: Any, data: Any, loss_function: Any, forward_only: Any, saved: Counter[str]) -> Any:
-        """Calls verl's function with the rows that must be trained. Adds what the other rows would have cost to ``saved``."""
+        """Calls verl's function with the rows that must be trained. Adds the cost of the other rows to ``saved``."""
         zero = _find_zero_rows(data)
         wanted, sizes, tokens = _agree_on_rows(engine, data, zero)
         if wanted >= min(sizes):

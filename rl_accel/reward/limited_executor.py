@@ -41,7 +41,7 @@ def prompt_key(*parts: Any) -> str:
         text = json.dumps(parts, default=repr, sort_keys=True)
     except (TypeError, ValueError):  # dict keys that JSON does not support or that cannot be sorted
         text = repr(parts)
-    text = re.sub(r" at 0x[0-9a-f]+", "", text)  # objects without a text of their own
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)  # the repr of an object may hold its address
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 

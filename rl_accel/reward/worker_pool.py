@@ -130,7 +130,7 @@ class Worker:
         renews: True while the worker starts or replaces its process and takes no request. :meth:`wait_ready` waits until the worker
             is ready again.
         waits: True if the current execution has spent most of its time waiting for something other than a processor.
-        history: what is known about the current process of a trusted grader.
+        history: record of the calls of the current process of a trusted grader.
         answer: future of the latest execution: its result, and the pickled value or exception of the grader. None before the first.
         due: time of the event loop at which the worker counts as dead if no message about the current execution has come.
     """
@@ -320,7 +320,7 @@ class Worker:
 
 @dataclass
 class History:
-    """What is known about a process of a trusted grader.
+    """Record of the calls that one process of a trusted grader has answered.
 
     Attributes:
         proven: kinds of calls (see :class:`Limits`) to which the process has given a correct answer.

@@ -42,7 +42,7 @@ _BATCH = (
 )
 """Patterns of the number of prompts and of responses per prompt, in a launch line or configuration of verl or slime."""
 _MOST_CONSOLES = 8
-"""Number of console files beside a log above which these files are not searched for the size of a batch."""
+"""Maximum number of console files in the folder of a log that are searched for the size of a batch. With more files, none is."""
 TELEMETRY = "rl_accel/telemetry/"
 """Prefix of the metrics of the feature telemetry."""
 
@@ -330,7 +330,7 @@ def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
         if begun := _SLIME_LINE.search(text):
             step, shown, rows = int(begun[1]), begun[2], [len(text)]
         elif PROCESS.match(text) or len(text) > rows[0] + 1 or 2 * rows[-1] < rows[0] or len(rows) == _MOST_ROWS:
-            shown = ""  # a line of its own: rows that a terminal has wrapped are equally long, except the last
+            shown = ""  # a new line of the log: rows that a terminal has wrapped are equally long, except the last
         else:
             shown, rows = shown + text, [*rows, len(text)]
         if "}" in text and shown and (metrics := _metrics(shown)):
