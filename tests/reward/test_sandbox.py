@@ -269,7 +269,8 @@ async def test_after_many_programs_nothing_is_left(processes, temporary, closed_
         await asyncio.gather(*(sandbox.run(code, PRINT, SHORT) for code in codes))
     before = psutil.Process().num_fds()
     await asyncio.gather(*(sandbox.run(codes[number % 4], PRINT, SHORT) for number in range(400)))
-    assert psutil.Process().num_fds() <= before
+    # A kind of program that leaks would leave 100. Other threads of this process open some of their own (Ray's, in a whole suite).
+    assert psutil.Process().num_fds() < before + 50
     assert [len(processes.below(worker.pid)) for worker in processes.workers()] == [1, 1], "the workers themselves"
     await sandbox.close()
     assert not list(temporary.iterdir())
