@@ -15,8 +15,8 @@ from rl_accel.telemetry.stage_clock import PREFIX
 LogRecord = tuple[int, dict[str, float]]
 """Number of a step, and the metrics that verl logged for this step, by name."""
 
-ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-"""Pattern of a terminal's control sequence, such as a colour."""
+ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
+"""Pattern of a terminal's control sequence, such as a colour, a hidden cursor or the title of a window."""
 PROCESS = re.compile(r"^\([\w:]+[^()]*pid=[^()]*\)\s?")
 """Pattern of the prefix of each line from a Ray worker, such as ``(TaskRunner pid=3165)``."""
 _FOREIGN = re.compile(r"(?:^|\s)\[|\(\w+ pid=|(?:[A-Z][\w ]{0,80}:\s*|^|\s)\d+%\|")
