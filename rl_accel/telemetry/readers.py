@@ -7,6 +7,7 @@ import json
 import math
 import re
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +32,14 @@ _MOST_ROWS = 200
 _OBJECT = re.compile(r"<[^<>]*>")
 """Pattern of the printed form of an object that cannot be parsed as Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
+_EVENT_BYTES = 16
+"""Bytes of length and checksums of an event in a file of TensorBoard."""
 _DOCKER = ('{"log":"', '{"log": "')
 """Beginnings of a line in a log that Docker has written."""
 _ENCODING = "utf-8-sig"
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?")
+_COMMA = re.compile(r"[-+.\d]*,\d[.,\d]*([eE][-+]?\d+)?")
+"""Pattern of a number with commas, which are decimal points in some languages, or separate thousands."""
 _LARGE = 50_000_000
 """Size of a log in bytes from which on a progress bar is shown."""
 _BATCH = (
@@ -58,6 +64,7 @@ class Logged:
         restarts: steps at which the run was restarted.
         config: configuration of the run as logged by W&B, with the GPUs under the key ``gpus``; empty for other logs.
         workers: prefixes of the processes that logged steps to a console, in order, with one entry per change of the process.
+        damage: number of bytes that are damaged or no complete entry, by log file of TensorBoard or W&B.
     """
 
     source: str = ""
@@ -66,6 +73,7 @@ class Logged:
     restarts: list[int] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     workers: list[str] = field(default_factory=list)
+    damage: dict[Path, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         count, starts = len(self.steps), len(self.restarts)
@@ -87,7 +95,8 @@ class Logged:
             notes.append(
                 f"several processes log steps in turns ({names}): runs that share a console cannot be told apart"
             )
-        return notes
+        damaged = "bytes are damaged or cut off: what they hold is left out"
+        return notes + [f"{file}: {count:,} {damaged}" for file, count in self.damage.items() if count]
 
     @property
     def is_slime(self) -> bool:
@@ -166,7 +175,7 @@ def _read(path: str, found: Logged) -> list[LogRecord]:
         raise RlAccelError(f"{place} is no regular file, such as a pipe: write its text to a file first")
     for kind, (patterns, reader) in _KINDS.items():
         if place.is_file():
-            is_one = any(map(place.match, patterns)) or reader in (_verl, _verl_console, _slime)
+            is_one = any(map(place.match, patterns)) or reader in (_verl, _verl_console, _slime, _json)
             files = [place] if is_one else []
         else:
             files = sorted(file for pattern in patterns for file in place.rglob(pattern) if reader is not _csv)
@@ -247,19 +256,23 @@ def _head(file: Path) -> str:
 def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:
     with _opened(file) as lines:
         # files of responses or prompts may be large, and are not worth parsing
-        yield from filter(None, (parse_log_line(line) for line in lines if '"data"' in line))
+        records = filter(None, (parse_log_line(line) for line in lines if '"data"' in line))
+        yield from ((step, metrics) for step, metrics in records if metrics)
 
 
 def _verl_console(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
     yield from read_console(_lines(file), found.workers)
 
 
-def _tensorboard(file: Path, *_: Any) -> Iterator[LogRecord]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def _tensorboard(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
 
-    log = EventAccumulator(str(file), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
-    events = ((e.wall_time, e.step, tag, e.value) for tag in log.Tags()["scalars"] for e in log.Scalars(tag))
-    yield from ((step, {tag: value}) for _, step, tag, value in sorted(events))
+    entries = [*RawEventFileLoader(str(file)).Load()]  # up to the first one that is damaged
+    found.damage[file] = file.stat().st_size - sum(_EVENT_BYTES + len(entry) for entry in entries)
+    events = [(event, value) for event in map(Event.FromString, entries) for value in event.summary.value]
+    scalars = [(e.wall_time, e.step, its.tag, its.simple_value) for e, its in events if its.HasField("simple_value")]
+    yield from ((step, {tag: value}) for _, step, tag, value in sorted(scalars))
 
 
 def _wandb(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
@@ -267,7 +280,7 @@ def _wandb(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     config = found.config
-    for entry in _log_entries(file.read_bytes()):
+    for entry in _log_entries(file, found):
         try:
             record = Record.FromString(entry)
             config |= {
@@ -281,23 +294,28 @@ def _wandb(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
         yield from _record({"_step": record.history.step.num, **row})
 
 
-def _log_entries(data: bytes) -> Iterator[bytes]:
-    """Yields the complete entries of a W&B log file, whose format is that of LevelDB's logs. An incomplete last entry is skipped.
+def _log_entries(file: Path, found: Logged) -> Iterator[bytes]:
+    """Yields the whole entries of a W&B log file, whose format is that of LevelDB's logs. Counts other bytes in ``found.damage``.
 
     The wandb package itself no longer reads this format.
     """
-    at, entry = 7, b""
+    data, at, entry = file.read_bytes(), 7, b""
+    found.damage[file] = 0
     while at + 7 <= len(data):
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        if _BLOCK - at % _BLOCK < 7 or kind == 0:  # the rest of the block is padding
-            at += _BLOCK - at % _BLOCK
+        checksum, length, kind = struct.unpack_from("<IHB", data, at)
+        block = _BLOCK - at % _BLOCK
+        if block < 7 or kind == 0:  # the rest of the block is padding
+            at += block
             continue
         part = data[at + 7 : at + 7 + length]
-        if len(part) < length:
-            return
-        at += 7 + length
-        entry = part if kind in (_FULL, _FIRST) else entry + part
-        if kind in (_FULL, _LAST):
+        is_whole = checksum == zlib.crc32(bytes([kind]) + part)
+        size = min(7 + length, block)
+        if not is_whole:
+            found.damage[file] += min(size, len(data) - at)
+        elif kind in (_FULL, _FIRST) or entry:
+            entry = part if kind in (_FULL, _FIRST) else entry + part
+        at, entry = at + size, entry if is_whole else b""
+        if kind in (_FULL, _LAST) and entry:
             yield entry
 
 
@@ -305,18 +323,23 @@ def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
     import pandas
 
     try:
-        table = pandas.read_csv(file, thousands=",")
+        with file.open(encoding=_ENCODING) as lines:
+            separator = max(",;\t", key=lines.readline().count)
+        rows = pandas.read_csv(file, sep=separator, header=None, dtype=str, encoding=_ENCODING)
     except ValueError as error:  # empty, not text, or an unclosed quote
         raise RlAccelError(f"{file} is no CSV file ({' '.join(str(error).split())})") from error
+    table = rows[1:].set_axis(rows.iloc[0].fillna("Unnamed"), axis=1)  # pandas would rename equal columns
     keys = {*_STEP_KEYS, _STEP_METRIC}
-    own = table[[name for name in table if name in keys or name.startswith(f"{run} - " if run else "")]]
+    own = table.loc[:, [name in keys or name.startswith(f"{run} - " if run else "") for name in table]]
     own = own.rename(columns=lambda name: name.rpartition(" - ")[2])
     if own.columns.duplicated().any() or len(own.columns) < 2 or not set(own) & keys:
         wanted = f"a column {' or '.join((*_STEP_KEYS, _STEP_METRIC))} and metrics of one run, or {file}:RUN with the name of one"
         raise RlAccelError(f"{file} wants {wanted}, found {', '.join(table)}")
-    records = [
-        found for row in own.apply(pandas.to_numeric, errors="coerce").to_dict("records") for found in _record(row)
-    ]
+    for cell in filter(_COMMA.fullmatch, own.fillna("").to_numpy().ravel()):
+        if separator == ";" or not _THOUSANDS.fullmatch(cell):
+            raise RlAccelError(f"{file} wants numbers with a decimal point, found {cell}")
+    own = own.apply(lambda cells: pandas.to_numeric(cells.str.replace(",", ""), errors="coerce"))
+    records = [found for row in own.to_dict("records") for found in _record(row)]
     is_newest_first = all(later < sooner for (sooner, _), (later, _) in itertools.pairwise(records))
     yield from reversed(records) if is_newest_first else records
 
@@ -373,9 +396,13 @@ def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:
         yield int(steps[0]), metrics
 
 
-def _summary(file: Path, *_: Any) -> Iterator[LogRecord]:
-    with contextlib.suppress(*BAD_RECORD):
-        yield from _record(json.loads(file.read_text(errors="replace")))
+def _json(file: Path, *_: Any) -> Iterator[LogRecord]:
+    with _opened(file) as lines:
+        for line in lines:
+            with contextlib.suppress(*BAD_RECORD):
+                rows = json.loads(line) if '"_step"' in line else []
+                for row in rows if isinstance(rows, list) else [rows]:
+                    yield from _record(row)
 
 
 _KINDS: dict[str, tuple[tuple[str, ...], Callable[[Path, Logged, str], Iterator[LogRecord]]]] = {
@@ -385,6 +412,6 @@ _KINDS: dict[str, tuple[tuple[str, ...], Callable[[Path, Logged, str], Iterator[
     "a CSV of W&B": (("*.csv",), _csv),
     "verl's console": (("*.log", "*.out", "*.txt"), _verl_console),
     "slime's console": (("*.log", "*.out", "*.txt"), _slime),
-    "W&B's summary of the last step": (("wandb-summary.json",), _summary),
+    "W&B's rows in JSON": (("wandb-summary.json", "*.jsonl"), _json),
 }
 """Kinds of log, the most detailed first, each with the patterns of file names and the reader of a file."""

@@ -48,11 +48,15 @@ def records(lines):
         [*console()],
         [*console("np.float64({})")],
         [f"\x1b[36m{line}\x1b[0m" for line in console()],
+        [
+            f"\x1b]0;top\x07\x1b[?25l{line}\x1b(B\x1b[m\x1b[?25h".replace("(TaskRunner pid=3165) ", "")
+            for line in console()
+        ],
         [line.replace("(TaskRunner pid=3165) ", "") for line in console()],
         [f"{line} - note:3.12.1 - name:tiny" if "step:" in line else line for line in console()],
         [*console("tensor({}, device='cuda:0')")],
     ],
-    ids=["Ray's prefix", "numpy", "colours", "plain", "values that are no numbers", "tensors"],
+    ids=["Ray's prefix", "numpy", "colours", "cursor and title", "plain", "values that are no numbers", "tensors"],
 )
 def test_a_console_has_the_metrics_of_each_step(lines):
     assert records(lines) == STEPS

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import re
 import sys
 
 import numpy as np
@@ -88,6 +89,14 @@ def test_tensorboard_as_verl_writes_it_and_again_after_a_restart(tmp_path):
     assert [its[REWARD] for its in found.steps.values()] == [1, 2, 3, 4, 5, 6, 7, 8, 59, 60]
     assert math.isnan(found.steps[2]["rollout/raw_reward"])
     assert {name for its in found.steps.values() for name in its} == {REWARD, "rollout/raw_reward"}
+    assert not any("damaged" in note for note in found.notes)
+    file = sorted(tmp_path.glob("log/*"))[0]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    file.write_bytes(data)
+    found = read(str(file))
+    assert 1 < len(found.steps) < 12
+    assert re.search(f"{re.escape(str(file))}: [\\d,]+ bytes are damaged or cut off", found.notes[-1])
 
 
 @pytest.mark.slow
@@ -121,9 +130,14 @@ def test_wandb_offline_as_verl_and_slime_call_it_and_as_a_killed_run_leaves_it(t
 
     (file,) = verl.glob("**/*.wandb")
     (tmp_path / "run-x.wandb").write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    steps = read(str(tmp_path / "run-x.wandb")).steps
-    assert 5 < len(steps) < 31
-    assert steps[5] == metrics(5)
+    cut = read(str(tmp_path / "run-x.wandb"))
+    assert 5 < len(cut.steps) < 31
+    assert cut.steps[5] == metrics(5)
+    assert (read(str(file)).notes, ["bytes are damaged" in note for note in cut.notes]) == ([], [True])
+    data = bytearray(file.read_bytes())
+    data[7 + 4 : 7 + 6] = b"\xff\x7f"  # the length of the first entry
+    (tmp_path / "run-x.wandb").write_bytes(data)
+    assert len(read(str(tmp_path / "run-x.wandb")).steps) > 5, "the next block is read"
 
 
 def test_a_csv_of_a_history_is_a_run_one_of_a_chart_wants_the_name_of_a_run_and_a_step_may_be_a_metric(tmp_path):
@@ -205,7 +219,7 @@ def test_a_summary_of_wandb_is_the_last_step(tmp_path):
     (tmp_path / "files" / "wandb-summary.json").write_text(json.dumps(summary))
     found = read(str(tmp_path))
     assert (str(found), found.steps) == (
-        "W&B's summary of the last step, 1 step, no telemetry",
+        "W&B's rows in JSON, 1 step, no telemetry",
         {7: {"timing_s/step": 2.5}},
     )
 
@@ -241,7 +255,7 @@ def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(t
     with pytest.raises(RlAccelError, match=wanted):
         read(str(tmp_path))
     for name, module, package in (
-        ("events.out.tfevents.1", "tensorboard.backend.event_processing.event_accumulator", "tensorboard"),
+        ("events.out.tfevents.1", "tensorboard.backend.event_processing.event_file_loader", "tensorboard"),
         ("run-1.wandb", "wandb.proto.wandb_internal_pb2", "wandb"),
     ):
         (tmp_path / package).mkdir()
@@ -376,6 +390,41 @@ def test_lines_of_slime_that_a_terminal_has_wrapped_are_joined(tmp_path, cut):
         rows = [cut(line[at : at + width]) for line in lines for at in range(0, len(line), width)]
         (tmp_path / "train.log").write_text("\n".join(rows) + "\n")
         assert read(str(tmp_path)).steps == wanted, width
+
+
+def test_rows_of_wandb_in_json_are_read_and_those_of_rollouts_are_not(tmp_path):
+    rows = [{"_step": step, "_timestamp": 1.5, "val/text": "_step", REWARD: step / 4} for step in (1, 2)]
+    wanted = {1: {REWARD: 0.25}, 2: {REWARD: 0.5}}
+    for name, text in (("a.jsonl", "\n".join(map(json.dumps, rows))), ("a.json", json.dumps(rows))):
+        (tmp_path / name).write_text(text)
+        assert (read(str(tmp_path / name)).source, read(str(tmp_path / name)).steps) == ("W&B's rows in JSON", wanted)
+    (tmp_path / "1.jsonl").write_text('{"input": "a", "score": 1.0, "step": 1}\n')
+    assert read(str(tmp_path)).steps == wanted
+    (tmp_path / "a.jsonl").write_text('{"step": 1, "data": {"critic": {"score": 0.5}}}\n')
+    with pytest.raises(RlAccelError, match="holds no metrics of verl's file logger"):
+        read(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (f"Step;{REWARD}\n1;0.5\n", 0.5),
+        (f"Step\t{REWARD}\n1\t0.5\n", 0.5),
+        (f'Step,{REWARD},name\n1,0.5,"1,2 a"\n', 0.5),
+        (f"Step;{REWARD}\n1;0,5\n", "wants numbers with a decimal point, found 0,5"),
+        (f"Step;{REWARD}\n1;1,234\n", "wants numbers with a decimal point, found 1,234"),
+        (f'Step,{REWARD}\n1,"12,75"\n', "wants numbers with a decimal point, found 12,75"),
+        (f'Step,{REWARD}\n1,"0,500"\n', "wants numbers with a decimal point, found 0,500"),
+        (f"Step,a - {REWARD},a - {REWARD}\n1,0.5,0.75\n", "metrics of one run"),
+    ],
+)
+def test_a_csv_of_another_country_is_never_read_as_other_numbers(tmp_path, text, wanted):
+    (tmp_path / "h.csv").write_text(text)
+    if isinstance(wanted, float):
+        assert read(str(tmp_path / "h.csv")).steps == {1: {REWARD: wanted}}
+    else:
+        with pytest.raises(RlAccelError, match=wanted):
+            read(str(tmp_path / "h.csv"))
 
 
 def test_a_csv_may_have_thousands_and_begin_with_the_newest_step(tmp_path):

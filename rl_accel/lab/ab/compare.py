@@ -99,8 +99,8 @@ def gather(
             command = [*(result.command if result else ()), *([f"data.train_batch_size={batch}"] if batch else ())]
             runs.append(RunData(arm, seed, run.steps, command, folder if folder.is_dir() else None, label))
             gpus.setdefault(run.config.get("gpus", "unknown ones"), []).append(runs[-1].name)
-            again = f"; began again at {run.restarts}, later steps of before are left out" if run.restarts else ""
-            notes.append(f"{runs[-1].name}: {run.source}, steps {min(run.steps)} to {max(run.steps)}, {place}{again}")
+            where = f"{run.source}, steps {min(run.steps)} to {max(run.steps)}, {place}"
+            notes.append(f"{runs[-1].name}: {'; '.join([where, *run.notes])}")
     if len(gpus) > 1 or "unknown ones" in gpus:
         where = "; ".join(f"{listed(its, runs)} on {kind}" for kind, its in gpus.items())
         notes.append(f"seconds and hours compare only what ran on equal GPUs: {where}")

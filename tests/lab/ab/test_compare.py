@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ def test_unequal_lengths_restarts_and_missing_metrics_are_said(call, write, tmp_
     with (stock[1] / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(validated) + "\n")
     output, summary = call(f"{stock[0]}, {again}", *stock[1:], "--against", *tail)
-    assert "began again at [31], later steps of before are left out" in output
+    assert "the run began again at step 31: what was logged before from there on is left out" in output
     assert "50 of 60 training steps" in output
     assert "val-core/gsm8k/acc/mean@1 is not in" in output
     assert "minutes of training are not known of tail-seed0, which did not log timing_s/step of every step" in output
@@ -133,6 +134,10 @@ def test_what_changed_in_the_data_comes_from_metrics_telemetry_and_ledgers(call,
     assert "What changed in the data" in output
 
 
+def entry_of_wandb(content):
+    return struct.pack("<IHB", zlib.crc32(b"\1" + content), len(content), 1) + content
+
+
 def test_what_wandb_tells_of_a_run_is_used_and_gpus_that_differ_are_said(call, tmp_path):
     messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     for arm, gpu in (("stock", "H100"), ("tail", "H20")):
@@ -148,7 +153,7 @@ def test_what_wandb_tells_of_a_run_is_used_and_gpus_that_differ_are_said(call, t
             entries = [record.SerializeToString() for record in records]
             folder = tmp_path / arm / "wandb" / f"offline-run-20260101_00000{seed}-abc{seed}"
             folder.mkdir(parents=True)
-            data = b":W&B\xbe\xe1\x00" + b"".join(struct.pack("<IHB", 0, len(its), 1) + its for its in entries)
+            data = b":W&B\xbe\xe1\x00" + b"".join(map(entry_of_wandb, entries))
             (folder / f"run-abc{seed}.wandb").write_bytes(data)
     runs = [sorted((tmp_path / arm / "wandb").iterdir()) for arm in ("stock", "tail")]
     output, summary = call(*runs[0], "--against", *runs[1])
@@ -281,7 +286,7 @@ def test_a_configuration_of_another_form_is_no_error(call, tmp_path, config):
             record.history.step.num = step
             record.history.item.add(key=REWARD, value_json=json.dumps(step / 10))
         entries = [record.SerializeToString() for record in records]
-        data = b":W&B\xbe\xe1\x00" + b"".join(struct.pack("<IHB", 0, len(its), 1) + its for its in entries)
+        data = b":W&B\xbe\xe1\x00" + b"".join(map(entry_of_wandb, entries))
         (tmp_path / f"{arm}.wandb").write_bytes(data)
     output, _ = call(tmp_path / "stock.wandb", "--against", tmp_path / "tail.wandb")
     assert "its runs pair with none, as neither paths (seedN) nor W&B tell a seed of each" in output
