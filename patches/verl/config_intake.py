@@ -3,6 +3,7 @@
 In the driver process, ``validate_config`` is wrapped, so that a misspelt key stops the run before a cluster starts. ``run_ppo`` is
 wrapped as well, for the entry points in ``verl.experimental``. In the trainer process, the trainer's constructor is wrapped,
 because the trainer that is really built decides which features may be on. Recipes may not call RayPPOTrainer's constructor.
+All trainers construct verl's logger, which refuses flags that none of these functions has read.
 
 A feature that uses verl's extension points names a module in :attr:`~rl_accel.features.Feature.verl`, which has two functions.
 
@@ -213,6 +214,21 @@ def _after_flags(original: Any, _settings: Any = None) -> Any:
     return with_flags
 
 
+def _refusing_unread_flags(original: Any, _settings: Any = None) -> Any:
+    """Returns a wrapper of the constructor of verl's logger, for trainers that nothing else is told of, such as those of SFT."""
+
+    @functools.wraps(original)
+    def with_check(*args: Any, **kwargs: Any) -> None:
+        config, sources = inspect.signature(original).bind(*args, **kwargs).arguments.get("config"), RUNTIME.sources()
+        if config and config.get(SECTION) and sources is not None and FRAMEWORK not in sources:
+            raise ConfigError(
+                f"{FRAMEWORK}: this trainer reads no flags of {SECTION}: leave them out; RL_ACCEL=gae in the environment works"
+            )
+        original(*args, **kwargs)
+
+    return with_check
+
+
 def _ray_trainer() -> Any:
     return getattr(sys.modules.get("verl.trainer.ppo.ray_trainer"), "RayPPOTrainer", None)
 
@@ -255,13 +271,13 @@ def _unwrap_subclasses() -> None:
             cls.__init__ = constructor.__rl_accel_original__
 
 
-def _flag_reader(name: str, target: str, supports: str, *params: str) -> Patch:
+def _flag_reader(name: str, target: str, supports: str, *params: str, make: Any = _after_flags) -> Patch:
     return Patch(
         name=f"verl.config.{name}",
         target=target,
         supports=supports,
         params=(*params, "*"),  # only the configuration is read
-        make=_after_flags,
+        make=make,
         no_seam="verl hands the whole configuration to no plug-in: the entry point is imported before it is read",
         remove_when="verl hands its configuration to plug-ins",
     )
@@ -274,6 +290,9 @@ SWITCHES = (
     _flag_reader("other_mains", "verl.trainer.main_ppo:run_ppo", "verl>=0.6", "config"),
     _flag_reader("trainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__", "verl>=0.9", "self", "config"),
     _flag_reader("legacy_trainer", f"{_RAY_TRAINER}.__init__", "verl>=0.6", "self", "config"),
+    _flag_reader(
+        "no_trainer", "verl.utils.tracking:Tracking.__init__", "verl>=0.6", "self", make=_refusing_unread_flags
+    ),
     Registration(
         name="verl.config.recipe_trainers",
         target=f"{_RAY_TRAINER}.__init_subclass__",

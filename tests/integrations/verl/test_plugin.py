@@ -6,7 +6,7 @@ import pytest
 
 READERS = {"verl.utils.config:validate_config", "verl.trainer.main_ppo:run_ppo"}
 READERS |= {f"verl.trainer.ppo.ray_trainer:RayPPOTrainer.{name}" for name in ("__init_subclass__", "__init__")}
-READERS |= {"verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__"}
+READERS |= {"verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__", "verl.utils.tracking:Tracking.__init__"}
 SNAPSHOT = """
     import importlib, json, sys, types
 
@@ -108,6 +108,7 @@ def test_every_trainer_that_is_built_from_a_configuration_reads_its_flags_and_de
         from verl.experimental.one_step_off_policy.ray_trainer import OneStepOffRayTrainer
         from verl.trainer.main_ppo import run_ppo
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        from verl.utils.tracking import Tracking
         from rl_accel.errors import ConfigError
         from rl_accel.integrations.verl import agent_loop
         from rl_accel.patches.verl import config_intake
@@ -144,6 +145,12 @@ def test_every_trainer_that_is_built_from_a_configuration_reads_its_flags_and_de
                 return type(error).__name__, str(error), config
             return "", "", config
 
+        unread = {"rl_accel": {"gae": {"enable": True}}}
+        for tracked in (unread, OmegaConf.create(unread)):  # as sft_trainer and others hand it to verl's logger
+            with pytest.raises(ConfigError, match="framework config: this trainer reads no flags of rl_accel"):
+                Tracking("p", "e", default_backend="console", config=tracked)
+            Tracking("p", "e", "console", {**tracked, "rl_accel": None})
+
         for cls, kind in kinds.items():
             build = (lambda config: Separate(1, config)) if cls is Separate else lambda config: cls(config, None, {}, None)
             name, message, _ = said(build, gea=True)
@@ -153,6 +160,7 @@ def test_every_trainer_that_is_built_from_a_configuration_reads_its_flags_and_de
             assert name == "ConfigError" and message == f"rl_accel.balance {found}", (cls, message)
             assert said(build, gae=True)[0] != "ConfigError", cls
             assert rl_accel.status()["gae"].applied
+            Tracking("p", "e", "console", unread)
             name, message, config = said(build, telemetry=True)
             assert (name == "ConfigError") == (kind in ("recipe", "fully_async")), (cls, message)
             if name != "ConfigError":
