@@ -221,9 +221,8 @@ def _refusing_unread_flags(original: Any, _settings: Any = None) -> Any:
     def with_check(*args: Any, **kwargs: Any) -> None:
         config, sources = inspect.signature(original).bind(*args, **kwargs).arguments.get("config"), RUNTIME.sources()
         if config and config.get(SECTION) and sources is not None and FRAMEWORK not in sources:
-            raise ConfigError(
-                f"{FRAMEWORK}: this trainer reads no flags of {SECTION}: leave them out; RL_ACCEL=gae in the environment works"
-            )
+            message = f"this trainer reads no flags of {SECTION}: leave them out; RL_ACCEL=gae in the environment works"
+            raise SystemExit(f"rl-accel: {FRAMEWORK}: {message}")  # verl-recipe's spin goes on after any Exception
         original(*args, **kwargs)
 
     return with_check
