@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from rl_accel import __version__
-from rl_accel.errors import RlAccelError
+from rl_accel.errors import RlAccelError, refuse_idle_options
 
 _LAZY = {
     "slime-config": ("integrations.slime.custom_config", "Write or check the YAML for slime's --custom-config-path."),
@@ -126,6 +126,7 @@ def doctor(as_json: bool, recipe: Path | None, platform: str | None) -> None:
         click.echo(json.dumps(rows, indent=2) if as_json else preflight.as_text(rows))
         raise SystemExit(any(verdict in ("missing", "wrong") for _, verdict, _ in rows))
 
+    refuse_idle_options("without --recipe", "platform")
     diagnosis = diagnose()
     click.echo(json.dumps(diagnosis, indent=2) if as_json else as_text(diagnosis))
     raise SystemExit(any(check["verdict"] == "cannot" for check in diagnosis["checks"]))

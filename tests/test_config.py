@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_accel.__main__ import cli
 from rl_accel.config import Flags, read_environment, read_names, resolve
 from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES, GAE, SAMPLER, TAIL_BATCHING
+
+HERE = Path(__file__).parent
 
 
 def test_defaults_turn_nothing_on():
@@ -151,3 +155,20 @@ def test_flags_that_contradict_each_other_are_told_with_their_sources():
         resolve([("d", {"reward_timeout": {"minimum": 50, "maximum": 40}}), ("b", {"gae": True})])
     with pytest.raises(ConfigError, match=r"^a and c: rl_accel.reward_timeout: "):
         resolve([*layers, ("c", {"reward_timeout": {"maximum": 40.0}})])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--check", HERE, HERE, "--rounds", 9], "--rounds has no effect with --check"),
+        (["plan", "x", "--check", HERE, HERE], "LOG has no effect with --check"),
+        (["plan", "x", "--other-seconds", 3], "--other-seconds has no effect with LOG"),
+        (["doctor", "--platform", "cpu"], "--platform has no effect without --recipe"),
+        (["slime-config", "--check", "x", "--enable", "gae"], "--enable has no effect with --check"),
+        (["ab", "--report-only", HERE, "--steps", 3], "--steps has no effect with --report-only"),
+        (["ab", "x", "--dry-run", "--resume"], "--resume has no effect where nothing runs"),
+        (["ab", "x", "--launch", "slurm", "--ray-address", "x"], "--ray-address has no effect where nothing runs"),
+    ],
+)
+def test_an_option_without_effect_is_refused(invoke, words, said):
+    assert said in invoke(cli, *words, code=2)

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl_accel import config as cfg
-from rl_accel.errors import ConfigError, did_you_mean, one_line
+from rl_accel.errors import ConfigError, did_you_mean, one_line, refuse_idle_options
 from rl_accel.features import FEATURES
 from rl_accel.integrations.slime.hooks import require_values
 from rl_accel.integrations.slime.launch_line import (
@@ -214,6 +214,7 @@ def slime_config(enable: str, settings: tuple[str, ...], file: Path | None, line
     run with this launch line would log, and exits with 1 if slime would stop the run.
     """
     if file is not None:
+        refuse_idle_options("with --check", "enable", "settings")
         root = os.environ.get("SLIME_ROOT")
         if root and root not in sys.path:
             sys.path.insert(0, root)

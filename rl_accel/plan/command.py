@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rl_accel.errors import RlAccelError
+from rl_accel.errors import RlAccelError, refuse_idle_options
 from rl_accel.plan.answers import answer, options_of
 from rl_accel.plan.predict import check
 from rl_accel.plan.published import engine
@@ -88,10 +88,14 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
     console = Console(width=None if sys.stdout.isatty() else 160)
     draws, rounds, warmup = given["draws"], given["rounds"], given["warmup"]
     if checked is not None:
-        check(*checked, draws=draws, warmup=warmup, console=console)
+        idle = ("run_dir", "lengths", "tokenizer", "step_seconds", "other_seconds", "rounds", "out")
+        refuse_idle_options("with --check", *idle)
+        check(*checked, given, console)
         return
     if (run_dir is None) == (lengths is None):
         raise click.UsageError("give LOG, or --lengths with --step-seconds, --prompts, --responses and --replicas")
+    if run_dir is not None:
+        refuse_idle_options("with LOG", "tokenizer", "step_seconds", "other_seconds")
     run = read_run(run_dir, warmup, given["responses"]) if run_dir is not None else None
     setup, fit = setup_of(run, given) if run is not None else (_given(str(lengths), given), None)
     options = options_of(setup)

@@ -2,9 +2,10 @@
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -84,17 +85,20 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
     return mean_of(found), np.array(uneven)
 
 
-def check(first: Path, second: Path, draws: int, warmup: int, console: Console) -> None:
+def check(first: Path, second: Path, given: Mapping[str, Any], console: Console) -> None:
     """Predicts the run in ``second`` from the run in ``first``. Prints predicted and measured seconds and wasted tokens.
+
+    ``given``: values of the options of ``rl-accel plan``.
 
     Raises:
         RlAccelError: a run cannot be read, or the second run trains asynchronously.
     """
+    draws, warmup = given["draws"], given["warmup"]
     target = read_run(second, warmup)
     words = words_of_run(second, target)
     if mode := asynchronous_mode(words):
         raise RlAccelError(f"--check: {second}: wanted a run whose rollouts end with their step, found {mode}")
-    setup, _ = setup_of(read_run(first, warmup), {})
+    setup, _ = setup_of(read_run(first, warmup, given["responses"]), given)
     found, uneven = predict(setup, flags_of_words(words), len(target.steps) + warmup, draws, warmup)
     columns = ("", "predicted", "95% interval", "measured", "off by", "inside")
     table = Table(*columns, title=f"{second}, predicted from {first}")

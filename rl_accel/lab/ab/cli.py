@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from rl_accel.errors import RecipeError, RlAccelError
+from rl_accel.errors import RecipeError, RlAccelError, refuse_idle_options
 from rl_accel.files import write_atomically
 from rl_accel.lab.ab import launch as launching
 from rl_accel.lab.ab import report
@@ -99,10 +99,14 @@ def ab(
     if recipe is not None and recipe.is_dir():
         recipe /= "recipe.yaml"
     try:
+        runs = ("resume", "overwrite", "only", "ray_address")
         if report_only is not None:
+            refuse_idle_options("with --report-only", "out", "arms", "seeds", "steps", "dry_run", "launch", *runs)
             sys.exit(_rebuild(report_only.resolve(), recipe, platform, console))
         if recipe is None:
             raise click.UsageError("give RECIPE, or --report-only DIR")
+        if launch or dry_run:
+            refuse_idle_options("where nothing runs", *runs[: 4 if launch else 3])
         if resume and overwrite:
             raise click.UsageError("--resume and --overwrite exclude each other")
         spec = load(recipe, platform)
