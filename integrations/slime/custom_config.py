@@ -4,13 +4,14 @@ A check may include the launch line, which is the command that starts the job. s
 """
 
 import argparse
+import contextlib
 import copy
 import difflib
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from rl_accel.features import FEATURES
 from rl_accel.integrations.slime.hooks import require_values
 from rl_accel.integrations.slime.launch_line import (
     STOCK,
+    flag_of,
     flags_on,
     hooks_of_features_that_are_on,
     put_in_place,
@@ -47,6 +49,10 @@ _DEFAULTS = {
     "debug_train_only": True,  # without a launch line, engine settings are unknown
 }
 """Assumed values of slime's arguments when a file is checked without a launch line. Holds only arguments that the checks read."""
+
+
+_TYPO = 0.92
+"""Similarity from which on an unknown flag is a misspelt flag of slime. In slime's scripts, that of a flag of Megatron-LM is at most 0.86."""
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -131,10 +137,29 @@ def _is_file(written: str, path: Path) -> bool:
     return named.name == path.name if "$" in str(named) else named.resolve() == path.resolve()
 
 
-def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Parses a launch line with slime's own parser. Returns slime's arguments, and the error messages of slime's own checks.
+@contextlib.contextmanager
+def unread_flags() -> Iterator[Callable[[], list[str]]]:
+    """Yields a function that returns the flags unknown to all parsers that ran inside the block. slime skips such flags."""
+    left: list[set[str]] = []
+    known = argparse.ArgumentParser.parse_known_args
 
-    Megatron's flags are ignored if Megatron-LM is not installed. A wrong flag ends this process, as in slime.
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        found, others = known(*args, **kwargs)
+        left.append({word.partition("=")[0] for word in others if word.startswith("--")})
+        return found, others
+
+    argparse.ArgumentParser.parse_known_args = parse  # type: ignore[method-assign]
+    try:
+        yield lambda: sorted(set.intersection(*left))
+    finally:
+        argparse.ArgumentParser.parse_known_args = known  # type: ignore[method-assign]
+
+
+def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Parses a launch line with slime's own parser. Returns slime's arguments, and messages on unknown flags and of slime's checks.
+
+    A wrong value ends this process, as in slime. If Megatron-LM is not installed, an unknown flag counts as one of Megatron's,
+    unless it resembles a flag of slime.
 
     Args:
         line: words of the launch line, including ``--custom-config-path``.
@@ -150,21 +175,28 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
             f"a launch line wants slime (SLIME_ROOT) and SGLang importable here, found {one_line(repr(error))}"
         ) from error
     before, sys.argv = sys.argv, ["train.py", *line]
+    messages, has_megatron = [], is_installed("megatron.training")
     try:
-        parser = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
-        args, _ = slimes.get_slime_extra_args_provider()(parser).parse_known_args()
-        vars(args).update(vars(slimes._pre_parse_mode()))
-        if not (args.debug_train_only or args.load_debug_rollout_data):
-            vars(args).update(vars(slimes.sglang_parse_args()))
-        checked = copy.deepcopy(args)
-        try:
-            if is_installed("megatron.training"):
-                return slimes.parse_args(), []
-            slimes.slime_validate_args(checked)
-        except Exception as error:
-            vars(args).update(content, debug_train_only=True)  # slime has computed no engine settings
-            return args, [f"{STOPS}: {type(error).__name__}: {error}"]
-        return checked, []
+        with unread_flags() as unread:
+            parser = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
+            args, _ = slimes.get_slime_extra_args_provider()(parser).parse_known_args()
+            vars(args).update(vars(slimes._pre_parse_mode()))
+            if not (args.debug_train_only or args.load_debug_rollout_data):
+                vars(args).update(vars(slimes.sglang_parse_args()))
+            checked = copy.deepcopy(args)
+            try:
+                if has_megatron:
+                    checked = slimes.parse_args()
+                else:
+                    slimes.slime_validate_args(checked)
+            except Exception as error:
+                vars(args).update(content, debug_train_only=True)  # slime has computed no engine settings
+                checked, messages = args, [f"{STOPS}: {type(error).__name__}: {error}"]
+        known = [*map(flag_of, vars(args))]
+        for flag in unread():
+            if has_megatron or difflib.get_close_matches(flag, known, cutoff=_TYPO):
+                messages.append(f"{flag} is no flag of slime's{did_you_mean(flag, known)}; slime skips it")
+        return checked, messages
     finally:
         sys.argv = before
 

@@ -50,29 +50,23 @@ _MEGATRON_BYTES = (6, 12)
 parallelism. Second: optimizer state, split over all GPUs."""
 
 _SLIME_PARSE = """
-import argparse, sys
-left, known = [], argparse.ArgumentParser.parse_known_args
-
-def parse(*args, **kwargs):
-    found, others = known(*args, **kwargs)
-    left.append({word.partition("=")[0] for word in others if word.startswith("--")})
-    return found, others
-
-argparse.ArgumentParser.parse_known_args = parse
+import sys
 from slime.utils.arguments import parse_args
+from rl_accel.integrations.slime.custom_config import unread_flags
+
 problem = None
-try:
-    parse_args()
-except Exception as error:
-    problem = error
-if unknown := sorted(set.intersection(*left)):
-    print(f"no parser of slime takes {', '.join(unknown)}", file=sys.stderr)
+with unread_flags() as unread:
+    try:
+        parse_args()
+    except Exception as error:
+        problem = error
+if unread():
+    print(f"no parser of slime takes {', '.join(unread())}", file=sys.stderr)
     sys.exit(2)
 if problem:
     raise problem
 """
-"""Python script that runs slime's argument parsers. Each parser silently skips arguments that this parser does not know. The script
-fails if an argument is unknown to every parser."""
+"""Python script that runs slime's argument parsers. Fails if a flag is unknown to every parser."""
 
 
 def check_recipe(file: Path, platform: str | None = None) -> list[Row]:

@@ -145,6 +145,18 @@ def test_a_file_that_is_no_mapping_or_not_there_is_named(check, tmp_path):
         ("tail_batching", "--over-sampling-batch-size 4", 1, "found 4"),
         ("gae", "--over-sampling-batch-size 4", 1, "train.py itself stops: AssertionError.*greater than or equal to"),
         ("gae", "--rollout-batch-size eight", 2, "invalid int value: 'eight'"),
+        (
+            "gae",
+            "--rollout-max-respons-len 8",
+            0,
+            "--rollout-max-respons-len is no .*mean --rollout-max-response-len.*skips",
+        ),
+        (
+            "gae",
+            "--sglang-mem-fraction-statc=0.5",
+            0,
+            "--sglang-mem-fraction-statc is no .*mean --sglang-mem-fraction-static",
+        ),
         ("gae", "--advantage-estimator ppo", 0, ""),
         ("gae", "--advantage-estimator ppo --custom-config-path ./rl_accel.yaml", 0, ""),
         ("gae", "--advantage-estimator ppo --custom-config-path $NOT_SET/rl_accel.yaml", 0, ""),
