@@ -52,7 +52,9 @@ _DEFAULTS = {
 
 
 _TYPO = 0.92
-"""Similarity from which on an unknown flag is a misspelt flag of slime. In slime's scripts, that of a flag of Megatron-LM is at most 0.86."""
+"""Similarity from which on an unknown flag is a misspelt one of slime. Flags of Megatron-LM in slime's scripts have at most 0.86."""
+_FLAG = re.compile("[-\N{EN DASH}\N{EM DASH}]+(?=[A-Za-z])")
+"""Pattern of the beginning of a flag, also as a text editor may have changed it."""
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def unread_flags() -> Iterator[Callable[[], list[str]]]:
 
     def parse(*args: Any, **kwargs: Any) -> Any:
         found, others = known(*args, **kwargs)
-        left.append({word.partition("=")[0] for word in others if word.startswith("--")})
+        left.append({word.partition("=")[0] for word in others if _FLAG.match(word)})
         return found, others
 
     argparse.ArgumentParser.parse_known_args = parse  # type: ignore[method-assign]
@@ -194,8 +196,9 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
                 checked, messages = args, [f"{STOPS}: {type(error).__name__}: {error}"]
         known = [*map(flag_of, vars(args))]
         for flag in unread():
-            if has_megatron or difflib.get_close_matches(flag, known, cutoff=_TYPO):
-                messages.append(f"{flag} is no flag of slime's{did_you_mean(flag, known)}; slime skips it")
+            meant = _FLAG.sub("--", flag).replace("_", "-")
+            if has_megatron or difflib.get_close_matches(meant, known, cutoff=_TYPO):
+                messages.append(f"{flag} is no flag of slime's{did_you_mean(meant, known)}; slime skips it")
         return checked, messages
     finally:
         sys.argv = before

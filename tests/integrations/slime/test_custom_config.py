@@ -157,6 +157,8 @@ def test_a_file_that_is_no_mapping_or_not_there_is_named(check, tmp_path):
             0,
             "--sglang-mem-fraction-statc is no .*mean --sglang-mem-fraction-static",
         ),
+        ("gae", "--rm_type math", 0, "--rm_type is no .*mean --rm-type.*skips"),
+        ("gae", "\N{EN DASH}rm-type math", 0, "rm-type is no .*mean --rm-type.*skips"),
         ("gae", "--advantage-estimator ppo", 0, ""),
         ("gae", "--advantage-estimator ppo --custom-config-path ./rl_accel.yaml", 0, ""),
         ("gae", "--advantage-estimator ppo --custom-config-path $NOT_SET/rl_accel.yaml", 0, ""),
