@@ -52,7 +52,7 @@ _DEFAULTS = {
 
 
 _TYPO = 0.92
-"""Similarity from which on an unknown flag is a misspelt one of slime. Flags of Megatron-LM in slime's scripts have at most 0.86."""
+"""Similarity above which an unknown flag is a misspelt one of slime. Flags of Megatron-LM in slime's scripts have at most 0.86."""
 _FLAG = re.compile("[-\N{EN DASH}\N{EM DASH}]+(?=[A-Za-z])")
 """Pattern of the beginning of a flag, also as a text editor may have changed it."""
 
