@@ -8,7 +8,7 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -116,7 +116,8 @@ class Logged:
 
         The numbers come from W&B's configuration, or from the launch line or configuration in the first megabyte of the log or of
         ``run.json`` in the same folder. If the log is not console output, console files in the same folder are searched as well:
-        those with the name of the log, else all, which must agree.
+        those with the name of the log, else all, which must agree. If the run was restarted, whole files are searched, and the last
+        start counts.
         """
         data, actor = (
             its if isinstance(its := self.config.get(key), dict) else {} for key in ("data", "actor_rollout_ref")
@@ -124,22 +125,23 @@ class Logged:
         rollout = actor.get("rollout")
         responses = rollout.get("n") if isinstance(rollout, dict) else None
         verl = {"train_batch_size": data.get("train_batch_size"), "rollout.n": responses}
-        texts = [json.dumps({**self.config, **{name: number for name, number in verl.items() if number}})]
+        config = json.dumps({**self.config, **{name: number for name, number in verl.items() if number}})
         folders = dict.fromkeys(file.parent for file in self.files)
-        texts += map(_head, [*self.files, *(file for folder in folders for file in folder.glob("run.json"))])
+        texts = [*reversed(self.files), *(file for folder in folders for file in folder.glob("run.json"))]
         patterns = () if "console" in self.source else ("*.log", "*.out")
         beside = [file for folder in folders for pattern in patterns for file in folder.glob(pattern) if file.is_file()]
         names = {file.stem for file in self.files}
         consoles = [file for file in beside if file.stem in names] or beside
-        others = [*map(_head, consoles)] if len(consoles) <= _MOST_CONSOLES else []
+        own = [_sizes([config]), *(_sizes(_chunks(file, bool(self.restarts))) for file in texts)]
+        few = consoles if len(consoles) <= _MOST_CONSOLES else []
+        others = [_sizes(_chunks(file, bool(self.restarts))) for file in few]
 
-        def number(pattern: re.Pattern[str]) -> int | None:
-            own, other = ([its[-1] for its in map(pattern.findall, where) if its] for where in (texts, others))
-            chosen = own[:1] or (other if len(set(other)) == 1 else [])  # of a text, the last override counts
-            return int(chosen[0]) if chosen else None
+        def size(index: int) -> int | None:
+            known = [sizes[index] for sizes in own if sizes[index]]
+            guessed = {sizes[index] for sizes in others if sizes[index]}
+            return known[0] if known else guessed.pop() if len(guessed) == 1 else None
 
-        prompts, responses = map(number, _BATCH)
-        return prompts, responses
+        return size(0), size(1)
 
 
 def read(*paths: str) -> Logged:
@@ -247,10 +249,23 @@ def _lines(file: Path) -> Iterator[str]:
             yield line
 
 
-def _head(file: Path) -> str:
-    """Returns the first megabyte of a text file."""
+def _chunks(file: Path, is_whole: bool) -> Iterator[str]:
+    """Yields the first megabyte of a text file, in whole lines, and the others if the file ``is_whole`` of interest."""
     with file.open(encoding=_ENCODING, errors="replace") as lines:
-        return ESCAPE.sub("", lines.read(1_000_000))
+        while chunk := lines.readlines(1_000_000):
+            yield ESCAPE.sub("", "".join(chunk))
+            if not is_whole:
+                return
+
+
+def _sizes(texts: Iterable[str]) -> list[int | None]:
+    """Returns the last number of prompts and of responses per prompt in ``texts``: the last override counts."""
+    sizes: list[int | None] = [None, None]
+    for text in texts:
+        for index, pattern in enumerate(_BATCH):
+            if numbers := pattern.findall(text):
+                sizes[index] = int(numbers[-1])
+    return sizes
 
 
 def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:

@@ -341,6 +341,20 @@ def test_the_size_of_a_batch_is_never_that_of_another_run(tmp_path):
     assert read(str(tmp_path / "a.jsonl")).batch() == (8, 4), "one console beside a log is taken for its own"
 
 
+def test_the_size_of_a_batch_is_that_of_the_last_start_of_a_run(tmp_path):
+    starts = [
+        f"data.train_batch_size={prompts} actor_rollout_ref.rollout.n={responses}\n"
+        + "".join(f"{'.' * 99_999}\nstep:{step} - timing_s/step:2.5\n" for step in range(1, 20))
+        for prompts, responses in ((8, 4), (16, 2))
+    ]
+    (tmp_path / "both.log").write_text("".join(starts))
+    (tmp_path / "first.log").write_text(starts[0])
+    (tmp_path / "second.log").write_text(starts[1])
+    assert read(str(tmp_path / "both.log")).batch() == (16, 2)
+    assert read(str(tmp_path / "first.log"), str(tmp_path / "second.log")).batch() == (16, 2)
+    assert read(str(tmp_path / "first.log")).batch() == (8, 4)
+
+
 def test_a_log_of_optimizer_steps_alone_is_one_line(tmp_path, invoke):
     (tmp_path / "sft.log").write_text("step:1 - train/loss:0.5 - train/lr(1e-3):0.1\n")
     log = write_verl(tmp_path / "good.jsonl", range(1, 5))
