@@ -20,6 +20,7 @@ import importlib
 import inspect
 import itertools
 import logging
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -45,6 +46,8 @@ logger = logging.getLogger("rl_accel")
 
 SECTION = "rl_accel"
 """Section of verl's configuration that holds our flags."""
+_SECTION_LIKE = re.compile("rl[_-]?accel(?![a-z])", re.IGNORECASE)
+"""Pattern of a key with a value of its own that is meant for that section, such as ``rl_accel_auto``."""
 
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
 
@@ -150,6 +153,11 @@ def _require_section_name(config: Any) -> None:
     def is_close(word: Any, *known: str, cutoff: float = 0.6) -> bool:
         return bool(difflib.get_close_matches(str(word).lower(), known, cutoff=cutoff))
 
+    def is_meant(key: Any, value: Any, inside: dict[Any, Any]) -> bool:
+        if not inside:
+            return bool(_SECTION_LIKE.match(str(key))) or (key in flags and value is True)
+        return is_close(key, SECTION, cutoff=0.75) and any(is_close(name, AUTO, *flags) for name in inside)
+
     def misplaced(section: Any, path: str = "") -> Iterator[str]:
         for key, value in section.items() if isinstance(section, dict) else ():
             inside = value if isinstance(value, dict) else {}
@@ -157,7 +165,7 @@ def _require_section_name(config: Any) -> None:
                 yield f"{path}{key}"
             elif key == SECTION:
                 continue
-            elif not path and is_close(key, SECTION, cutoff=0.75) and any(is_close(n, AUTO, *flags) for n in inside):
+            elif not path and is_meant(key, value, inside):
                 yield str(key)
             elif not path and key in flags and "enable" in inside and all(is_close(n, *flags[key]) for n in inside):
                 yield f"{key}.enable"
