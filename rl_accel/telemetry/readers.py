@@ -32,8 +32,6 @@ _MOST_ROWS = 200
 _OBJECT = re.compile(r"<[^<>]*>")
 """Pattern of the printed form of an object that cannot be parsed as Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
-_EVENT_BYTES = 16
-"""Bytes of length and checksums of an event in a file of TensorBoard."""
 _DOCKER = ('{"log":"', '{"log": "')
 """Beginnings of a line in a log that Docker has written."""
 _ENCODING = "utf-8-sig"
@@ -284,7 +282,7 @@ def _tensorboard(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
     from tensorboard.compat.proto.event_pb2 import Event
 
     entries = [*RawEventFileLoader(str(file)).Load()]  # up to the first one that is damaged
-    found.damage[file] = file.stat().st_size - sum(_EVENT_BYTES + len(entry) for entry in entries)
+    found.damage[file] = file.stat().st_size - sum(16 + len(entry) for entry in entries)  # with length and checksums
     events = [(event, value) for event in map(Event.FromString, entries) for value in event.summary.value]
     scalars = [(e.wall_time, e.step, its.tag, its.simple_value) for e, its in events if its.HasField("simple_value")]
     yield from ((step, {tag: value}) for _, step, tag, value in sorted(scalars))
@@ -323,13 +321,13 @@ def _log_entries(file: Path, found: Logged) -> Iterator[bytes]:
             at += block
             continue
         part = data[at + 7 : at + 7 + length]
-        is_whole = checksum == zlib.crc32(bytes([kind]) + part)
-        size = min(7 + length, block)
-        if not is_whole:
-            found.damage[file] += min(size, len(data) - at)
-        elif kind in (_FULL, _FIRST) or entry:
-            entry = part if kind in (_FULL, _FIRST) else entry + part
-        at, entry = at + size, entry if is_whole else b""
+        size = min(7 + length, block, len(data) - at)  # an entry lies in one block, or has a part in each
+        at += size
+        if checksum != zlib.crc32(bytes([kind]) + part):
+            found.damage[file] += size
+            entry = b""
+            continue
+        entry = part if kind in (_FULL, _FIRST) else entry and entry + part
         if kind in (_FULL, _LAST) and entry:
             yield entry
 
