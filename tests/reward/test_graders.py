@@ -142,6 +142,14 @@ async def test_calls_that_wait_run_at_once_and_draw_other_random_numbers(tmp_pat
     assert [result.value for result in await asyncio.gather(*calls)] == [1] * 6
 
 
+async def test_short_calls_that_wait_run_at_once_too_and_short_ones_that_compute_do_not(graders):
+    wait, compute = "time.sleep(0.05)", "start = time.process_time()\nwhile time.process_time() < start + 0.02: pass"
+    for code, several in ((wait, True), (compute, False)):
+        pool, text = graders("execute", 4, computing=1), f"import os, time\n{code}\nscore = os.getpid()"
+        found = await asyncio.gather(*(pool.call({"code": text}) for _ in range(40)))
+        assert (len({result.value for result in found}) > 1) is several
+
+
 @pytest.mark.parametrize("target", ["threads_at_import:wait", "plain:wait"], ids=["spawned", "forked"])
 async def test_a_grader_is_imported_once_for_all_workers_if_a_fork_of_it_is_safe(target, tmp_path, closed_later):
     """A fork of a process with threads, such as those of torch, would hang where it waits for them."""
