@@ -166,8 +166,8 @@ class LimitedExecutor:
         limits: resource limits of an execution. The policy replaces the wall and CPU seconds.
         maximum: full budget in seconds; None: the full budget of the policy.
         adapts: False gives each execution the full budget, for graders whose time depends on other services.
-        queues: True if an execution that does not adapt may wait for its turn, such as for one of a few connections. The full budget
-            then begins again each time that another execution has ended by itself, up to :data:`_MOST_BUDGETS` times.
+        queues: True if an execution that does not adapt may wait for its turn, such as for one of a few connections. The full
+            budget then begins again each time that another execution has ended by itself, up to :data:`_MOST_BUDGETS` times.
     """
 
     def __init__(
