@@ -1,36 +1,39 @@
-"""Connects grader processes, which Ray did not start, to the job's Ray cluster and namespace."""
+"""Connects grader processes, which Ray did not start, to the job's Ray cluster, namespace and runtime environment."""
 
 import functools
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from rl_accel.post_import import when_imported
 
 SETUP = f"{__name__}:connect_when_needed"
-_ADDRESS, _NAMESPACE = "RAY_ADDRESS", "RL_ACCEL_RAY_NAMESPACE"
+_ADDRESS, _JOB = "RAY_ADDRESS", "RL_ACCEL_RAY_JOB"
 
 
 def environment() -> dict[str, str]:
-    """Returns environment variables for grader processes with the Ray address and namespace of the job; {} without Ray."""
+    """Returns environment variables for grader processes: the Ray address, and arguments of ``ray.init`` as JSON; {} without Ray."""
     import ray
 
     if not ray.is_initialized():
         return {}
     context = ray.get_runtime_context()
-    return {_ADDRESS: context.gcs_address, _NAMESPACE: context.namespace}
+    # Tasks of the grader need the variables and packages of the job.
+    job = {"namespace": context.namespace, "runtime_env": dict(context.runtime_env)}
+    return {_ADDRESS: context.gcs_address, _JOB: json.dumps(job)}
 
 
 def connect_when_needed(environment: Mapping[str, str]) -> None:
-    """Makes ``ray.init`` use the namespace in ``environment`` if the grader in this process connects to Ray later."""
-    if namespace := environment.get(_NAMESPACE):
-        when_imported("ray", functools.partial(_set_namespace, namespace))
+    """Makes ``ray.init`` use the arguments in ``environment`` if the grader in this process connects to Ray later."""
+    if job := environment.get(_JOB):
+        when_imported("ray", functools.partial(_set_defaults, json.loads(job)))
 
 
-def _set_namespace(namespace: str, module: Any) -> None:
+def _set_defaults(job: dict[str, Any], module: Any) -> None:
     init = module.init
 
     @functools.wraps(init)
-    def init_in_namespace(*args: Any, **kwargs: Any) -> Any:
-        return init(*args, **{"namespace": namespace, "log_to_driver": False, **kwargs})
+    def init_in_job(*args: Any, **kwargs: Any) -> Any:
+        return init(*args, **{**job, "log_to_driver": False, **kwargs})
 
-    module.init = init_in_namespace
+    module.init = init_in_job

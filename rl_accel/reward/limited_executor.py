@@ -28,6 +28,7 @@ The future is resolved when the execution gets a slot."""
 _CHECKS_PER_MINIMUM = 4
 """Number of checks for a new time limit within ``minimum`` seconds, the shortest adaptive limit."""
 _SHORTEST_CHECK_SECONDS = 0.02
+_CHECKS_PER_BUDGET, _MOST_BUDGETS = 8, 10
 _WARN_AFTER_EXECUTIONS = (8, 64, 512, 4096)
 """Numbers of executions at which a warning is logged if every execution so far has exceeded its time limit."""
 
@@ -165,6 +166,8 @@ class LimitedExecutor:
         limits: resource limits of an execution. The policy replaces the wall and CPU seconds.
         maximum: full budget in seconds; None: the full budget of the policy.
         adapts: False gives each execution the full budget, for graders whose time depends on other services.
+        queues: True if an execution that does not adapt may wait for its turn, such as for one of a few connections. The full
+            budget then begins again each time that another execution has ended by itself, up to :data:`_MOST_BUDGETS` times.
     """
 
     def __init__(
@@ -174,12 +177,14 @@ class LimitedExecutor:
         limits: Limits | None = None,
         maximum: float | None = None,
         adapts: bool = True,
+        queues: bool = True,
     ) -> None:
         self.anchors = anchors
         self.limits = limits or Limits()
         self.scheduler = FairScheduler(slots)
         self._maximum = maximum or anchors.timeout.maximum
-        self._adapts = adapts
+        self._adapts, self._queues = adapts, queues
+        self._ended = 0  # number of executions that no limit has stopped
         self._timeouts_in_a_row: int | None = 0  # None once an execution has ended otherwise
 
     async def execute(
@@ -223,7 +228,18 @@ class LimitedExecutor:
                     elif limit.reason == "learning" and check == _CHECKS_PER_MINIMUM:
                         is_late()
 
-            following = asyncio.create_task(follow()) if self._adapts and limit.reason != "probe" else None
+            async def follow_others() -> None:
+                """Begins the full budget anew while other executions end by themselves."""
+                began, ended = loop.time(), self._ended
+                while (wall := loop.time() - began + self._maximum) < _MOST_BUDGETS * self._maximum:
+                    if ended != self._ended:
+                        ended = self._ended
+                        updates.publish(wall, wall)
+                    await asyncio.sleep(self._maximum / _CHECKS_PER_BUDGET)
+
+            following = None
+            if limit.reason != "probe" and (self._adapts or self._queues):
+                following = asyncio.create_task(follow() if self._adapts else follow_others())
             try:
                 result = await run(limits)
             except asyncio.CancelledError:
@@ -234,6 +250,7 @@ class LimitedExecutor:
             finally:
                 if following:
                     following.cancel()
+        self._ended += result.verdict != "timeout"
         self._warn_if_none_finishes(result)
         is_correct = correct(result)
         if result.prove and is_correct:

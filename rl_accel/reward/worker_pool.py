@@ -129,7 +129,7 @@ class Worker:
         forks: True for the template of a grader: a process that has imported the grader, forks workers and takes no other requests.
         renews: True while the worker starts or replaces its process and takes no request. :meth:`wait_ready` waits until the worker
             is ready again.
-        waits: True if the current execution has spent most of its time waiting for something other than a processor.
+        waits: True if the current execution, or the latest ones, mostly waited for something other than a processor.
         history: record of the calls of the current process of a trusted grader.
         answer: future of the latest execution: its result, and the pickled value or exception of the grader. None before the first.
         due: time of the event loop at which the worker counts as dead if no message about the current execution has come.
@@ -239,7 +239,6 @@ class Worker:
         Raises:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died or does not answer.
         """
-        self.waits = False
         self._send(asdict(request), payload)
         began = asyncio.get_running_loop().time()
         self.due = began + limits.wall + _GRACE_SECONDS
@@ -293,12 +292,12 @@ class Worker:
     async def _wait(self) -> tuple[ExecutionResult, bytes]:
         while True:
             message, payload = await self._next_message()
+            self.waits = message.pop("waits", self.waits)
             if "alive" not in message:
                 self.renews = message.pop("renews", False)
                 if self.renews:
                     self.history = History()
                 return ExecutionResult(**message), payload
-            self.waits = message.get("waits", self.waits)
             self._expect_message(by=self.due - _GRACE_SECONDS)
 
     async def _next_message(self) -> tuple[Message, bytes]:

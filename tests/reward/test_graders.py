@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import requests
 
 from rl_accel.reward import worker_pool
 from rl_accel.reward.sandbox import Graders, Limits, SandboxError
@@ -142,6 +143,14 @@ async def test_calls_that_wait_run_at_once_and_draw_other_random_numbers(tmp_pat
     assert [result.value for result in await asyncio.gather(*calls)] == [1] * 6
 
 
+async def test_short_calls_that_wait_run_at_once_too_and_short_ones_that_compute_do_not(graders):
+    wait, compute = "time.sleep(0.05)", "start = time.process_time()\nwhile time.process_time() < start + 0.02: pass"
+    for code, several in ((wait, True), (compute, False)):
+        pool, text = graders("execute", 4, computing=1), f"import os, time\n{code}\nscore = os.getpid()"
+        found = await asyncio.gather(*(pool.call({"code": text}) for _ in range(40)))
+        assert (len({result.value for result in found}) > 1) is several
+
+
 @pytest.mark.parametrize("target", ["threads_at_import:wait", "plain:wait"], ids=["spawned", "forked"])
 async def test_a_grader_is_imported_once_for_all_workers_if_a_fork_of_it_is_safe(target, tmp_path, closed_later):
     """A fork of a process with threads, such as those of torch, would hang where it waits for them."""
@@ -188,6 +197,15 @@ async def test_a_file_called_like_a_package_that_it_imports_and_classes_of_its_o
     error = (await pool.call({"raises": True})).error
     assert (type(error).__name__, str(error)) == ("Bad", "no")
     assert "psutil.py" in "".join(error.__notes__), "the traceback of the other process"
+
+
+async def test_an_error_keeps_its_class_and_text_even_if_the_text_needs_what_cannot_be_sent(graders):
+    code = "import requests, threading\nclass Own(requests.HTTPError):\n    def __init__(self, lock, *, status):\n"
+    code += "        self.lock, self.status = lock, status\n"
+    code += "    def __str__(self): return f'{self.status} {type(self.lock).__name__}'\nraise Own(threading.Lock(), status=500)"
+    error = (await graders("execute").call({"code": code})).error
+    assert isinstance(error, requests.HTTPError)
+    assert (type(error).__name__, str(error), error.status) == ("Own", "500 lock", 500)
 
 
 async def test_what_a_grader_started_lives_as_long_as_it_and_ends_at_once_when_stopped(processes, tmp_path, graders):

@@ -9,7 +9,7 @@ import pytest
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
-from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates
+from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates, run_within
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
 from rl_accel.reward.sandbox import Case, Sandbox
 
@@ -87,6 +87,24 @@ async def test_where_time_is_that_of_others_the_budget_is_full_and_nothing_is_le
     assert [await execute(executor, "passed", wall=1.0) for _ in range(4)] == [(300.0, 300.0)] * 4
     assert len(executor.anchors.timeout) == 0
     assert executor.anchors.take_delta().counts["correct"] == 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queues", [True, False])
+async def test_where_time_is_that_of_others_an_execution_may_wait_for_its_turn_longer_than_the_budget(queues):
+    anchors, turn = LocalAnchors(AdaptiveTimeout(FLAGS)), asyncio.Semaphore(1)
+    executor = LimitedExecutor(anchors, 99, maximum=2.0, adapts=False, queues=queues)
+
+    async def grade(seconds):
+        async with turn:
+            return await asyncio.sleep(seconds, 1.0)
+
+    def call(seconds):
+        return executor.execute("p", "", lambda limits: run_within(grade(seconds), limits, "judge"), lambda _: True)
+
+    *ended, hung = await asyncio.gather(*(call(seconds) for seconds in [0.25] * 12 + [600.0]))
+    assert hung.verdict == "timeout"
+    assert all(result.verdict == "done" for result in ended) is queues
 
 
 async def test_a_run_in_which_nothing_can_be_graded_is_warned_and_told_the_flag(caplog):

@@ -83,6 +83,23 @@ def unsent_restored(changed: Any, original: Any) -> Any:
     return changed
 
 
+class Arguments:
+    """slime's arguments as grader processes know them. A rollout of the user may change them, or pass other ones."""
+
+    def __init__(self, args: Any) -> None:
+        self._known = dict(vars(args))
+        self.packed = pack(self._known, "args")
+
+    def changes(self, args: Any) -> Packed:
+        """Returns the entries of ``args`` that grader processes do not know, packed. Looks into dicts and lists only."""
+        known = self._known
+        items = vars(args).items()
+        new = {
+            name: item for name, item in items if item is not known.get(name, known) or isinstance(item, dict | list)
+        }
+        return {name: data for name, data in pack(new, "args").items() if data != self.packed.get(name)}
+
+
 def pack_sample(sample: Any, whole: bool) -> Packed:
     """Returns a sample for a grader process, packed by :func:`pack`.
 
@@ -96,10 +113,11 @@ def pack_sample(sample: Any, whole: bool) -> Packed:
 
 
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
-    """Returns a function ``grade(samples, single, kwargs)``, which calls a grader in this process.
+    """Returns a function ``grade(samples, single, kwargs, args)``, which calls a grader in this process.
 
     ``grade`` returns the return value of the grader, and for each sample the fields that the grader has changed. With ``single``,
-    the grader gets the only sample instead of a list of samples. ``kwargs`` are further arguments of the grader.
+    the grader gets the only sample instead of a list of samples. ``kwargs`` are further arguments of the grader. The ``args`` of
+    ``grade`` are entries of slime's arguments that differ in this call.
 
     Args:
         args: slime's arguments, packed by :func:`pack`.
@@ -113,17 +131,30 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     # One event loop for all calls, because a grader may keep a session that belongs to the loop.
     runner = asyncio.Runner()
 
-    def grade(samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any]) -> tuple[Any, list[Changes]]:
+    def grade(
+        samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any], args: Packed
+    ) -> tuple[Any, list[Changes]]:
+        own = vars(arguments)
+        before = {name: own[name] for name in args if name in own}
+        own |= _unpack(args, "args")
+        try:
+            return call(samples, single, kwargs)
+        finally:
+            for name in args:
+                own.pop(name, None)
+            own |= before
+
+    def call(samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any]) -> tuple[Any, list[Changes]]:
         runner.get_loop()  # from now on the event loop of futures that a plain function makes
         unpacked = [_unpack_sample(packed) for packed in samples]
         before = [pack(vars(sample), "sample") for sample in unpacked]
-        call = functools.partial(function, arguments, unpacked[0] if single else unpacked, **kwargs)
+        start = functools.partial(function, arguments, unpacked[0] if single else unpacked, **kwargs)
         try:
-            value = call()
+            value = start()
         except RuntimeError as error:
             if str(error) != "no running event loop":
                 raise
-            value = runner.run(_call(call))  # a plain function that starts tasks
+            value = runner.run(_call(start))  # a plain function that starts tasks
         if inspect.isawaitable(value):
             value = runner.run(_finish(value))
         return value, [_changes(*pair) for pair in zip(unpacked, before, strict=True)]

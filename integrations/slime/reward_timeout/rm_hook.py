@@ -121,9 +121,7 @@ class Grading:
         keys = [key for key in (args.reward_key, args.eval_reward_key) if key]
         number_keys = keys[:1] or ["acc", "score"]
         self._scores = Scores(flags, self.anchors, keys, number_keys, number_keys, numbers_only=False)
-        self._packed_args = grader_worker.pack(vars(args), "args")
-        self._stock_args = copy.copy(args)
-        self._stock_args.custom_rm_path = None
+        self._args = grader_worker.Arguments(args)
         self._graders: dict[str, Graders] = {}
 
     async def grade(self, args: Any, given: Any, kwargs: dict[str, Any]) -> Any:
@@ -133,15 +131,17 @@ class Grading:
         # In a list, slime calls the function in a sample's custom_rm_path for each sample.
         if is_list and not (given and self.flags.grader and self._spec_of(args, given[0]).takes_lists):
             return await gather_until(self.grade(args, sample, kwargs) for sample in given)
-        sample, size, teach = given[0] if is_list else given, len(given) if is_list else None, not EVALUATION.get()
+        size, teach, sample = len(given) if is_list else None, not EVALUATION.get(), given
+        while isinstance(sample, list):  # with --group-rm, a generate function may have made a list of each sample
+            sample = sample[0]
         spec, prompt = self._spec_of(args, sample), prompt_key(sample.prompt, sample.label)
         if spec.name == "code":
             result = await self._run_program(prompt, sample, teach)
         else:
-            if spec.awaits:
+            if spec.awaits or (is_list and sample is not given[0]):
                 executor, run = self._awaited_executor, functools.partial(self._await, spec, args, given, kwargs)
             else:
-                executor, run = self._executor, functools.partial(self._run_in_process, spec, given, kwargs)
+                executor, run = self._executor, functools.partial(self._run_in_process, spec, args, given, kwargs)
             result = await executor.execute(
                 prompt,
                 f"{spec.name}/{size or 1}",
@@ -169,12 +169,12 @@ class Grading:
         return GraderSpec(rm_type, awaits=rm_type.removeprefix("boxed_") == "remote_rm")
 
     async def _run_in_process(
-        self, spec: GraderSpec, given: Any, kwargs: dict[str, Any], limits: Limits
+        self, spec: GraderSpec, args: Any, given: Any, kwargs: dict[str, Any], limits: Limits
     ) -> ExecutionResult:
         """Runs a grader in a separate process. If the grader finishes, applies the grader's changes to the samples here."""
         name = spec.name if spec.function else ""  # slime's own graders share one pool of processes
         if name not in self._graders:
-            arguments = {"args": self._packed_args, "grader": name or None}
+            arguments = {"args": self._args.packed, "grader": name or None}
             self._graders[name] = Graders(
                 grader_worker.MAKE,
                 self._workers,
@@ -184,7 +184,7 @@ class Grading:
             )
         samples = given if isinstance(given, list) else [given]
         packed = tuple(grader_worker.pack_sample(sample, whole=bool(name)) for sample in samples)
-        call = {"samples": packed, "single": given is not samples, "kwargs": kwargs}
+        call = {"samples": packed, "single": given is not samples, "kwargs": kwargs, "args": self._args.changes(args)}
         result = await self._graders[name].call(call, replace(limits, kind=spec.name))
         if result.verdict != "done":
             return result
@@ -199,7 +199,10 @@ class Grading:
     ) -> ExecutionResult:
         """Calls a grader directly on slime's event loop, within ``limits``. For graders that await something, such as a request."""
         function = spec.function
-        coroutine = function(args, given, **kwargs) if function else rm_hub.async_rm(self._stock_args, given)
+        if function is None:
+            function, args = rm_hub.async_rm, copy.copy(args)
+            args.custom_rm_path = None
+        coroutine = function(args, given, **kwargs)
         return await run_within(coroutine, limits, spec.name)
 
     async def _run_program(self, prompt: str, sample: Any, teach: bool) -> ExecutionResult:

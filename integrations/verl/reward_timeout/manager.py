@@ -111,7 +111,9 @@ class RewardTimeoutManager(RewardManagerBase):
         self._program_executor = LimitedExecutor(self.anchors, self._program_slots, limits, for_programs)
         self._fusion_executor = LimitedExecutor(self.anchors, _FUSION_SLOTS, limits, for_programs)
         self._executor = LimitedExecutor(self.anchors, self._slots, limits, full)
-        self._awaited_executor = LimitedExecutor(self.anchors, _AWAITED_SLOTS, limits, full, flags.limit_waiting)
+        # In the manager rate_limited, calls wait for their turn before they are executed.
+        adapts, queues = flags.limit_waiting, not is_limited
+        self._awaited_executor = LimitedExecutor(self.anchors, _AWAITED_SLOTS, limits, full, adapts, queues)
         self._scores = Scores(flags, self.anchors, (), ("score",), ("acc", "score"), numbers_only=True)
         self._tokenizer = {} if reward_model_tokenizer is None else {"reward_model_tokenizer": reward_model_tokenizer}
         self._graders: dict[str, Graders] = {}

@@ -185,26 +185,30 @@ def _pickled(error: BaseException) -> bytes:
         if not isinstance(error, Exception):
             error = RuntimeError(_describe(error))
         error.add_note(f"In the process of the grader:\n{trace}")
-        if not _is_picklable(error):  # the constructor takes other arguments than ``args``, or an attribute is a lock
-            copyreg.pickle(type(error), _without_constructor)
-        if _is_picklable(error):
+        if not _survives(error):  # the constructor takes other arguments than ``args``, or an attribute is a lock
+            copyreg.pickle(type(error), _with_text)
+        if _survives(error):
             return dumps(error)
     except BaseException:
         pass  # even the text of the error may raise
     return dumps(RuntimeError(_describe(error)))
 
 
-def _without_constructor(error: Exception) -> Any:
-    state = {name: value for name, value in vars(error).items() if _is_picklable(value)}
-    return copyreg.__newobj__, (type(error), *filter(_is_picklable, error.args)), state  # type: ignore[attr-defined]
+def _with_text(error: Exception) -> Any:
+    """Reduces ``error`` for pickle to a subclass with the same text, without arguments and attributes that cannot be pickled."""
+    kind, text = type(error), str(error)
+    state = {name: value for name, value in vars(error).items() if _survives(value)}
+    copy = type(kind.__name__, (kind,), {"__str__": lambda _: text, "__module__": kind.__module__})
+    return kind.__new__, (copy, *filter(_survives, error.args)), state
 
 
-def _is_picklable(value: Any) -> bool:
+def _survives(value: Any) -> bool:
+    """Returns whether ``value`` can be pickled and unpickled. The text of an error must stay the same."""
     try:
-        pickle.loads(dumps(value))
+        copy = pickle.loads(dumps(value))
     except Exception:
         return False
-    return True
+    return not isinstance(value, Exception) or _describe(copy) == _describe(value)
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -24,7 +25,10 @@ from typing import NoReturn
 from . import Channel, Message, PeerClosed, Start, WorkerRequest, decode, encode
 from .child import Grader, find_grader, grade, problem_of
 from .isolation import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
-from .watch import Sink, Watch, descendants, kill_all
+from .watch import Sink, Watch, cpu_of_ended, descendants, kill_all, seconds_waited
+
+_MEMORY = 0.9
+"""Weight of the calls before the latest one in the share of time that a grader waits for something other than a processor."""
 
 
 @dataclass
@@ -171,19 +175,27 @@ class Keeper:
 
 
 def _serve_calls(calls: Channel, grader: Grader) -> None:
-    process = os.getpid()
+    process, wall, busy = os.getpid(), 0.0, 0.0
     while True:
         try:
             _, payload = calls.next()
+            began, busy_before = time.monotonic(), _seconds_busy()
             head, body = grade(grader, payload, plain=False)
+            wall = _MEMORY * wall + time.monotonic() - began
+            busy = _MEMORY * busy + _seconds_busy() - busy_before
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
             if os.getpid() != process:  # this process is a fork that the grader has made
                 os._exit(0)
-            calls.send(head, body)
+            calls.send({**head, "waits": busy < wall / 2}, body)
         except PeerClosed:
             os._exit(0)
+
+
+def _seconds_busy() -> float:
+    """Returns the CPU seconds of this process and its ended children, plus the seconds that this thread waited for a processor."""
+    return time.process_time() + cpu_of_ended() + seconds_waited("/proc/thread-self")
 
 
 def _wait_for(descriptors: Iterable[int]) -> set[int]:

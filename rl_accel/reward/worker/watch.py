@@ -116,7 +116,7 @@ class Watch:
         self._looked = True
         living = descendants(self.spared)
         self._cpu_before = cpu_of_ended() + _cpu_of(living)
-        _waits_before.update({thread: _seconds_waited(thread) for pid in living for thread in _threads(pid)})
+        _waits_before.update({thread: seconds_waited(thread) for pid in living for thread in _threads(pid)})
 
     def _tell_whether_it_waits(self) -> None:
         """Tells the trainer process whether the execution has mostly waited for something other than a processor."""
@@ -235,7 +235,7 @@ class Watch:
 
     def _look_at_waits(self, threads: Collection[str]) -> None:
         for thread in threads:
-            self._waited[thread] = max(_seconds_waited(thread), self._waited.get(thread, 0.0))
+            self._waited[thread] = max(seconds_waited(thread), self._waited.get(thread, 0.0))
 
     def _waited_of(self, wall: float, cpu: float) -> float:
         """Returns the seconds of ``wall`` in which the execution was ready to run and had no processor.
@@ -260,7 +260,7 @@ def _threads(pid: int) -> list[str]:
         return []
 
 
-def _seconds_waited(folder: str) -> float:
+def seconds_waited(folder: str) -> float:
     """Returns the seconds of this execution in which a thread was ready but had no processor.
 
     ``folder`` is the folder of the thread in /proc. The thread may be a zombie.

@@ -220,6 +220,21 @@ def test_a_judge_of_groups_sees_its_group_as_in_slime(judged, sample_of):
     assert blocking([sample_of(does="nan"), sample_of()]) == [0.0, 0.0], "graded in one go, lost in one go"
 
 
+def test_a_judge_of_groups_sees_the_lists_that_a_generate_function_has_made(judged, sample_of):
+    groups = [[sample_of(score=score) for score in scores] for scores in ((1, 2), (3,))]
+    assert judged("of_lists")(groups) == [[1.0, 2.0], [3.0]]
+
+
+def test_a_grader_in_a_process_sees_what_a_rollout_of_the_users_has_changed_in_slimes_arguments(judged, sample_of):
+    judge = judged("by_arguments", workers=1, arguments={"schedule": {"weight": 1.0}})
+    assert judge(sample_of()) == {"weight": 1.0, "step": None, "graded": 1}
+    judge.args.step, judge.args.schedule["weight"] = 1, 0.5
+    assert judge(sample_of()) == {"weight": 0.5, "step": 1, "graded": 2}
+    other = SimpleNamespace(**{**vars(judge.args), "schedule": {"weight": 1.0}})
+    del other.step
+    assert judge.run(judge.stock(other, sample_of())) == {"weight": 1.0, "step": None, "graded": 3}
+
+
 def test_a_decorated_judge_of_groups_sees_its_group_too(judged, sample_of):
     assert judged("decorated")([sample_of(score=score) for score in (1, 3, 2)]) == [0.0, 1.0, 0.0]
 

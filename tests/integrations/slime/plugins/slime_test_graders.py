@@ -191,3 +191,13 @@ def tasks(args, sample):
 
 def gathering(args, sample):
     return asyncio.gather(awaiting(args, sample), awaiting(args, sample))
+
+
+async def of_lists(args, groups, **kwargs):
+    return [[_act(sample) for sample in group] for group in groups]
+
+
+def by_arguments(args, sample):
+    """slime's arguments hold a schedule of the user's rollout, and a count of this grader."""
+    args.graded = getattr(args, "graded", 0) + 1
+    return {"weight": args.schedule["weight"], "step": getattr(args, "step", None), "graded": args.graded}
