@@ -12,7 +12,7 @@ _ADDRESS, _JOB = "RAY_ADDRESS", "RL_ACCEL_RAY_JOB"
 
 
 def environment() -> dict[str, str]:
-    """Returns environment variables for grader processes: the Ray address, and arguments of ``ray.init`` as JSON; {} without Ray."""
+    """Returns variables for grader processes: the Ray address, and arguments of ``ray.init`` as JSON; {} without Ray."""
     import ray
 
     if not ray.is_initialized():
