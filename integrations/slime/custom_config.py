@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError, did_you_mean, one_line, refuse_idle_options
-from rl_accel.features import FEATURES
+from rl_accel.features import FEATURES, SLIME_MEGATRON
 from rl_accel.integrations.slime.hooks import require_values
 from rl_accel.integrations.slime.launch_line import (
     STOCK,
@@ -120,6 +120,8 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
             )
         args, warnings = parsed([*line, f"--custom-config-path={path}"], content)
         warnings += [*put_init_in_place(args, flags, named), *put_in_place(args, flags, named)]
+        if SLIME_MEGATRON in [hooks.file for *_, hooks in hooks_of_features_that_are_on(flags)]:
+            warnings += _inits_of_roles(args)
     known = arguments_of(slime_root) if slime_root else {*keys}
     return warnings + [
         f"{key} is no flag of slime's own{did_you_mean(key, known)}; slime sets it all the same"
@@ -128,6 +130,20 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
         for key in keys
         if key != SECTION and key not in known
     ]
+
+
+def _inits_of_roles(args: Any) -> list[str]:
+    """Returns a line for each role whose init function in slime's ``--megatron-config-path`` takes the place of ours."""
+    ((key, ours),) = SLIME_MEGATRON.items()
+    if (path := args.megatron_config_path) is None:
+        return []
+    try:
+        roles: Any = OmegaConf.to_container(OmegaConf.load(path))["megatron"]  # type: ignore[index,call-overload]
+        theirs = {role["role"]: (role.get("overrides") or role.get("args") or {}).get(key, ours) for role in roles}
+    except Exception as error:  # no such file, or of another form
+        return [f"{STOPS}: {path}: {one_line(repr(error))}"]
+    wanted = f"must call {ours}, or nothing of the file is on there"
+    return [f"{key} {init} of the {role} in {path} {wanted}" for role, init in theirs.items() if init != ours]
 
 
 def _is_file(written: str, path: Path) -> bool:

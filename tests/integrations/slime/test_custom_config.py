@@ -157,6 +157,9 @@ def test_a_file_that_is_no_mapping_or_not_there_is_named(check, tmp_path):
             0,
             "--sglang-mem-fraction-statc is no .*mean --sglang-mem-fraction-static",
         ),
+        ("gae", "--megatron-config-path roles.yaml", 0, "my.init of the critic in roles.yaml must call rl_accel"),
+        ("gae", "--megatron-config-path none.yaml", 1, "train.py itself stops: none.yaml: FileNotFound"),
+        ("sampler", "--megatron-config-path roles.yaml", 0, ""),
         ("gae", "--rm_type math", 0, "--rm_type is no .*mean --rm-type.*skips"),
         ("gae", "\N{EN DASH}rm-type math", 0, "rm-type is no .*mean --rm-type.*skips"),
         ("gae", "--advantage-estimator ppo", 0, ""),
@@ -170,6 +173,9 @@ def test_a_launch_line_is_read_by_slimes_own_parser(slime_root, tmp_path, monkey
     pytest.importorskip("sglang", reason="sglang, which slime's parser imports, is absent")
     monkeypatch.chdir(tmp_path)
     Path("rl_accel.yaml").write_text(OmegaConf.to_yaml(custom_config.make([feature], {})))
+    init = {"custom_megatron_init_path": "my.init"}
+    roles = {"megatron": [{"role": "critic", "overrides": init}, {"role": "actor", "overrides": {"lr": 1e-6}}]}
+    Path("roles.yaml").write_text(OmegaConf.to_yaml(roles))
     monkeypatch.setattr("sys.argv", ["pytest"])
     words = ["--check", "rl_accel.yaml", "--", *LINE.split(), *words.split()]
     done = CliRunner().invoke(custom_config.slime_config, words)
