@@ -27,6 +27,7 @@ _STOCK = ("prompt", "response", "label", "metadata", "status")
 
 Packed = dict[str, bytes]
 Changes = dict[str, Any]
+Graded = tuple[Any, list[Changes], list[int]]
 
 
 class NotSent:
@@ -115,9 +116,10 @@ def pack_sample(sample: Any, whole: bool) -> Packed:
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     """Returns a function ``grade(samples, single, kwargs, args)``, which calls a grader in this process.
 
-    ``grade`` returns the return value of the grader, and for each sample the fields that the grader has changed. With ``single``,
-    the grader gets the only sample instead of a list of samples. ``kwargs`` are further arguments of the grader. The ``args`` of
-    ``grade`` are entries of slime's arguments that differ in this call.
+    ``grade`` returns the return value of the grader, for each sample the fields that the grader has changed, and the order in which
+    the grader has left the list of samples. With ``single``, the grader gets the only sample instead of a list of samples.
+    ``kwargs`` are further arguments of the grader. The ``args`` of ``grade`` are entries of slime's arguments that differ in this
+    call.
 
     Args:
         args: slime's arguments, packed by :func:`pack`.
@@ -131,9 +133,7 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     # One event loop for all calls, because a grader may keep a session that belongs to the loop.
     runner = asyncio.Runner()
 
-    def grade(
-        samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any], args: Packed
-    ) -> tuple[Any, list[Changes]]:
+    def grade(samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any], args: Packed) -> Graded:
         own = vars(arguments)
         before = {name: own[name] for name in args if name in own}
         own |= _unpack(args, "args")
@@ -144,10 +144,11 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
                 own.pop(name, None)
             own |= before
 
-    def call(samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any]) -> tuple[Any, list[Changes]]:
+    def call(samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any]) -> Graded:
         runner.get_loop()  # from now on the event loop of futures that a plain function makes
         unpacked = [_unpack_sample(packed) for packed in samples]
-        before = [pack(vars(sample), "sample") for sample in unpacked]
+        before = [(sample, pack(vars(sample), "sample")) for sample in unpacked]
+        places = {id(sample): place for place, sample in enumerate(unpacked)}
         start = functools.partial(function, arguments, unpacked[0] if single else unpacked, **kwargs)
         try:
             value = start()
@@ -157,7 +158,8 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
             value = runner.run(_call(start))  # a plain function that starts tasks
         if inspect.isawaitable(value):
             value = runner.run(_finish(value))
-        return value, [_changes(*pair) for pair in zip(unpacked, before, strict=True)]
+        order = [places[id(sample)] for sample in unpacked if id(sample) in places]
+        return value, [_changes(*pair) for pair in before], order
 
     return grade
 

@@ -188,10 +188,11 @@ class Grading:
         result = await self._graders[name].call(call, replace(limits, kind=spec.name))
         if result.verdict != "done":
             return result
-        value, changes = result.value
+        value, changes, order = result.value
         for sample, changed in zip(samples, changes, strict=True):
             own = vars(sample)
             own |= {key: grader_worker.unsent_restored(item, own.get(key)) for key, item in changed.items()}
+        samples[:] = [samples[place] for place in order]  # slime assigns the rewards in this order
         return replace(result, value=value)
 
     async def _await(

@@ -220,6 +220,12 @@ def test_a_judge_of_groups_sees_its_group_as_in_slime(judged, sample_of):
     assert blocking([sample_of(does="nan"), sample_of()]) == [0.0, 0.0], "graded in one go, lost in one go"
 
 
+def test_a_judge_of_groups_may_sort_its_list_and_rewards_belong_to_the_sorted_samples(judged, sample_of):
+    given = [sample_of(score=score) for score in (0.25, 1.0, 0.5)]
+    assert judged("sorting")(given) == [1.0, 0.5, 0.25]
+    assert [sample.metadata["score"] for sample in given] == [1.0, 0.5, 0.25]
+
+
 def test_a_judge_of_groups_sees_the_lists_that_a_generate_function_has_made(judged, sample_of):
     groups = [[sample_of(score=score) for score in scores] for scores in ((1, 2), (3,))]
     assert judged("of_lists")(groups) == [[1.0, 2.0], [3.0]]

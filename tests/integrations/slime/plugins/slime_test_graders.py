@@ -193,6 +193,12 @@ def gathering(args, sample):
     return asyncio.gather(awaiting(args, sample), awaiting(args, sample))
 
 
+async def sorting(args, samples, **kwargs):
+    """It awaits nothing."""
+    samples.sort(key=lambda sample: -sample.metadata["score"])
+    return [_act(sample) for sample in samples]
+
+
 async def of_lists(args, groups, **kwargs):
     return [[_act(sample) for sample in group] for group in groups]
 
