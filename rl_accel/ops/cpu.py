@@ -8,6 +8,7 @@ situations occur inside a Ray actor.
 import contextlib
 import functools
 import hashlib
+import inspect
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -23,21 +24,25 @@ from rl_accel.ops.inputs import usable_cores
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-def _digest() -> str:
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
+@functools.cache
+def _digest(folder: Path) -> str:
+    sources = sorted(folder.glob("*.py"))
     return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
 
 
-_DIGEST = _digest()
-
-
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Disk cache of compiled kernels, keyed by the source of all kernel files. numba's own key covers only the file of the
-    compiled function. But a kernel uses constants and intrinsics of other files, and code compiled with old constants would
-    write out of bounds."""
+    """Disk cache of compiled kernels, keyed by the sources of all files in the kernel's folder.
+
+    numba's own key covers only the file of the compiled function. But a kernel uses constants and functions of other files, and
+    code compiled with old constants would write out of bounds.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._sources = _digest(Path(inspect.getfile(function)).parent)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), _DIGEST)
+        return (*super()._index_key(sig, codegen), self._sources)
 
 
 def compiled(function: Kernel) -> Kernel:
