@@ -1,4 +1,4 @@
-"""Compiler and thread pool for CPU kernels. The compiler has a disk cache that is never out of date.
+"""Compiler and threads for CPU kernels. The compiler has a disk cache that is never out of date.
 
 Compiled kernels use plain IEEE arithmetic and release the interpreter lock. numba's own parallel layer is not used. Its default
 backend ends the process when two Python threads enter the layer at once, and its OpenMP backend ends the process after a fork. Both
@@ -9,8 +9,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import os
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +16,6 @@ from typing import Any, TypeVar
 
 import numba
 from numba.core.caching import FunctionCache
-
-from rl_accel.ops.inputs import usable_cores
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -54,34 +50,15 @@ def compiled(function: Kernel) -> Kernel:
     return kernel
 
 
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(usable_cores(), thread_name_prefix="rl_accel")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
-
-
 def run(tasks: Iterable[Callable[[], None]], threads: int) -> None:
-    """Runs ``tasks`` on ``threads`` threads, one of which is the calling thread. Waits for all threads, then raises the first
-    error."""
-    waiting = deque(tasks)
-
-    def work() -> None:
-        # each thread takes one task at a time, so that a delayed thread leaves the remaining tasks to the other threads
-        while waiting:
-            try:
-                task = waiting.popleft()
-            except IndexError:
-                return
+    """Runs ``tasks`` on ``threads`` new threads, or on the calling thread if ``threads`` is 1. Waits for all tasks, then raises the
+    first error."""
+    if threads == 1:
+        for task in tasks:
             task()
-
-    others = [_pool().submit(work) for _ in range(min(threads, len(waiting)) - 1)]
-    try:
-        work()
-    finally:
-        # tasks write into memory that the caller owns, so no task may outlive this call
-        errors = [other.exception() for other in others]
-    for error in errors:
-        if error is not None:
-            raise error
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        # tasks write into memory that the caller owns: the pool waits for all of them, whatever happens
+        started = [pool.submit(task) for task in tasks]
+    for each in started:
+        each.result()

@@ -7,7 +7,7 @@ import pytest
 from rl_accel.ops.cpu import run
 
 
-def test_runs_every_task_beside_others_and_the_caller_helps():
+def test_runs_every_task_beside_others_or_in_the_calling_thread():
     seen = []
     run([lambda i=i: seen.append((i, threading.get_ident())) for i in range(50)], 1)
     assert sorted(seen) == [(i, threading.get_ident()) for i in range(50)]

@@ -126,9 +126,10 @@ def scan_sequences(
                     next_value = v[t] * weight + skip * next_value
                     last = candidate * weight + skip * last
                     out[t] = last
-                sums = second_out[out_at + first : out_at + first + count]
-                for t in range(count):
-                    sums[t] = out[t] + v[t]
+                if second_out is not None:
+                    sums = second_out[out_at + first : out_at + first + count]
+                    for t in range(count):
+                        sums[t] = out[t] + v[t]
             else:
                 for t in range(count - 1, -1, -1):
                     weight = weights[t]
