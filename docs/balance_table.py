@@ -69,12 +69,7 @@ def main() -> None:
     print(f"| {' | '.join(columns)} | moves a rollout |")
     print("|---" * (len(columns) + 1) + "|")
     engine = published.engine("qwen2.5-14b")
-    arms = {
-        "late": (False, False, 0),
-        "order": (True, False, 0),
-        "moves": (True, False, 2),
-        "known": (False, True, 0),
-    }
+    arms = {"late": (False, False, 0), "order": (True, False, 0), "moves": (True, False, 2), "known": (False, True, 0)}
     for slots, cache in ((16, math.inf), (32, math.inf), (64, math.inf), (256, math.inf), (256, 50_000.0)):
         its = EngineModel(
             engine.step_seconds, engine.cached_token_seconds, engine.prompt_token_seconds, 0.0, slots, cache

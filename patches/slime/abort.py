@@ -37,7 +37,7 @@ def _make(original: Any, _settings: Any) -> Any:
 
 
 def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
-    """Raises PatchRefused unless slime's function sleeps only for ``retry_interval``, by default longer than ``FIRST_SLEEP``."""
+    """Raises PatchRefused unless slime's function has one sleep, of ``retry_interval``, whose default exceeds ``FIRST_SLEEP``."""
     nodes = ast.walk(ast.parse(inspect.getsource(original.__code__)))
     calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
     sleeps = [call for call in calls if "sleep" in call.partition("(")[0]]

@@ -356,10 +356,10 @@ def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool
 
 @compiled
 def _rates_of(rates: _Rates, request: Any, numbers: Any) -> tuple[Any, Any]:
-    """Returns two pairs of hits and tries (see ``_Rates``) of earlier predictions that are similar to the match ``numbers``.
+    """Returns the hits and tries (see ``_Rates``) of earlier predictions like the match ``numbers`` of ``request``, in two pairs.
 
-    The first pair is for the prompt of ``request`` and the same source (same prompt or another prompt). The second pair is for all
-    prompts, the same source and a similar match length.
+    Both pairs count only predictions from the same source (the request's own prompt, or another prompt). The first pair counts
+    those for the prompt of ``request``. The second pair counts those for all prompts with a similar match length.
     """
     other, at = int(numbers[SOURCE] == OTHER), 0
     while numbers[MATCHED] > FIRST_RATES[at][0]:

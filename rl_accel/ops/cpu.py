@@ -1,4 +1,4 @@
-"""Compiler and thread pool for CPU kernels. The compiler has a disk cache that is never out of date.
+"""Compiler and threads for CPU kernels. The compiler has a disk cache that is never out of date.
 
 Compiled kernels use plain IEEE arithmetic and release the interpreter lock. numba's own parallel layer is not used. Its default
 backend ends the process when two Python threads enter the layer at once, and its OpenMP backend ends the process after a fork. Both
@@ -8,8 +8,7 @@ situations occur inside a Ray actor.
 import contextlib
 import functools
 import hashlib
-import os
-from collections import deque
+import inspect
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,26 +17,28 @@ from typing import Any, TypeVar
 import numba
 from numba.core.caching import FunctionCache
 
-from rl_accel.ops.inputs import usable_cores
-
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-def _digest() -> str:
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
+@functools.cache
+def _digest(folder: Path) -> str:
+    sources = sorted(folder.glob("*.py"))
     return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
 
 
-_DIGEST = _digest()
-
-
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Disk cache of compiled kernels, keyed by the source of all kernel files. numba's own key covers only the file of the
-    compiled function. But a kernel uses constants and intrinsics of other files, and code compiled with old constants would
-    write out of bounds."""
+    """Disk cache of compiled kernels, keyed by the sources of all files in the kernel's folder.
+
+    numba's own key covers only the file of the compiled function. But a kernel uses constants and functions of other files, and
+    code compiled with old constants would write out of bounds.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._sources = _digest(Path(inspect.getfile(function)).parent)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), _DIGEST)
+        return (*super()._index_key(sig, codegen), self._sources)
 
 
 def compiled(function: Kernel) -> Kernel:
@@ -49,34 +50,15 @@ def compiled(function: Kernel) -> Kernel:
     return kernel
 
 
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(usable_cores(), thread_name_prefix="rl_accel")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
-
-
 def run(tasks: Iterable[Callable[[], None]], threads: int) -> None:
-    """Runs ``tasks`` on ``threads`` threads, one of which is the calling thread. Waits for all threads, then raises the first
-    error."""
-    waiting = deque(tasks)
-
-    def work() -> None:
-        # each thread takes one task at a time, so that a delayed thread leaves the remaining tasks to the other threads
-        while waiting:
-            try:
-                task = waiting.popleft()
-            except IndexError:
-                return
+    """Runs ``tasks`` on ``threads`` new threads, or on the calling thread if ``threads`` is 1. Waits for all tasks, then raises the
+    first error."""
+    if threads == 1:
+        for task in tasks:
             task()
-
-    others = [_pool().submit(work) for _ in range(min(threads, len(waiting)) - 1)]
-    try:
-        work()
-    finally:
-        # tasks write into memory that the caller owns, so no task may outlive this call
-        errors = [other.exception() for other in others]
-    for error in errors:
-        if error is not None:
-            raise error
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        # tasks write into memory that the caller owns: the pool waits for all of them, whatever happens
+        started = [pool.submit(task) for task in tasks]
+    for each in started:
+        each.result()

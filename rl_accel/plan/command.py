@@ -19,7 +19,9 @@ from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.simulation import EngineModel
 from rl_accel.rollout.workload import published, read_lengths
-from rl_accel.telemetry.profile import WARMUP, levers, read_run, say
+from rl_accel.telemetry.profile import WARMUP, read_run
+from rl_accel.telemetry.profile_report import say
+from rl_accel.telemetry.savings import levers
 
 _PUBLISHED = "published:"
 

@@ -49,7 +49,7 @@ class _Batch:
     def seconds(self, cluster: Cluster) -> Floats:
         """Returns the seconds that each response takes in a simulation on ``cluster``.
 
-        Each launch waits until as many other responses have ended as had ended at the same launch in the measured run.
+        If n responses had ended when a response began in the measured run, the simulated response begins when n have ended, too.
         """
         tokens = self.tokens.astype(int).tolist()
         began, ended = np.zeros(len(tokens)), np.zeros(len(tokens))

@@ -13,7 +13,9 @@ from rl_accel.files import strict_json, write_atomically
 from rl_accel.plan.answers import Answer, best_of
 from rl_accel.plan.fit import Fit
 from rl_accel.plan.setup import Setup
-from rl_accel.telemetry.profile import NOTHING_HELPS, format_seconds, say
+from rl_accel.telemetry.profile import format_seconds
+from rl_accel.telemetry.profile_report import say
+from rl_accel.telemetry.savings import NOTHING_HELPS
 
 SCHEMA = "rl_accel.plan/2"
 FIT_LIMIT = 0.5

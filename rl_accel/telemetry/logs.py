@@ -20,8 +20,8 @@ ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[
 PROCESS = re.compile(r"^\([\w:]+[^()]*pid=[^()]*\)\s?")
 """Pattern of the prefix of each line from a Ray worker, such as ``(TaskRunner pid=3165)``."""
 _FOREIGN = re.compile(r"(?:^|\s)\[|\(\w+ pid=|(?:[A-Z][\w ]{0,80}:\s*|^|\s)\d+%\|")
-"""Pattern of the beginning of text of others in a line of metrics: Ray's ``[repeated 3x across cluster]``, another worker, a
-progress bar."""
+"""Pattern of the beginning of another program's text in a line of metrics: Ray's ``[repeated 3x across cluster]``, another worker,
+a progress bar."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
 _VALUE = r"\s*(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?:,[^()]*)?\)?\s*"
@@ -128,7 +128,7 @@ class _Step:
     """The line of a step in a console.
 
     Attributes:
-        text: the joined rows of the line, without text of others.
+        text: the joined rows of the line, without text of other programs.
         process: Ray's prefix of the line.
         is_ended: False if the console ends with the last row, without a line end.
         rows: number of characters of each row.
@@ -142,7 +142,10 @@ class _Step:
     doubtful: str = ""
 
     def add(self, row: str, width: int, is_ended: bool) -> bool:
-        """Adds a row of ``width`` characters, ``row`` without text of others. Returns False if the row is of another line."""
+        """Appends the next row of the console, unless it belongs to another line; returns False then.
+
+        ``row`` is the row without text of other programs, ``width`` the number of characters with this text.
+        """
         if not row:
             self.is_ended = True
             return True
@@ -157,7 +160,7 @@ class _Step:
 
 
 def _own(text: str) -> str:
-    """Returns ``text`` up to the first text of others."""
+    """Returns ``text`` up to the first text of another program, such as Ray or a progress bar."""
     foreign = _FOREIGN.search(text) if "[" in text or "pid=" in text or "%|" in text else None
     return text[: foreign.start()].rstrip() if foreign else text
 

@@ -10,7 +10,9 @@ import pytest
 from rl_accel.plan.command import plan
 from rl_accel.telemetry.aggregates import POLL_SECONDS, Rollouts, estimate
 from rl_accel.telemetry.logs import read_log
-from rl_accel.telemetry.profile import NOTICING, WAITING, profile, read_run
+from rl_accel.telemetry.profile import read_run
+from rl_accel.telemetry.profile_report import profile
+from rl_accel.telemetry.savings import NOTICING, WAITING, find_savings
 from rl_accel.telemetry.stage_clock import read_kept
 
 DATA, KEPT = Path(__file__).parent / "data", Path(__file__).parents[1] / "plan"
@@ -104,7 +106,8 @@ def test_tail_batching_comes_first_and_saves_what_the_kept_runs_saved(recipe, tm
             data = logged([response.tokens for response in responses[step]], 1.0) | stock
             print(json.dumps({"step": step, "data": data}), file=file)
     run = read_run(log, group=4)
-    assert (run.savings[0].name, run.savings[0].advice) == (WAITING, "+rl_accel.tail_batching.enable=True")
+    best = find_savings(run)[0]
+    assert (best.name, best.advice) == (WAITING, "+rl_accel.tail_batching.enable=True")
     found = estimate(Rollouts.of([run.metrics[step] for step in run.steps], 4), 2.0)
     training = sum(run.stages[name] for name in ("old_log_prob", "adv", "update_actor"))
     saved = found.tail.mean + found.polling.mean + training * (1 - found.trained.mean)
@@ -120,7 +123,7 @@ def test_tail_batching_comes_first_and_saves_what_the_kept_runs_saved(recipe, tm
     ],
 )
 def test_the_feature_that_an_ab_measured_comes_first_with_its_saving(log, first, feature, saved, responses, invoke):
-    best = read_run(DATA / f"{log}.jsonl", group=responses).savings[0]
+    best = find_savings(read_run(DATA / f"{log}.jsonl", group=responses))[0]
     assert (best.name, best.advice) == (first, f"+rl_accel.{feature}.enable=True")
     assert best.gain.mean == pytest.approx(saved, rel=0.25)
     assert best.gain.low < saved < best.gain.high

@@ -14,7 +14,9 @@ from rl_accel.plan.setup import setup_of
 from rl_accel.rollout.workload import Lengths
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import in_rounds
-from rl_accel.telemetry.profile import levers, profile, prompt_ticks, read_run
+from rl_accel.telemetry.profile import read_run
+from rl_accel.telemetry.profile_report import profile
+from rl_accel.telemetry.savings import find_savings, levers, prompt_ticks
 from rl_accel.telemetry.stage_clock import CANCELLED, FILE_NAME, Response
 
 WAITING, REWARDS = "waiting for the longest responses", "rewards after the last generation"
@@ -60,7 +62,7 @@ def run(tmp_path):
 
 
 def savings_of(found):
-    return {saving.name: saving for saving in found.savings}
+    return {saving.name: saving for saving in find_savings(found)}
 
 
 def write_rollouts(folder, scores):
@@ -107,7 +109,7 @@ def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(r
     counter = "a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)"
     assert found.missing == [f"preemptions of 2 of 2 steps: {counter}"]
     savings = savings_of(found)
-    assert found.savings[0].name == WAITING
+    assert find_savings(found)[0].name == WAITING
     assert savings[WAITING].seconds == 9.0
     assert 0 < savings[WAITING].gain.low < savings[WAITING].gain.mean < 11.0
     assert "seconds of 20 responses" in savings[WAITING].arithmetic
@@ -142,8 +144,8 @@ def test_a_reward_that_takes_long_is_replayed_with_a_limit(tmp_path):
 
     write_run(tmp_path, responses, **{"rl_accel/telemetry/preemptions": 3.0})
     found = read_run(tmp_path)
-    assert found.savings[0] is savings_of(found)[REWARDS]
-    assert (found.savings[0].seconds, found.savings[0].gain.mean) == (10.0, pytest.approx(8.0))
+    assert find_savings(found)[0] == savings_of(found)[REWARDS]
+    assert (find_savings(found)[0].seconds, find_savings(found)[0].gain.mean) == (10.0, pytest.approx(8.0))
     assert (found.numbers["preemptions"], found.missing) == (3.0, [])
 
 
@@ -151,8 +153,8 @@ def test_features_that_are_on_are_not_advised(tmp_path):
     on = {f"rl_accel/{name}/applied": 1.0 for name in ("tail_batching", "reward_timeout", "sampler", "gae")}
     write_run(tmp_path, lambda step: batch(step, cancelled=True), **on)
     found = read_run(tmp_path)
-    assert all(saving.gain is None for saving in found.savings)
-    assert not any(saving.advice.startswith("+") for saving in found.savings)
+    assert all(saving.gain is None for saving in find_savings(found))
+    assert not any(saving.advice.startswith("+") for saving in find_savings(found))
 
 
 def test_without_telemetry_there_are_stages_of_all_but_the_first_steps_and_the_reason_for_no_more(tmp_path):
@@ -162,8 +164,10 @@ def test_without_telemetry_there_are_stages_of_all_but_the_first_steps_and_the_r
     found = read_run(tmp_path)
     assert (found.steps, found.stages["gen"]) == ([3, 4], 12.0)
     assert not found.numbers
-    assert [saving.name for saving in found.savings] == ["generation, waiting included", "rewards and advantages"]
-    assert found.savings[1].advice.endswith("+rl_accel.advantages.enable=True"), "no values are timed: it is not GAE"
+    assert [saving.name for saving in find_savings(found)] == ["generation, waiting included", "rewards and advantages"]
+    assert find_savings(found)[1].advice.endswith("+rl_accel.advantages.enable=True"), (
+        "no values are timed: it is not GAE"
+    )
     (missing,) = found.missing
     assert "the run had no +rl_accel.telemetry.enable=True" in missing
 
@@ -183,7 +187,7 @@ def test_what_was_logged_is_there_without_the_file_of_responses_and_in_an_asynch
 
 def test_rewards_that_are_a_stage_of_their_own_come_first_where_they_take_most(tmp_path):
     write_log(tmp_path / "metrics.jsonl", **{"timing_s/step": 120.0, "timing_s/reward": 100.0, "timing_s/values": 1.0})
-    rewards, *_, advantages = read_run(tmp_path).savings
+    rewards, *_, advantages = find_savings(read_run(tmp_path))
     assert (rewards.seconds, rewards.advice) == (100.0, "+rl_accel.reward_timeout.enable=True")
     assert "telemetry.enable=True" in rewards.arithmetic
     assert advantages.advice == "+rl_accel.gae.enable=True"
@@ -371,7 +375,7 @@ def test_of_rollouts_that_overlap_with_training_only_the_wait_counts_and_no_savi
     stages = {"gen": 18.0, "update_actor": 79.0, "update_weights": 2.0, **saved, "other": 1.0 - sum(saved.values())}
     assert dict(found.stages) == stages
     assert (found.step_seconds, found.estimate, found.parts) == (100.0, None, {})
-    (saving,) = found.savings
+    (saving,) = find_savings(found)
     assert (saving.name, saving.seconds, saving.gain) == ("waiting for rollouts", 18.0, None)
     output = invoke(profile, tmp_path, "--no-picture")
     assert "tail_batching" not in output

@@ -15,7 +15,8 @@ from rl_accel.lab.ab.compare import compare
 from rl_accel.lab.ab.runner import GrowingLog
 from rl_accel.plan.command import plan
 from rl_accel.telemetry.logs import merged
-from rl_accel.telemetry.profile import profile, read_run
+from rl_accel.telemetry.profile import read_run
+from rl_accel.telemetry.profile_report import profile
 from rl_accel.telemetry.readers import read
 
 REWARD = "critic/score/mean"

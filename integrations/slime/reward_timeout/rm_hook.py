@@ -143,11 +143,7 @@ class Grading:
             else:
                 executor, run = self._executor, functools.partial(self._run_in_process, spec, args, given, kwargs)
             result = await executor.execute(
-                prompt,
-                f"{spec.name}/{size or 1}",
-                run,
-                lambda result: self._scores.is_correct(result, size),
-                teach,
+                prompt, f"{spec.name}/{size or 1}", run, lambda result: self._scores.is_correct(result, size), teach
             )
         if spec.function is None and result.reason.startswith("NotImplementedError"):
             raise ConfigError(

@@ -76,12 +76,7 @@ class Engine:
 
     # -- commands: any thread ------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        request_id: str,
-        prompt_ids: Iterable[int],
-        params: SamplingParams,
-    ) -> "Future[Generation]":
+    def submit(self, request_id: str, prompt_ids: Iterable[int], params: SamplingParams) -> "Future[Generation]":
         """Queues a request and returns the future of its output. Cancelling the future drops the request.
 
         Raises:

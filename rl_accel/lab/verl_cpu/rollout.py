@@ -42,9 +42,7 @@ class CPURolloutServer:
         model: HFModelConfig = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
         self._engine = Engine(
             AutoModelForCausalLM.from_pretrained(
-                model.local_path,
-                dtype=torch.float32,
-                trust_remote_code=model.trust_remote_code,
+                model.local_path, dtype=torch.float32, trust_remote_code=model.trust_remote_code
             ).eval(),
             eos_token_ids=_eos_token_ids(model),
             max_num_seqs=self._config.max_num_seqs,

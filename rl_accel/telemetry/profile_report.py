@@ -1,0 +1,217 @@
+"""The command ``rl-accel profile``: prints where the time of a run's training steps went, and draws a picture of it."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from rl_accel.errors import RlAccelError
+from rl_accel.telemetry import stage_clock
+from rl_accel.telemetry.aggregates import SMALLEST_GAIN
+from rl_accel.telemetry.profile import PARTS, WARMUP, Profile, format_seconds, read_run
+from rl_accel.telemetry.savings import NOTHING_HELPS, Saving, find_savings, levers
+from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED
+
+_TABLES = {"drafts": "drafted", "balance": "slots_in_use", "skip_zero": "rows"}
+"""Features whose metrics are printed in a table, each with the metric that must be above 0 for the table to be printed."""
+_NOT_ESTIMATED = (
+    "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"
+    " from the files of trainer.rollout_data_dir"
+)
+_OTHER_COLOUR = "#d9d9d9"
+_LINES = {COMPLETED: "#4878a8", CANCELLED: "#e8a24c", FAILED: "#d1495b", "reward": "#2a9d5c"}
+_MOST_ROWS = 2000
+
+_NUMBERS = {
+    "idle_share": ("idle share of generation", "{:.1%}"),
+    "concurrency": ("most responses at once", "{:,.0f}"),
+    "responses": ("responses a step", "{:,.0f}"),
+    "cancelled": ("responses cancelled a step", "{:,.0f}"),
+    "tokens": ("tokens a step", "{:,.0f}"),
+    "preemptions": ("preemptions a step", "{:,.1f}"),
+    "completion_p50_seconds": ("a response and its reward, p50", "{:.3g} s"),
+    "completion_p90_seconds": ("a response and its reward, p90", "{:.3g} s"),
+    "completion_p99_seconds": ("a response and its reward, p99", "{:.3g} s"),
+    "completion_longest_seconds": ("the longest", "{:.3g} s"),
+}
+"""Label and number format of each metric that is printed in a line, by name of the metric."""
+
+
+@click.command()
+@click.argument("run_dir", metavar="LOG", type=click.Path(path_type=Path))
+@click.option("--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="First steps to leave out.")
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Where to write the PNG.  [default: profile.png in the folder of the log]",
+)
+@click.option("--no-picture", is_flag=True, help="Print only.")
+@click.option("--responses", type=click.IntRange(1), help="Responses per prompt (rollout.n), if the log does not say.")
+def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, responses: int | None) -> None:
+    """Shows where the time of a training step went in a run, and which flag would save most.
+
+    LOG is a folder or a file: what verl or slime printed, verl's file logger, TensorBoard or W&B. Files joined by commas are one
+    run. If the run had +rl_accel.telemetry.enable=True, the parts of generation are measured; otherwise they are estimated.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    run = read_run(run_dir, warmup, responses)
+    _show(run, console)
+    if not no_picture:
+        first = run_dir if run_dir.exists() else Path(str(run_dir).partition(",")[0])
+        path = picture or (first if first.is_dir() else first.parent) / "profile.png"
+        try:
+            draw(run, path)
+        except ValueError as error:  # matplotlib does not know the suffix
+            raise RlAccelError(f"{path} is no picture: {error}") from error
+        say(console, f"Picture: {path}")
+
+
+def say(console: Console, *lines: str) -> None:
+    """Prints ``lines`` as they are: not wrapped, and without markup or colours."""
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(run: Profile, console: Console) -> None:
+    span = f"steps {run.steps[0]}-{run.steps[-1]}" if len(run.steps) > 1 else f"step {run.steps[0]}"
+    say(console, f"{run.log}: {run.logged}", f"Means of {span}", *(f"note: {note}" for note in run.notes))
+    table = Table("stage", "seconds", "share of the step")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for stage, share in stage_clock.shares(run.stages).items():
+        table.add_row(stage, format_seconds(run.stages[stage]), f"{share:.1%}")
+        if stage == "gen":
+            for name, (label, _) in PARTS.items():
+                if name in run.parts:
+                    part = run.parts[name]
+                    table.add_row(f"  {label}", format_seconds(part), f"{part / run.step_seconds:.1%}", style="dim")
+    table.add_row("step", format_seconds(run.step_seconds), "100.0%", style="bold")
+    console.print(table)
+    if run.estimate is not None and "idle_share" not in run.numbers:
+        idle = run.estimate.idle
+        how = "measured by verl" if run.estimate.rollouts.is_measured else "if all responses begin together"
+        say(console, f"idle share of generation: {idle.mean:.0%} ({idle.low:.0%} to {idle.high:.0%}), estimated: {how}")
+    if "responses" in run.numbers:
+        say(console, *(f"{label + ':':<32}{_shown(run.numbers, name)}" for name, (label, _) in _NUMBERS.items()))
+    servers = sorted({response.server for response in run.last if response.server is not None})
+    if len(servers) > 1:
+        console.print(_table_of_servers(run, servers))
+    for feature, needed in _TABLES.items():
+        numbers = run.table(feature)
+        if numbers.get(needed):
+            table = Table(feature, "mean of a step")
+            for name, value in numbers.items():
+                if name != "applied":
+                    table.add_row(name, f"{value:,.2f}")
+            console.print(table)
+    for line in run.missing:
+        say(console, f"not known: {line}")
+    if savings := find_savings(run):
+        console.print(_table_of_savings(savings, run.step_seconds))
+        arithmetic = (f"{saving.name}: {saving.arithmetic}" for saving in savings)
+        say(console, *arithmetic, _NOT_ESTIMATED, *levers(run), _conclusion(savings[0], run.step_seconds))
+
+
+def _conclusion(best: Saving, step_seconds: float) -> str:
+    """Returns the sentence on the largest saving in a step."""
+    what = f"{best.name}, {format_seconds(best.seconds)} a step."
+    if not best.ours or best.at_most < SMALLEST_GAIN * step_seconds:
+        return NOTHING_HELPS
+    if best.gain is None:
+        return f"Largest part that may be saved: {what} {best.advice} may save some of it."
+    gain = f"{format_seconds(best.gain.mean)} of {format_seconds(step_seconds)} ({best.gain.mean / step_seconds:.0%})"
+    return f"Largest saving: {what} {best.advice} would save about {gain}."
+
+
+def _shown(numbers: Mapping[str, float], name: str) -> str:
+    return _NUMBERS[name][1].format(numbers[name]) if name in numbers else "unknown"
+
+
+def _table_of_servers(run: Profile, servers: Sequence[str]) -> Table:
+    table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {run.steps[-1]}")
+    for server in servers:
+        its = [response for response in run.last if response.server == server]
+        numbers = stage_clock.completion(its) | stage_clock.generation(its, run.last_seconds, began=0.0)
+        shown = ("responses", "tokens", "idle_share", "completion_longest_seconds")
+        table.add_row(server, *(_shown(numbers, name) for name in shown))
+    return table
+
+
+def _table_of_savings(savings: Sequence[Saving], whole: float) -> Table:
+    columns = ("what takes time", "seconds", "share", "what would reduce it", "gain, with 95% interval")
+    table = Table(*columns, title="Where it could be saved")
+    for saving in savings:
+        gain = "unknown"
+        if saving.gain is not None:
+            mean, low, high = map(format_seconds, (saving.gain.mean, saving.gain.low, saving.gain.high))
+            gain = f"{mean} ({saving.gain.mean / whole:.0%}), {low} to {high}"
+        table.add_row(saving.name, format_seconds(saving.seconds), f"{saving.seconds / whole:.1%}", saving.advice, gain)
+    return table
+
+
+def draw(run: Profile, path: Path) -> None:
+    """Writes a picture of ``run`` to ``path``: stages of a mean step, parts of generation, and responses of the last step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.6 if run.last else 1.9), layout="constrained")
+    heights = [1.1, 3] if run.last else [1]
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part in axes:
+        part.spines[["top", "right"]].set_visible(False)
+    _draw_bars(axes[0], run)
+    if run.last:
+        _draw_responses(axes[1], run)
+    figure.savefig(path, dpi=120, facecolor="white")
+
+
+def _draw_bars(axes: Any, run: Profile) -> None:
+    """Draws a bar with the stages of a mean step and, below this bar, a bar with the parts of generation."""
+    rows = {
+        "step": [(name, seconds, stage_clock.STAGES.get(name, _OTHER_COLOUR)) for name, seconds in run.stages.items()]
+    }
+    parts = [(label, run.parts[name], colour) for name, (label, colour) in PARTS.items() if name in run.parts]
+    if parts:
+        rows["generation"] = parts
+    for row, segments in enumerate(rows.values()):
+        left = 0.0
+        for label, seconds, colour in segments:
+            axes.barh(row, seconds, left=left, height=0.7, color=colour, edgecolor="white", lw=0.5)
+            # A bar too narrow for its label goes into the legend; a character takes a little more than 1% of the width.
+            if seconds > 0.015 * len(label) * run.step_seconds:
+                axes.text(left + seconds / 2, row, label, ha="center", va="center", fontsize=8)
+            elif seconds > 0.003 * run.step_seconds:
+                axes.barh(row, 0, color=colour, label=label)
+            left += max(seconds, 0.0)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set_xlim(0, run.step_seconds * 1.01)
+    share = run.numbers.get("idle_share", run.estimate.idle.mean if run.estimate else None)
+    how = "" if "idle_share" in run.numbers else " (estimated)"
+    idle = "" if share is None else f", generation {share:.0%} idle{how}"
+    axes.set_title(f"Mean of steps {run.steps[0]}-{run.steps[-1]}: {run.step_seconds:.2f} s{idle}", fontsize=10)
+    axes.set_xlabel("seconds")
+    axes.tick_params(axis="y", length=0)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1.1))
+
+
+def _draw_responses(axes: Any, run: Profile) -> None:
+    """Draws a horizontal line per response: generation, then reward. If there are too many responses, draws every k-th response."""
+    responses = sorted(run.last, key=lambda r: (r.ended, r.began))
+    for row, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
+        end = response.ended if response.generated is None else response.generated
+        colour = _LINES[response.outcome]
+        axes.plot([response.began, end], [row, row], color=colour, lw=1.2, solid_capstyle="butt")
+        if response.rewarded is not None:
+            axes.plot([end, response.rewarded], [row, row], color=_LINES["reward"], lw=1.2)
+    for label, colour in _LINES.items():
+        axes.plot([], [], color=colour, label=label)
+    axes.axvline(run.last_seconds, color="black", lw=0.8, ls=":", label="end of the stage")
+    axes.set_xlim(0, run.last_seconds * 1.01)
+    axes.set_title(f"Responses of step {run.steps[-1]}, in the order in which they ended", fontsize=10)
+    axes.set_xlabel("seconds since the first response began")
+    axes.set_ylabel("responses")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
