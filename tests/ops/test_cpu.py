@@ -43,7 +43,7 @@ def test_compiled_code_is_kept_and_not_loaded_for_other_sources(python, tmp_path
         from kernel import add
         from rl_accel.ops import cpu
         from rl_accel.ops.scan import numba
-        assert type(numba.scan_sequences._cache) is cpu._Cache
+        assert type(numba.scan_lanes._cache) is cpu._Cache
         kernel = cpu.compiled(add)
         print(kernel(1), sum(kernel.stats.cache_hits.values()))
     """

@@ -1,9 +1,11 @@
-"""Plots of an A/B report: reward curves, step times and rollout times."""
+"""Plots of an A/B report: reward curves, step times, and plots about rollouts."""
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rl_accel.lab.ab.convergence import AXES
 from rl_accel.lab.ab.stats import ALL
@@ -17,11 +19,12 @@ def draw(summary: dict[str, Any], out: Path) -> list[Path]:
 
     ``summary`` is the content of ``summary.json``. A plot without data is skipped.
     """
-    pictures = {"reward.png": _reward, "step_time.png": _step_time, "rollout_seconds.png": _rollout_seconds}
+    pictures = {"reward.png": _reward, "step_time.png": _step_time}
+    about_rollouts = {"rollout_seconds.png": _rollout_seconds, "queue.png": _queue, "lengths.png": _lengths}
     written = []
-    for name, make in pictures.items():
+    for name, make in {**pictures, **about_rollouts}.items():
         (out / name).unlink(missing_ok=True)
-        figure = make(summary)
+        figure = make(summary) if name in pictures or summary["rollout"] else None
         if figure is not None:
             lines = figure.axes[0].get_legend_handles_labels()
             figure.legend(*lines, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
@@ -113,7 +116,7 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
     Markers tell whether tail batching ran a short, long or final round in the step, or no such round.
     """
     figure, ((axes,),) = _figure()
-    for arm, colour, series in _first_seed(summary) if summary["rollout"] else ():
+    for arm, colour, series in _first_seed(summary):
         axes.plot(series["steps"], series["seconds"], color=colour, lw=1, label=arm)
         for kind, mark in _KIND_MARKS.items():
             seconds = [
@@ -127,6 +130,39 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
     axes.set_ylabel("seconds")
     axes.set_ylim(bottom=0)
     return figure if axes.lines else None
+
+
+def _queue(summary: dict[str, Any]) -> Any:
+    """Plots the number of prompts that wait for a long round of tail batching at each step, for the first seed of each arm."""
+    figure, ((axes,),) = _figure()
+    for arm, colour, series in _first_seed(summary):
+        if any(value is not None for value in series["queue"]):
+            axes.step(series["steps"], series["queue"], where="post", color=colour, label=arm)
+    axes.set_title("Prompts that wait for a long round", fontsize=10)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("prompts")
+    return figure if axes.lines else None
+
+
+def _lengths(summary: dict[str, Any]) -> Any:
+    """Plots the distribution of the lengths of the responses trained on, over all seeds of each arm.
+
+    The plot shows whether tail batching biases training towards some lengths.
+    """
+    figure, (places,) = _figure(columns=2)
+    for row in summary["rollout"]["arms"]:
+        if row["lengths"]:
+            for axes in places:
+                style = {"color": _arms(summary)[row["arm"]], "label": row["arm"], "lw": 1.5}
+                axes.plot(row["lengths"]["quantiles"], np.linspace(0, 1, 101), **style)
+    places[0].set_xscale("symlog", linthresh=10)
+    places[0].set_title("Lengths of all responses trained on", fontsize=10)
+    places[1].set_ylim(0.9, 1.002)
+    places[1].set_title("The longest tenth", fontsize=10)
+    for axes in places:
+        axes.set_xlabel("characters")
+        axes.set_ylabel("share of responses")
+    return figure if places[0].lines else None
 
 
 def _first_seed(summary: dict[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:

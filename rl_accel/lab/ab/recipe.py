@@ -124,7 +124,8 @@ class Checks:
 class Rollout:
     """Settings and checks of the report's section about rollouts.
 
-    The section shows the seconds of tail batching's short, long and final rounds, wasted tokens, and the prompts trained.
+    The section shows the seconds of tail batching's short, long and final rounds, the lengths of the responses trained on, and the
+    prompts trained.
     """
 
     report: bool = False

@@ -14,6 +14,7 @@ differences[], checks[], curves{metric: {run: {steps, values}}}``. NaN is writte
 """
 
 import base64
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -26,10 +27,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rl_accel.errors import RlAccelError
 from rl_accel.files import strict_json
 from rl_accel.lab.ab import plots
 from rl_accel.lab.ab.checks import run_checks
@@ -48,10 +51,17 @@ from rl_accel.lab.ab.stats import (
     stage_table,
 )
 from rl_accel.lab.ab.tables import tables
+from rl_accel.plan.answers import mean_of
+from rl_accel.plan.predict import asynchronous_mode, flags_of_words, predict
+from rl_accel.plan.setup import setup_of
+from rl_accel.telemetry.aggregates import Range
 from rl_accel.telemetry.logs import read_log
-from rl_accel.telemetry.profile import format_seconds
+from rl_accel.telemetry.profile import format_seconds, read_run
+from rl_accel.telemetry.stage_clock import FILE_NAME
 
 SCHEMA = "rl_accel.ab/2"
+_DRAWS = 20
+"""Number of random draws (simulated runs) that a prediction averages."""
 _BUSY = 2.0
 """Load average per CPU core at the start of a run, above which the report warns that the run's times cannot be trusted."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
@@ -97,6 +107,8 @@ def summarise(
     arms = [arm for arm in recipe.arms if any(run.arm == arm for run in runs)]
     stages = stage_table(runs, arms, recipe.baseline, names)
     rollouts = rollout_summary(recipe, runs, arms) if recipe.rollout.report else None
+    if rollouts:
+        _predict(recipe, runs, rollouts["arms"])
     convergence = converge(runs, arms, recipe.baseline, names)
     checks = run_checks(recipe, results, runs, stages, rollouts, convergence, asked) if asked else []
     metrics = (names.reward, names.stage_prefix + names.step)
@@ -119,6 +131,33 @@ def summarise(
     }
     summary["headline"] = _headline(summary, recipe)
     return summary
+
+
+def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]) -> None:
+    """Adds predicted rollout seconds and wasted tokens to the row of each arm in ``rows``.
+
+    The predictions are those of ``rl-accel plan``, computed from telemetry of the baseline's runs. They are None without telemetry,
+    and for an arm that trains asynchronously.
+    """
+    names = recipe.metrics
+    setups, steps = [], 1
+    for run in runs:
+        if run.arm == recipe.baseline and run.folder and run.files(FILE_NAME):
+            with contextlib.suppress(RlAccelError):  # too few steps, or responses were cut off in every step
+                setups.append(setup_of(read_run(run.folder, names.warmup_steps), {})[0])
+                steps = max(steps, len(run.training_steps(names)))
+    for row in rows:
+        row |= dict.fromkeys(("predicted", "predicted_low", "predicted_high", "predicted_wasted"))
+    for row in rows if setups else ():
+        words = [*recipe.overrides, *recipe.arms[row["arm"]].overrides]
+        if asynchronous_mode(words):
+            continue
+        flags = flags_of_words(words)
+        predictions = [predict(setup, flags, steps, _DRAWS, names.warmup_steps) for setup in setups]
+        found = mean_of([outcome for outcome, _ in predictions])
+        span = Range.of(np.mean([uneven for _, uneven in predictions], axis=0))
+        row |= {"predicted": found.rollout_seconds, "predicted_low": span.low, "predicted_high": span.high}
+        row["predicted_wasted"] = found.wasted
 
 
 def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str, Any]:
@@ -246,7 +285,11 @@ def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, s
     text = resources.files("rl_accel.lab.ab").joinpath("report.html.j2").read_text(encoding="utf-8")
     images = [(path.stem.replace("_", " "), base64.b64encode(path.read_bytes()).decode()) for path in pictures]
     html: str = environment.from_string(text).render(
-        s=summary, images=images, tails=tails, tables=tables(summary), not_compared=NOT_COMPARED
+        s=summary,
+        images=images,
+        tails=tails,
+        tables=tables(summary),
+        not_compared=NOT_COMPARED,
     )
     return html
 

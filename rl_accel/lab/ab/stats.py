@@ -1,7 +1,7 @@
 """Statistics of an A/B, computed from the stored metrics of its runs. Results are plain dictionaries ready for ``summary.json``.
 
 For all runs: stage times and their ratios, first differences between training metrics, and curves. For rollouts: seconds of short,
-long and final rounds of tail batching, wasted tokens, and prompts trained.
+long and final rounds of tail batching, lengths of the responses trained on, wasted tokens, and prompts trained.
 """
 
 import contextlib
@@ -303,7 +303,7 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
       ``seconds`` / the arm's, with the bounds ``low`` and ``high`` of its 95% interval (bootstrap over steps).
       ``kinds{kind: {steps, seconds}}`` splits the steps by kind of round. ``wasted`` is the share of tokens not trained on, and
       ``lost`` the number of lost prompts. ``accepted`` and ``cancelled`` are the mean tokens of trained and of cancelled responses
-      of the prompts that have both.
+      of the prompts that have both. ``lengths`` describes the responses trained on (:func:`length_distribution`).
     """
     kinds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
     seconds = {arm: list(itertools.chain(*its.values())) for arm, its in kinds.items()}
@@ -317,6 +317,7 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
         row |= ratio(base, seconds[arm], np.mean, paired=False)
         row |= _tokens(ours)
         row["lost"] = max(_logged(ours, _LOST), default=None)
+        row["lengths"] = length_distribution(file for run in ours for file in run.files("rollouts/*.jsonl"))
         rows.append(row)
     ledgers = {run.name: file for run in runs for file in run.files(LEDGER)}
     in_rounds = [run.name for run in runs if any(kind_of(metrics) != ALL for metrics in run.steps.values())]
@@ -363,6 +364,18 @@ def _tokens(runs: Sequence[RunData]) -> dict[str, float | None]:
         lengths = _logged(runs, f"{METRICS_PREFIX}{kind}_tokens_mean")
         found[kind] = float(np.mean(lengths)) if lengths else None
     return found
+
+
+def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
+    """Returns the number, mean length and 101 length quantiles of the responses in ``files``; None if there are no responses.
+
+    Lengths are in characters. ``files`` are verl's JSON Lines files of responses.
+    """
+    lengths = [len(entry["output"]) for file in files for entry in _entries(file) if "output" in entry]
+    if not lengths:
+        return None
+    quantiles: npt.NDArray[np.float64] = np.quantile(lengths, np.linspace(0, 1, 101))
+    return {"responses": len(lengths), "mean": float(np.mean(lengths)), "quantiles": quantiles.tolist()}
 
 
 def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
@@ -437,10 +450,15 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
 
 
 def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
-    """Returns three lists with one entry per training step: its number, its kind (:func:`kind_of`) and its rollout seconds."""
+    """Returns four lists with one entry per training step of a run.
+
+    They hold the step's number, the kind of its rollout in tail batching (short, long, or final: the last step, which generates
+    what is left), its rollout seconds, and the number of deferred prompts that still wait.
+    """
     steps = run.training_steps(recipe.metrics)
     return {
         "steps": list(steps),
         "kind": [kind_of(metrics) for metrics in steps.values()],
         "seconds": [metrics.get(recipe.metrics.stage_prefix + "gen") for metrics in steps.values()],
+        "queue": [metrics.get(METRICS_PREFIX + "queue_length") for metrics in steps.values()],
     }

@@ -19,7 +19,14 @@ from pathlib import Path
 
 from rl_accel.lab.ab import fork_client, fork_server
 from rl_accel.lab.verl_cpu import WORKER_PYTHON
-from rl_accel.processes import become_subreaper, descendants, end_all, end_descendants, end_with_parent, shell_exit_code
+from rl_accel.processes import (
+    become_subreaper,
+    descendants,
+    end_all,
+    end_descendants,
+    end_with_parent,
+    shell_exit_code,
+)
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Environment variables of the fork server. OpenMP and pyarrow's allocator then start no threads; forks do not inherit threads."""

@@ -10,7 +10,8 @@ from rl_accel.lab.ab.convergence import AXES
 from rl_accel.lab.ab.stats import ALL, KINDS
 from rl_accel.telemetry.profile import format_seconds
 
-_ROLLOUT = {"wasted": ".1%", "lost": ".0f", "accepted": ".0f", "cancelled": ".0f"}
+_ROLLOUT = {"wasted": ".1%", "predicted": "s", "predicted_low": "s", "predicted_high": "s", "predicted_wasted": ".1%"}
+_ROLLOUT |= dict.fromkeys(("lost", "accepted", "cancelled"), ".0f")
 _EPOCH = ("epoch", "prompts", "once", "again", "rejected", "failed", "missing")
 
 
@@ -62,8 +63,9 @@ def _rollouts(found: Mapping[str, Any]) -> Iterator[TextTable]:
         cells = [f"{format_seconds(part['seconds'])} x {part['steps']}" if part else "" for part in parts]
         cells += [as_text(row[key], _ROLLOUT[key]) for key in used]
         rows.append([row["arm"], as_text(row["seconds"], "s"), *_ratio(row), *cells])
-    columns = ["arm", "all steps", "ratio", "95% interval", *kinds, *used]
-    note = "all: waits for each response. wasted: tokens; lost: prompts. "
+    columns = ["arm", "all steps", "ratio", "95% interval", *kinds, *(key.replace("_", " ") for key in used)]
+    note = "all: waits for each response. wasted: tokens; lost: prompts. predicted: by rl-accel plan, of the baseline's telemetry; "
+    note += "low, high: of 95% of its draws. "
     note += "accepted, cancelled: mean tokens of responses of the same prompts; the cancelled ones had not ended."
     yield TextTable("Mean rollout seconds a step", columns, rows, [note])
     counts = [[its["run"], *(str(epoch[key]) for key in _EPOCH)] for its in found["ledgers"] for epoch in its["epochs"]]

@@ -3,10 +3,12 @@
 If a replacement returns other bits than verl's function, the function gets no times.
 """
 
-import functools
 import gc
 import importlib
 import pkgutil
+import time
+from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import click
@@ -16,7 +18,13 @@ from rich.progress import track
 from rich.table import Table
 
 from rl_accel.features import ADVANTAGES
-from rl_accel.lab.bench.measure import available_bytes, console_of_benchmark, interleaved
+from rl_accel.lab.bench.measure import available_bytes, console_of_benchmark
+
+REPEATS = 3
+"""Number of timed calls of each function, of which the median counts."""
+
+SLOW_SECONDS = 5.0
+"""Limit in seconds for one call of a function. A call that takes longer is not repeated."""
 
 BYTES_PER_TOKEN = 72
 """Upper bound of the peak bytes per token: float32 inputs and outputs, the int64 mask, and verl's temporaries."""
@@ -42,7 +50,13 @@ def batch(rows: int, tokens: int) -> dict[str, Any]:
     rewards = torch.zeros(rows, tokens)
     rewards.scatter_(1, lengths - 1, torch.randint(0, 2, (rows, 1), generator=generator).float())
     config = OmegaConf.create({"gamma": 0.99})
-    return {"token_level_rewards": rewards, "response_mask": mask, "values": rewards, "mask": mask, "config": config}
+    return {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "values": rewards,
+        "mask": mask,
+        "config": config,
+    }
 
 
 def measure(rows: int, tokens: int) -> list[dict[str, Any]]:
@@ -57,13 +71,13 @@ def measure(rows: int, tokens: int) -> list[dict[str, Any]]:
     records = []
     for patch in track(everything, description=f"{rows} x {tokens}", transient=True):
         arguments = {name: data[name] for name in patch.params if name in data}
-        expected, stock_s = _timed(patch, arguments)
+        expected, stock_s = _timed(pkgutil.resolve_name(patch.target), arguments)
         applied = []
         try:
             for other in everything:
                 other.apply(None)
                 applied.append(other)
-            result, fast_s = _timed(patch, arguments)
+            result, fast_s = _timed(pkgutil.resolve_name(patch.target), arguments)
         finally:
             for other in reversed(applied):
                 other.revert()
@@ -81,10 +95,16 @@ def measure(rows: int, tokens: int) -> list[dict[str, Any]]:
     return records
 
 
-def _timed(patch: Any, arguments: dict[str, Any]) -> tuple[Any, float]:
-    """Returns the result and the median seconds of the function that is now at the location of ``patch``."""
-    call = functools.partial(pkgutil.resolve_name(patch.target), **arguments)
-    return call(), interleaved({patch.name: call})[patch.name].median
+def _timed(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, float]:
+    result = function(**arguments)  # an untimed call, which fills caches and compiles kernels
+    seconds: list[float] = []
+    while len(seconds) < REPEATS:
+        start = time.perf_counter()
+        function(**arguments)
+        seconds.append(time.perf_counter() - start)
+        if seconds[-1] > SLOW_SECONDS:
+            break
+    return result, median(seconds)
 
 
 def _tensors(result: Any) -> tuple[torch.Tensor, ...]:

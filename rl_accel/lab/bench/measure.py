@@ -14,7 +14,7 @@ import psutil
 import torch
 from rich.console import Console
 
-LEAST, MOST, LONGEST_S, WARM_S = 3, 7, 2.0, 1.0
+LEAST, MOST, ONCE_S, WARM_S = 3, 7, 2.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Timing:
     peak_extra_bytes: int | None
 
 
-def interleaved(functions: Mapping[str, Callable[[], Any]]) -> dict[str, Timing]:
+def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float) -> dict[str, Timing]:
     """Times ``functions`` in turn, round after round, so that a change of the machine's speed affects all functions.
 
-    The first call of each function measures memory. If this call takes longer than LONGEST_S seconds, the function is not called
-    again, and the result is the time of this call. Every other function is timed once per round, for LEAST to MOST rounds. After
-    LEAST rounds, a function whose calls have taken more than LONGEST_S seconds is left out.
+    The first call of each function measures memory. If this call takes longer than both ``budget_s`` and ONCE_S seconds, the
+    function is not called again, and the result is the time of this call. Every other function is timed once per round, for LEAST
+    to MOST rounds. After LEAST rounds, a function whose calls have taken more than ``budget_s`` seconds is left out.
 
     A function that takes up to WARM_S seconds is called once untimed before each timed call. Otherwise, a function that runs after
     a slow function would wait for memory that the system, or the host of a virtual machine, has reclaimed in the meantime.
@@ -42,12 +42,12 @@ def interleaved(functions: Mapping[str, Callable[[], Any]]) -> dict[str, Timing]
         first: list[float] = []
         peaks[name] = peak_extra_bytes(partial(_once, function, first))
         spent[name] = first[0]
-        if first[0] > LONGEST_S:
+        if first[0] > max(budget_s, ONCE_S):
             seconds[name] = first
     once = {name for name, taken in seconds.items() if taken}
     for turn in range(MOST):
         for name, function in functions.items():
-            if name not in once and (turn < LEAST or spent[name] <= LONGEST_S):
+            if name not in once and (turn < LEAST or spent[name] <= budget_s):
                 if spent[name] <= WARM_S * (turn + 1):
                     _once(function, [])
                 _once(function, seconds[name])
@@ -87,6 +87,11 @@ def available_bytes() -> int:
 def console_of_benchmark() -> Console:
     """Returns a console that is wide enough for the tables of the benchmarks even if the output is a file or a pipe."""
     return Console(width=None if Console().is_terminal else 160)
+
+
+def met(holds: bool) -> str:
+    """Returns "met" if a goal ``holds``, else "NOT met"."""
+    return "met" if holds else "NOT met"
 
 
 def results_file(out: Path, name: str, results: Any, console: Console) -> None:

@@ -6,6 +6,7 @@ under each policy in turn, and checks the verdicts. :func:`summarise` aggregates
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import statistics
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.lab.bench.measure import console_of_benchmark, results_file
+from rl_accel.lab.bench.measure import console_of_benchmark, met, results_file
 from rl_accel.ops.inputs import usable_cores
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
@@ -39,8 +40,10 @@ CONDITIONS = ("quiet", "loaded")
 """Loads of the machine: as it is, and with one extra busy process per core."""
 CALLS = 500
 """Number of measured calls of a grader that never hangs."""
-MOST_KILLED = 0.002
-"""Largest share of correct answers that may be killed. A single killed answer may be chance and is always allowed."""
+FASTER_GOAL = 3.0
+KILLED_GOAL = 0.002
+CALL_GOAL = 0.001
+"""Maximum seconds that a call of a grader which never hangs may take longer than in stock verl."""
 NEVER = 10**9
 
 HANGING = 0.0505
@@ -323,6 +326,22 @@ def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm]) ->
     return rows
 
 
+def kill_verdict(killed: int, correct: int) -> str:
+    """Returns whether the share of killed correct answers meets the goal: "met", "NOT met" or "too few to tell".
+
+    A single killed answer may be chance and never fails the goal. For "met", the measured share must be within the
+    goal. A one-sided binomial test must also reject, at the 5% level, that the true share equals the goal.
+
+    Args:
+        killed: number of correct answers that did not pass.
+        correct: number of correct answers.
+    """
+    if killed > max(1.0, KILLED_GOAL * correct):
+        return "NOT met"
+    chances = (math.comb(correct, k) * KILLED_GOAL**k * (1 - KILLED_GOAL) ** (correct - k) for k in range(killed + 1))
+    return "met" if killed <= KILLED_GOAL * correct and sum(chances) <= 0.05 else "too few to tell"
+
+
 def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
     """Returns the flags of the two time limit policies. "adaptive" has the defaults of rl-accel with every time multiplied by
     ``scale``. "fixed" is the same, but never adapts."""
@@ -361,7 +380,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
     machine as it is, then with one extra busy process per core.
 
     A wrong verdict is an error: there is no number, and the exit status is 1. Too many stopped correct answers also give exit
-    status 1.
+    status 1. A missed ratio is shown but does not change the exit status, because machines are shared and noisy.
     """
     console = console_of_benchmark()
     if out is not None:
@@ -378,9 +397,10 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
         overhead = asyncio.run(measure_overhead(slots))
         console.print(f"the sandbox takes {overhead * 1000:.1f} ms of an execution")
         call = asyncio.run(measure_call_cost())
+        added = call["pack"] - call["stock"]
         console.print(
             f"a grader that never hangs: {call['stock'] * 1000:.2f} ms a call in a thread, as in verl, "
-            f"{call['pack'] * 1000:.2f} ms here"
+            f"{call['pack'] * 1000:.2f} ms here; goal at most {CALL_GOAL * 1000:g} ms more: {met(added <= CALL_GOAL)}"
         )
         batches = workload(PROMPTS, responses, epochs, BATCH, scale, spread, overhead)
         for condition in CONDITIONS:
@@ -405,7 +425,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
 
 
 def _show(rows: Mapping[str, Any], console: Console) -> bool:
-    """Prints the table of results, and the ratios of the limits. Returns whether too many correct answers were killed."""
+    """Prints the table of results and the verdicts on the goals. Returns whether too many correct answers were killed."""
     table = Table(title="Executions, and what stopped them", box=SIMPLE)
     headings = ("machine", "limit", "total s", "times less", "step s", "p99 s", "correct", "killed wrongly", "timeouts")
     for heading in (*headings, "full budget"):
@@ -435,12 +455,17 @@ def _show(rows: Mapping[str, Any], console: Console) -> bool:
     for condition, measured in rows.items():
         row = measured["arms"]["adaptive"]
         load_average = "{:.1f} to {:.1f}".format(*measured["load_average"])
+        ratios = (
+            f"{row['times_less']:.2f} times less, {row['own_times_less']:.2f} less without their waits for a processor"
+        )
+        word = met(row["times_less"] >= FASTER_GOAL)
+        console.print(f"{condition} (load average {load_average}): {ratios}; goal {FASTER_GOAL:g}: {word}")
         killed, correct = row["wrongly_killed"], row["correct"]
-        too_many = killed > max(1.0, MOST_KILLED * correct)
-        red |= too_many
+        word = kill_verdict(killed, correct)
+        red |= word == "NOT met"
         console.print(
-            f"{condition} (load average {load_average}): {row['times_less']:.2f} times less, {row['own_times_less']:.2f} less "
-            f"without their waits for a processor; {killed} of {correct:,} correct answers killed, {MOST_KILLED:.1%} allowed",
-            style="red" if too_many else None,
+            f"{condition}: {killed} of {correct:,} correct answers killed ({killed / max(correct, 1):.2%}); "
+            f"goal at most {KILLED_GOAL:.1%}: {word}",
+            style="red" if word == "NOT met" else None,
         )
     return red

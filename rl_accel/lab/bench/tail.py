@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
-from rl_accel.lab.bench.measure import console_of_benchmark, results_file
+from rl_accel.lab.bench.measure import console_of_benchmark, met, results_file
 
 LOADS = ((32, 16, 3), (128, 16, 2), (512, 16, 1))
 """Batch sizes of the benchmark. Each tuple holds the number of prompts in a batch (P0), the number of responses per prompt
 (R0), and the number of rounds. A round of the largest batch takes minutes, because verl's agent loop needs about 20 CPU
 milliseconds per response."""
+LOAD_GOAL_S = 2.0
 LOAD_MODULE = "rl_accel.lab.bench.tail_load"
 LONGEST_S = 900.0
 """Maximum seconds for all rounds of one batch size. Slower rounds are stopped, and the batch size counts as failed."""
@@ -37,7 +38,8 @@ def bench_tail(out: Path | None) -> None:
     in their real processes. Only the rollout servers are simulated: they sleep for random times instead of decoding.
 
     Errors are a batch that is not exactly P0 prompts x R0 responses, a key left behind, and a prompt that is lost or trained
-    twice. After an error, the batch size gets no number, and the exit status is 1.
+    twice. After an error, the batch size gets no number, and the exit status is 1. Missed goals are shown but do not change the
+    exit status, because machines are shared and noisy.
     """
     console = console_of_benchmark()
     if out is not None:
@@ -121,3 +123,15 @@ def _show_load(sizes: list[dict[str, Any]], console: Console) -> None:
         "MiB: resident after the round, of workers the largest.",
         soft_wrap=True,
     )
+    first, last = sizes[0], sizes[-1]
+    for name, meaning in (("trainer_cpu_s", "trainer CPU"), ("after_last_s", "after the last response")):
+        least, most = _mean(first, name), _mean(last, name)
+        label = f"{last['prompts']} x {last['responses']}"
+        word = met(most < LOAD_GOAL_S)
+        console.print(f"{label}: {most:.2f} s {meaning} a round; goal under {LOAD_GOAL_S:g} s: {word}")
+        times = last["prompts"] * last["responses"] / (first["prompts"] * first["responses"])
+        console.print(f"growth: {times:.0f} times the responses take {most / least:.1f} times the seconds ({meaning})")
+
+
+def _mean(size: dict[str, Any], name: str) -> float:
+    return float(sum(row[name] for row in size["rounds"]) / len(size["rounds"]))

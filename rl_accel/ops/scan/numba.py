@@ -1,28 +1,60 @@
-"""GAE and discounted returns on the CPU: compiled loops over the tokens of each sequence, one sequence after the other in a thread.
+# mypy: allow-untyped-decorators
+"""GAE and discounted returns on the CPU. Each thread processes eight sequences at a time, in the operation order of the naive loop.
 
 Results in float32 and float64 are bit-identical to :mod:`rl_accel.ops.scan.naive` for any number of threads, because no sequence is
-cut into pieces, and float operations are neither fused nor reordered. Memory beyond the outputs does not grow with the number of
-tokens, unless an argument must be copied first (half precision, or a last dimension that is not dense).
+cut into pieces. Memory beyond the outputs does not grow with the number of tokens, unless an argument must be copied first (half
+precision, or a last dimension that is not dense).
+
+A plain loop waits some 20 cycles per token, because each step needs the previous result. Eight sequences, one per lane of a vector,
+share this wait. Tensors hold one sequence after the other. A tile of 8 sequences x 8 tokens is therefore transposed in registers,
+walked from the last token to the first, and transposed again. numba offers neither this transposition nor stores that bypass the
+caches; a few lines of LLVM do both. Float operations are neither fused nor reordered: each lane does the same operations in the
+same order as the loop.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic, overload
 
 from rl_accel.ops.cpu import compiled, run
 from rl_accel.ops.inputs import OUTSIDE, Inputs, default_threads
 
 Array = npt.NDArray[Any]
 
+REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
+"""Columns of the table of sequences. The first four hold the index of a sequence's first token in the flat arrays of rewards,
+values, mask and outputs; LENGTH holds the number of tokens."""
+STREAM_BYTES = 32 << 20
+"""Bytes of output above which stores bypass the caches. Such an output would not fit into the caches, and a store that bypasses
+the caches need not read the cache line first."""
 SMALL_TOKENS = 1 << 18
 """Number of tokens below which one thread is faster than several threads (measured on two cores: break-even at about 300,000).
 Waking threads takes time."""
 SHARES_PER_THREAD = 4
-BLOCK = 1024
-"""Number of tokens of a sequence whose mask is converted at a time."""
+
+LANES = 8
+BLOCK = 2048
+"""Number of tokens of each sequence in scratch memory at a time. Long enough for contiguous reads; the scratch memory still fits
+into a level-2 cache."""
+PITCH = BLOCK + 16
+"""Number of scratch elements between the starts of two lanes (sequences). Not a power of two, so that the lanes do not share
+cache sets."""
+PLANE = LANES * PITCH
+REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
+OUT = REWARD
+"""Start of the results in scratch memory. Results overwrite rewards that are no longer needed, so that the scratch memory is small
+and more of the cache is left for inputs."""
+STATE = 3 * PLANE
+"""Start of the state in scratch memory: the next values, then the running advantages (or returns), each with one number per lane
+(one of the eight sequences that are scanned side by side)."""
+SCRATCH = STATE + 2 * LANES
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
@@ -34,21 +66,21 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     values, value_starts = (None, reward_starts) if inputs.values is None else _flat(inputs.values, inputs)
     mask, mask_starts = (None, reward_starts) if inputs.mask is None else _flat(inputs.mask, inputs)
     dtype, tokens = rewards.dtype, inputs.rewards.numel()
-    # numpy requests huge pages from the operating system, torch does not; page faults would cost more than the scan
-    outputs = [np.empty(tokens, dtype) for _ in range(1 if values is None else 2)]
+    outputs = [_aligned(tokens, dtype) for _ in range(1 if values is None else 2)]
     arrays = (rewards, values, mask, outputs[0], None if values is None else outputs[1])
-    gamma, decay, one = (dtype.type(number) for number in (inputs.gamma, inputs.gamma * inputs.lam, 1))
+    # discounted returns have no next value, so gamma is 0 and the discount is in decay
+    gamma, decay = dtype.type(0 if values is None else inputs.gamma), dtype.type(inputs.gamma * inputs.lam)
+    streamed = tokens * dtype.itemsize * len(outputs) > STREAM_BYTES
     threads = inputs.num_threads or (1 if tokens < SMALL_TOKENS else default_threads())
     segments = np.array(inputs.segments(), dtype=np.int64).reshape(-1, 2)
     table = np.column_stack([reward_starts, value_starts, mask_starts, segments])
-    longest_first = table[np.argsort(-table[:, -1], kind="stable")]
     odd_masks: list[bool] = []
 
-    def work(share: Array) -> None:
-        odd_masks.append(scan_sequences(*arrays, share, gamma, decay, one))
+    def work(groups: Array) -> None:
+        scratch = np.zeros(SCRATCH, dtype)
+        odd_masks.append(scan_lanes(*arrays, table, groups, scratch, gamma, decay, streamed))
 
-    shares = min(threads * SHARES_PER_THREAD, len(table))
-    run([partial(work, longest_first[first::shares]) for first in range(shares)], threads)
+    run([partial(work, groups) for groups in deal(table[:, LENGTH], threads)], threads)
     if any(odd_masks):
         raise ValueError(OUTSIDE)
     shape, wanted = inputs.rewards.shape, inputs.rewards.dtype
@@ -76,64 +108,364 @@ def _flat(tensor: torch.Tensor, inputs: Inputs) -> tuple[Array, Array]:
     return tensor.as_strided((reach,), (1,)).numpy(), np.arange(batch, dtype=np.int64) * pitch
 
 
+def _aligned(tokens: int, dtype: Any) -> Array:
+    """Returns an uninitialised array that starts on a 64-byte boundary, which stores that bypass the caches need.
+
+    numpy requests huge pages from the operating system, torch does not. Without huge pages, the page faults of outputs of hundreds
+    of megabytes would cost more than the whole scan.
+    """
+    spare = 64 // dtype.itemsize
+    memory = np.empty(tokens + spare, dtype)
+    skip = -memory.ctypes.data % 64 // dtype.itemsize
+    return memory[skip : skip + tokens]
+
+
+def deal(lengths: Array, threads: int) -> list[Array]:
+    """Divides the sequences with ``lengths`` [S] into shares of about equal work for the threads, longest sequences first.
+
+    Sequences of similar length run side by side, and no thread stays idle while sequences remain. Each thread gets a few shares, to
+    balance unequal lengths and delays on a busy machine.
+
+    Returns:
+        Shares, each [G, LANES]. A line holds the numbers of the sequences that run side by side; -1 marks a lane without a
+        sequence.
+    """
+    rows = np.flatnonzero(lengths)
+    if not len(rows):
+        return []
+    rows = rows[np.argsort(-lengths[rows], kind="stable")]
+    rounds = -(-len(rows) // (threads * LANES))
+    parts = np.array_split(rows, min(rounds * threads, len(rows)))
+    groups = np.full((len(parts), LANES), -1)
+    for group, part in zip(groups, parts, strict=True):
+        group[: len(part)] = part
+    shares = min(threads * SHARES_PER_THREAD, len(groups))
+    return [groups[first::shares].copy() for first in range(shares)]
+
+
+_INDEX = ir.IntType(32)
+
+
+def _llvm_float(array: Any) -> Any:
+    return ir.FloatType() if array.dtype == types.float32 else ir.DoubleType()
+
+
+def _shuffle(builder: Any, x: Any, y: Any, picks: list[int]) -> Any:
+    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(_INDEX, len(picks)), picks))
+
+
+def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
+    """Transposes an 8 x 8 matrix, given as 8 vectors, in three rounds of shuffles. The rounds combine single elements, then pairs
+    of elements, then halves of two vectors."""
+    rounds = (
+        (1, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
+        (2, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
+    )
+    for apart, low, high in rounds:
+        mixed: list[Any] = [None] * LANES
+        for base in range(0, LANES, 2 * apart):
+            for i in range(apart):
+                pair = rows[base + i], rows[base + i + apart]
+                mixed[base + 2 * i] = _shuffle(builder, *pair, low)
+                mixed[base + 2 * i + 1] = _shuffle(builder, *pair, high)
+        rows = mixed
+    first = [_shuffle(builder, rows[i], rows[i + 4], [0, 1, 2, 3, 8, 9, 10, 11]) for i in range(4)]
+    second = [_shuffle(builder, rows[i], rows[i + 4], [4, 5, 6, 7, 12, 13, 14, 15]) for i in range(4)]
+    return first + second
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, element: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), element.as_pointer())
+
+
+class _Tile:
+    """Generates LLVM loads and stores of one tile (8 sequences x 8 tokens), which begins at token ``offset`` of the scratch
+    memory."""
+
+    def __init__(self, context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> None:
+        self._context, self._builder = context, builder
+        self._array_type, self._array, self._offset = array_type, array, offset
+        self._float = _llvm_float(array_type)
+        self._bytes = array_type.dtype.bitwidth // 8
+        self.vector = ir.VectorType(self._float, LANES)
+
+    def _at(self, index: Any) -> Any:
+        return _address(self._context, self._builder, self._array_type, self._array, index, self.vector)
+
+    def _state(self, slot: int) -> Any:
+        return self._at(ir.Constant(self._offset.type, STATE + slot * LANES))
+
+    def _lane(self, plane: int, lane: int) -> Any:
+        return self._at(self._builder.add(self._offset, ir.Constant(self._offset.type, plane + lane * PITCH)))
+
+    def load(self, plane: int) -> list[Any]:
+        rows = [self._builder.load(self._lane(plane, lane), align=self._bytes) for lane in range(LANES)]
+        return _transpose(self._builder, rows)
+
+    def store(self, plane: int, tokens: list[Any]) -> None:
+        for lane, row in enumerate(_transpose(self._builder, tokens)):
+            self._builder.store(row, self._lane(plane, lane), align=self._bytes)
+
+    def load_state(self, slot: int) -> Any:
+        return self._builder.load(self._state(slot), align=self._bytes)
+
+    def store_state(self, slot: int, value: Any) -> None:
+        self._builder.store(value, self._state(slot), align=self._bytes)
+
+    def splat(self, scalar: Any) -> Any:
+        vector = self._builder.insert_element(ir.Constant(self.vector, ir.Undefined), scalar, ir.Constant(_INDEX, 0))
+        return _shuffle(self._builder, vector, vector, [0] * LANES)
+
+    def ones(self) -> Any:
+        return ir.Constant(self.vector, [1.0] * LANES)
+
+
+Codegen = Callable[[Any, Any, Any, Any], Any]
+
+
+@intrinsic
+def gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: Any) -> tuple[Any, Codegen]:
+    """Computes GAE over one tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first. Reads and updates
+    the next values and running advantages there."""
+
+    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
+        gamma, decay, ones = tile.splat(arguments[2]), tile.splat(arguments[3]), tile.ones()
+        rewards, values, mask = tile.load(REWARD), tile.load(VALUE), tile.load(MASK)
+        next_value, last = tile.load_state(0), tile.load_state(1)
+        advantages: list[Any] = [None] * LANES
+        for t in reversed(range(LANES)):
+            skip = b.fsub(ones, mask[t])
+            delta = b.fsub(b.fadd(rewards[t], b.fmul(gamma, next_value)), values[t])
+            candidate = b.fadd(delta, b.fmul(decay, last))
+            next_value = b.fadd(b.fmul(values[t], mask[t]), b.fmul(skip, next_value))
+            last = b.fadd(b.fmul(candidate, mask[t]), b.fmul(skip, last))
+            advantages[t] = last
+        tile.store_state(0, next_value)
+        tile.store_state(1, last)
+        tile.store(OUT, advantages)
+        return context.get_dummy_value()
+
+    return types.void(scratch, types.intp, gamma, decay), build
+
+
+@intrinsic
+def returns_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any) -> tuple[Any, Codegen]:
+    """Computes discounted returns over one tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first.
+    Reads and updates the running returns there."""
+
+    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
+        gamma, ones = tile.splat(arguments[2]), tile.ones()
+        rewards, mask = tile.load(REWARD), tile.load(MASK)
+        running = tile.load_state(1)
+        returns: list[Any] = [None] * LANES
+        for t in reversed(range(LANES)):
+            candidate = b.fadd(rewards[t], b.fmul(gamma, running))
+            returns[t] = b.fmul(candidate, mask[t])
+            running = b.fadd(returns[t], b.fmul(running, b.fsub(ones, mask[t])))
+        tile.store_state(1, running)
+        tile.store(OUT, returns)
+        return context.get_dummy_value()
+
+    return types.void(scratch, types.intp, gamma), build
+
+
+@intrinsic
+def stream(typing_context: Any, target: Any, to: Any, source: Any, at: Any) -> tuple[Any, Codegen]:
+    """Copies 8 elements, target[to:to+8] = source[at:at+8], with a store that bypasses the caches. ``target`` must be 64-byte
+    aligned, ``to`` a multiple of 8."""
+
+    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(_llvm_float(signature.args[0]), LANES)
+        size = signature.args[0].dtype.bitwidth // 8
+        loaded = b.load(_address(context, b, signature.args[2], arguments[2], arguments[3], vector), align=size)
+        target_at = _address(context, b, signature.args[0], arguments[0], arguments[1], vector)
+        store = b.store(loaded, target_at, align=size * LANES)
+        store.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp), build
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Codegen]:
+    """Prefetches the cache line of array[index]. ``index`` may be out of bounds, because a prefetch never faults."""
+
+    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        at = _address(context, b, signature.args[0], arguments[0], arguments[1], ir.IntType(8))
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [at.type, number, number, number])
+        function = b.module.declare_intrinsic("llvm.prefetch", [at.type], kind)
+        read, into_level_2, data = (ir.Constant(number, n) for n in (0, 2, 1))
+        b.call(function, [at, read, into_level_2, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), build
+
+
+@intrinsic
+def fence(typing_context: Any) -> tuple[Any, Codegen]:
+    """Makes stores that bypassed the caches visible to other threads before any later memory access."""
+
+    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        b.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
+def _take_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+    """Writes mask[at:at+count] to target[to:to+count] as floats, or ones if ``mask`` is None. Returns whether a mask value is
+    outside [0, 1]."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_take_mask, jit_options={"nogil": True})
+def _take_mask_for(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+    def no_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets = target[to : to + count]
+        for i in range(count):
+            targets[i] = 1
+        return False
+
+    def whole_numbers(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets, sources = target[to : to + count], mask[at : at + count]
+        bits = 0
+        for i in range(count):
+            bits |= sources[i]
+            # converted via int32, for which processors have vector instructions; values that int32 truncates are refused anyway
+            targets[i] = np.int32(sources[i])
+        return (bits & ~1) != 0
+
+    def fractions(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets, sources = target[to : to + count], mask[at : at + count]
+        odd = 0
+        for i in range(count):
+            odd += not (sources[i] >= 0 and sources[i] <= 1)
+            targets[i] = sources[i]
+        return odd != 0
+
+    if isinstance(mask, types.NoneType):
+        return no_mask
+    return whole_numbers if isinstance(mask.dtype, types.Integer) else fractions
+
+
 @compiled
-def scan_sequences(
+def copy(target: Array, to: int, source: Array, at: int, count: int) -> None:
+    """Copies ``count`` elements: target[to:to+count] = source[at:at+count]."""
+    # numba vectorises only loops over slices, because any other index might be negative and count from the end
+    targets, sources = target[to : to + count], source[at : at + count]
+    for i in range(count):
+        targets[i] = sources[i]
+
+
+@compiled
+def clear(target: Array, to: int, count: int) -> None:
+    """Sets ``count`` elements to 0: target[to:to+count] = 0."""
+    targets = target[to : to + count]
+    for i in range(count):
+        targets[i] = 0
+
+
+@compiled
+def accumulate(target: Array, to: int, at: int, count: int) -> None:
+    """Adds ``count`` elements of ``target`` to other elements of ``target``: target[to:to+count] += target[at:at+count]."""
+    targets, sources = target[to : to + count], target[at : at + count]
+    for i in range(count):
+        targets[i] += sources[i]
+
+
+@compiled
+def put(target: Array, to: int, source: Array, at: int, count: int, streamed: bool) -> None:
+    """Copies ``count`` elements, target[to:to+count] = source[at:at+count]. If ``streamed``, the stores bypass the caches."""
+    done = 0
+    if streamed:
+        head = min(-to & 7, count)
+        copy(target, to, source, at, head)
+        done = head + (count - head) // 8 * 8
+        for i in range(head, done, 8):
+            stream(target, to + i, source, at + i)
+    copy(target, to + done, source, at + done, count - done)
+
+
+@compiled
+def scan_lanes(
     rewards: Array,
     values: Array | None,
     mask: Array | None,
     first_out: Array,
     second_out: Array | None,
     table: Array,
-    gamma: Any,
-    decay: Any,
-    one: Any,
+    groups: Array,
+    scratch: Array,
+    gamma: float,
+    decay: float,
+    streamed: bool,
 ) -> bool:
-    """Scans sequences and writes the results. Returns whether the mask holds a value outside [0, 1].
+    """Scans groups of sequences from :func:`deal` and writes the results. Returns whether the mask holds a value outside [0, 1].
 
     With values, the scan computes GAE: advantages go to ``first_out``, returns to ``second_out``. Without values, discounted
-    returns with discount ``decay`` go to ``first_out``.
+    returns with discount ``decay`` go to ``first_out``. The lanes of a group (one sequence each) walk back in lockstep from the
+    last token of each sequence. A lane whose sequence is shorter continues with tokens of mask 0.
 
     Args:
         rewards, values, mask: flat arrays, or None for values or mask.
-        table: int64[S, 5], one row per sequence: index of its first token in the arrays of rewards, values, mask and outputs, and
-            its number of tokens.
+        table: [S, 5] int64, one line per sequence; columns: see :data:`LENGTH`.
+        groups: [G, LANES] int64, row numbers of ``table``, the longest sequence first; -1 marks a lane without a sequence.
+        scratch: array of SCRATCH zeros that no other thread uses.
         gamma: factor of the next value; unused without values.
         decay: factor of the running advantage or of the running return.
-        one: the number 1 in the dtype of the rewards, in which everything is computed.
+        streamed: whether stores to the outputs bypass the caches.
     """
     odd_mask = False
-    weights = np.ones(BLOCK, rewards.dtype)
-    for row in range(len(table)):
-        reward_at, value_at, mask_at = table[row, 0], table[row, 1], table[row, 2]
-        out_at, tokens = table[row, 3], table[row, 4]
-        last = next_value = one - one
-        for first in range((tokens - 1) // BLOCK * BLOCK, -1, -BLOCK):
-            count = min(BLOCK, tokens - first)
-            r = rewards[reward_at + first : reward_at + first + count]
-            out = first_out[out_at + first : out_at + first + count]
-            if mask is not None:
-                m = mask[mask_at + first : mask_at + first + count]
-                for t in range(count):
-                    odd_mask |= not (m[t] >= 0 and m[t] <= 1)
-                    weights[t] = m[t]
-            if values is not None:
-                v = values[value_at + first : value_at + first + count]
-                for t in range(count - 1, -1, -1):
-                    weight = weights[t]
-                    skip = one - weight
-                    delta = r[t] + gamma * next_value - v[t]
-                    candidate = delta + decay * last
-                    next_value = v[t] * weight + skip * next_value
-                    last = candidate * weight + skip * last
-                    out[t] = last
+    rows = np.zeros((LANES, 5), np.int64)
+    for group in range(groups.shape[0]):
+        for lane in range(LANES):
+            row = groups[group, lane]
+            for column in range(5):
+                rows[lane, column] = table[row, column] if row >= 0 else 0
+        clear(scratch, STATE, 2 * LANES)
+        longest = rows[0, LENGTH]
+        for done in range(0, longest, BLOCK):
+            width = min(BLOCK, (longest - done + 15) // 16 * 16)
+            for lane in range(LANES):
+                left = max(rows[lane, LENGTH] - done, 0)
+                count = min(left, BLOCK)
+                to = lane * PITCH + BLOCK - count
+                empty = lane * PITCH + BLOCK - width
+                clear(scratch, REWARD + empty, width - count)
+                clear(scratch, MASK + empty, width - count)
+                copy(scratch, REWARD + to, rewards, rows[lane, REWARD_START] + left - count, count)
+                if values is not None:
+                    clear(scratch, VALUE + empty, width - count)
+                    copy(scratch, VALUE + to, values, rows[lane, VALUE_START] + left - count, count)
+                odd_mask |= _take_mask(scratch, MASK + to, mask, rows[lane, MASK_START] + left - count, count)
+            for token in range(BLOCK - 16, BLOCK - width - 1, -16):
+                for lane in range(LANES):
+                    # prefetches the same position in the next block
+                    ahead = rows[lane, LENGTH] - done - 2 * BLOCK + token
+                    if ahead >= 0:
+                        prefetch(rewards, rows[lane, REWARD_START] + ahead)
+                        if values is not None:
+                            prefetch(values, rows[lane, VALUE_START] + ahead)
+                        if mask is not None:
+                            prefetch(mask, rows[lane, MASK_START] + ahead)
+                            prefetch(mask, rows[lane, MASK_START] + ahead + 8)
+                for tile in range(token + 8, token - 1, -8):
+                    if values is not None:
+                        gae_tile(scratch, tile, gamma, decay)
+                    else:
+                        returns_tile(scratch, tile, decay)
+            for lane in range(LANES):
+                left = max(rows[lane, LENGTH] - done, 0)
+                count = min(left, BLOCK)
+                at = lane * PITCH + BLOCK - count
+                to = rows[lane, OUT_START] + left - count
+                put(first_out, to, scratch, OUT + at, count, streamed)
                 if second_out is not None:
-                    sums = second_out[out_at + first : out_at + first + count]
-                    for t in range(count):
-                        sums[t] = out[t] + v[t]
-            else:
-                for t in range(count - 1, -1, -1):
-                    weight = weights[t]
-                    result = (r[t] + decay * last) * weight
-                    out[t] = result
-                    last = result + last * (one - weight)
+                    accumulate(scratch, OUT + at, VALUE + at, count)
+                    put(second_out, to, scratch, OUT + at, count, streamed)
+    fence()
     return odd_mask

@@ -138,7 +138,7 @@ def test_thin_data_still_make_a_report(build, tmp_path, runs):
 
 def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build, tmp_path):
     prefix = "rl_accel/tail_batching/"
-    ours = records(0.5, **{"timing_s/gen": 0.4, prefix + "short_round": 1.0})
+    ours = records(0.5, **{"timing_s/gen": 0.4, prefix + "short_round": 1.0, prefix + "queue_length": 2.0})
     for metrics in ours.values():
         metrics |= {prefix + "tokens_generated": 100.0, prefix + "tokens_wasted": 30.0}
     files = {"accelerated-seed0": {"tail_batching/ledger.jsonl": json.dumps({"step": 1, "trained": ["1:1", "1:2"]})}}
@@ -149,6 +149,7 @@ def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build
     assert "2.50x" in text
     assert "30.0%" in text
     assert "Do the arms train the same?" not in text
-    for name in ("rollout_seconds", "reward"):
+    for name in ("rollout_seconds", "queue", "reward"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "lengths.png").exists(), "nothing was dumped"
     assert "Mean rollout seconds a step" in shown(found)

@@ -1,11 +1,13 @@
-"""What the report says of rollouts, from metrics and ledgers of a kind that real runs write."""
+"""What the report says of rollouts, from metrics, dumps and ledgers of a kind that real runs write."""
 
 import json
 
 import pytest
 
 from rl_accel.lab.ab import report
-from rl_accel.lab.ab.stats import KINDS, ledger_counts
+from rl_accel.lab.ab.recipe import load
+from rl_accel.lab.ab.stats import KINDS, RunData, ledger_counts, length_distribution
+from rl_accel.telemetry.logs import read_log
 
 LEDGER = "checkpoints/tail_batching/ledger.jsonl"
 ROUNDS = {"short": 1.0, "long": 4.0}
@@ -16,7 +18,7 @@ def metrics(gen, reward, kind=None, generated=0, wasted=0):
     if kind is None:
         return found
     ours = {f"{name}_round": float(name == kind) for name in KINDS}
-    ours |= {"tokens_generated": generated, "tokens_wasted": wasted}
+    ours |= {"queue_length": 3.0, "tokens_generated": generated, "tokens_wasted": wasted}
     if kind == "short":
         ours |= {"accepted_tokens_mean": 10.0, "cancelled_tokens_mean": 16.0}
     return found | {f"rl_accel/tail_batching/{name}": value for name, value in ours.items()}
@@ -48,7 +50,8 @@ BOTH = ONE | {"accelerated-seed0": STOCK}
 
 
 def test_seconds_by_kind_the_ratio_of_means_and_series(summarise):
-    found, _ = summarise(RUNS)
+    dump = {"rollouts/1.jsonl": lines({"output": text} for text in ("abc", "a", ""))}
+    found, _ = summarise(RUNS, {"stock-seed0": dump})
     stock, ours = found["arms"]
     assert stock["kinds"] == {"all": {"steps": 4, "seconds": 4.0}}
     assert ours["kinds"] == {"short": {"steps": 3, "seconds": 1.0}, "long": {"steps": 1, "seconds": 4.0}}
@@ -57,8 +60,13 @@ def test_seconds_by_kind_the_ratio_of_means_and_series(summarise):
     assert ours["wasted"] == pytest.approx(120 / 400)
     assert (stock["ratio"], stock["wasted"]) == (None, None)
     assert (ours["accepted"], ours["cancelled"]) == (10.0, 16.0)
+    lengths = stock["lengths"]
+    assert (lengths["responses"], lengths["mean"]) == (3, 4 / 3)
+    assert (lengths["quantiles"][0], lengths["quantiles"][-1]) == (0, 3)
     series = found["series"]["accelerated-seed0"]
     assert (series["kind"], series["seconds"]) == (["short"] * 3 + ["long"], [1.0, 1.0, 1.0, 4.0])
+    assert series["queue"] == [3.0] * 4
+    assert found["series"]["stock-seed0"]["queue"] == [None] * 4
 
 
 def test_what_an_engine_counts_goes_before_what_tail_batching_reports_and_lost_prompts_are_judged(summarise):
@@ -129,13 +137,16 @@ def ledger(*steps):
 def test_in_a_ledger_a_rejected_prompt_is_not_missing_and_half_a_line_of_a_killed_run_is_left_out(summarise, tmp_path):
     rows = [{"step": 1, "trained": {"1:1": 7, "1:3": 8, "1:4": 2, "2:2": 0}, "rejected": {"1:2": 3}}]
     rows.append({"step": 2, "trained": {"2:1": 1, "1:5": 0, "2:3": 5, "2:4": 6}})
-    found, checks = summarise(RUNS, {"accelerated-seed0": {LEDGER: lines(rows)}})
+    files = {"accelerated-seed0": {LEDGER: lines(rows)}}
+    found, checks = summarise(RUNS, {**files, "stock-seed0": {"rollouts/1.jsonl": lines([{"output": "abc"}])}})
     assert checks["ledger"]["status"] == "green"
     epochs = [(e["epoch"], e["prompts"], e["once"], e["rejected"]) for e in found["ledgers"][0]["epochs"]]
     assert epochs == [(1, 5, 4, 1), (2, 4, 4, 0)]
-    path = tmp_path / "accelerated-seed0" / LEDGER
-    path.write_text(path.read_text() + '{"trained": {"1:2\n3\n')
+    dump, path = tmp_path / "stock-seed0/rollouts/1.jsonl", tmp_path / "accelerated-seed0" / LEDGER
+    for file in (dump, path):
+        file.write_text(file.read_text() + '{"output": "a\n3\n')
     assert ledger_counts(path, 4)["epochs"][0]["once"] == 4
+    assert length_distribution([dump])["responses"] == 1
 
 
 @pytest.mark.parametrize(
@@ -156,5 +167,20 @@ def test_a_ledger_with_a_prompt_lost_or_trained_twice_or_no_ledger_is_red(summar
 
 def test_a_run_without_any_of_it_has_an_empty_part(summarise):
     found, checks = summarise({"stock-seed0": [{"timing_s/step": 1.0}]})
-    assert (found["arms"][0]["seconds"], found["ledgers"]) == (None, [])
+    assert (found["arms"][0]["seconds"], found["arms"][0]["lengths"], found["ledgers"]) == (None, None, [])
     assert "ledger" not in checks
+
+
+def test_an_asynchronous_arm_is_not_predicted_from_the_telemetry_of_the_baseline(recipe_file, repo):
+    asynchronous = {"overrides": ["trainer.v1.trainer_mode=colocate_async"]}
+    keys = {"arms": {"stock": {}, "async": asynchronous}, "rollout": {"report": True}, "metrics": {"warmup_steps": 2}}
+    recipe = load(recipe_file(**keys))
+    folder = repo / "tests" / "plan" / "ab_vllm" / "stock"
+    steps = read_log(folder / "metrics.jsonl")
+    runs = [RunData("stock", 0, steps, [], folder), RunData("async", 0, steps)]
+    rows = report.summarise(recipe, folder, folder, [], 0, runs)["rollout"]["arms"]
+    predicted = {row["arm"]: row["predicted"] for row in rows}
+    assert predicted["stock"] > 0
+    (stock,) = (row for row in rows if row["arm"] == "stock")
+    assert stock["predicted_low"] < stock["predicted"] < stock["predicted_high"]
+    assert predicted["async"] is None

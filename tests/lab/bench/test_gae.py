@@ -13,7 +13,7 @@ from rl_accel.lab.bench.measure import interleaved, peak_extra_bytes
 
 
 @pytest.mark.slow
-def test_prints_table_and_files(monkeypatch, tmp_path, invoke):
+def test_prints_table_goals_and_files(monkeypatch, tmp_path, invoke):
     monkeypatch.setattr(bench, "BATCHES", (8, 64))
     monkeypatch.setattr(bench, "TOKENS", (4096,))
     output = invoke(bench.bench_gae, "--out", tmp_path)
@@ -28,7 +28,7 @@ def test_prints_table_and_files(monkeypatch, tmp_path, invoke):
 
 
 @pytest.mark.slow
-def test_a_wrong_contestant_gets_no_number_and_one_shape_says_what_a_step_saves(monkeypatch, invoke):
+def test_a_wrong_contestant_gets_no_number_and_one_shape_a_verdict(monkeypatch, invoke):
     wrong = bench.Contestant("off by one bit", lambda inputs: (inputs[0], inputs[1]), masked=True)
     contestants = bench.contestants
     monkeypatch.setattr(bench, "contestants", lambda device: [*contestants(device)[:2], wrong])
@@ -36,7 +36,17 @@ def test_a_wrong_contestant_gets_no_number_and_one_shape_says_what_a_step_saves(
     assert "WRONG: off by one bit" in output
     table = output.split("milliseconds")[1]
     assert "off by one bit" not in table
-    assert "a step saves " in table
+    assert table.count("2 x 64: ") == 1, "one sentence says whether it is worth it"
+
+
+def test_the_verdict_follows_the_numbers():
+    def row(loop, ours):
+        seconds = {"verl's loop": {"median": loop}, "rl-accel numba": {"median": ours}}
+        return {"batch": 2, "tokens": 3, "seconds": seconds}
+
+    assert "worth it, every step saves 1.90 s" in bench.verdict(row(2.0, 0.1))
+    assert "hard to notice" in bench.verdict(row(0.010, 0.001))
+    assert "not worth it" in bench.verdict(row(0.001, 0.002))
 
 
 @pytest.mark.parametrize(
@@ -68,8 +78,15 @@ def test_memory_is_measured_at_its_highest():
     assert 60 << 20 < max(peaks) < 90 << 20  # not each: earlier tests' memory may go back to the system at that moment
 
 
+def test_a_contestant_that_would_take_too_long_is_left_out_and_said_so():
+    row = {"batch": 2, "tokens": 1000, "seconds": {"slow": {"median": 1.0}}}
+    assert bench.expected_seconds("slow", (2, 100_000), [row]) == pytest.approx(100.0)
+    assert bench.expected_seconds("slow", (1, 10), [row]) == 0.0
+    assert bench.expected_seconds("new", (2, 100_000), [row]) == 0.0
+
+
 def test_how_often_a_function_is_called_depends_on_how_long_it_takes(monkeypatch):
-    monkeypatch.setattr(measure, "LONGEST_S", 0.2)
+    monkeypatch.setattr(measure, "ONCE_S", 0.2)
     monkeypatch.setattr(measure, "WARM_S", 0.05)
     calls = {"quick": 0, "middling": 0, "slow": 0}
 
@@ -78,7 +95,7 @@ def test_how_often_a_function_is_called_depends_on_how_long_it_takes(monkeypatch
         time.sleep(seconds)
 
     functions = {name: lambda n=name, s=s: call(n, s) for name, s in (("quick", 0), ("middling", 0.1), ("slow", 0.3))}
-    timings = interleaved(functions)
+    timings = interleaved(functions, budget_s=0.15)
     # quick ones twice, uncounted and counted
     assert calls == {"quick": 1 + 2 * measure.MOST, "middling": 1 + measure.LEAST, "slow": 1}
     assert timings["middling"].median >= 0.1

@@ -73,6 +73,16 @@ def test_the_sums():
     assert (fixed["full_budget"], ours["full_budget"], ours["timeouts"]) == (0, 1, 3)
 
 
+def test_the_goal_is_called_met_only_where_the_sample_can_decide():
+    for verdict, samples in {
+        "too few to tell": [(0, 33), (1, 33), (0, 1400), (2, 1000)],
+        "met": [(0, 1600), (1, 10_000)],
+        "NOT met": [(2, 100), (3, 1000), (21, 10_000)],
+    }.items():
+        for killed, correct in samples:
+            assert bench.kill_verdict(killed, correct) == verdict, (killed, correct)
+
+
 def test_a_verdict_that_was_not_earned_is_named():
     unearned = ((True, 1.0, "wrong"), (True, 1.0, "killed"), (False, 1.0, "passed"), (False, None, "error"))
     for correct, seconds, found in unearned:
@@ -83,7 +93,7 @@ def test_a_verdict_that_was_not_earned_is_named():
 def test_a_tiny_run_prints_a_table_and_writes_files(tiny, tmp_path):
     output = CliRunner().invoke(bench.bench_reward, [*TINY, "--out", str(tmp_path / "deep")]).output
     assert "correct: all verdicts of 72 executions" in output, output
-    assert " times less, " in output
+    assert "waits for a processor; goal 3" in output
     found = json.loads((tmp_path / "deep" / "reward.json").read_text())
     fixed, ours = (found["found"]["quiet"]["arms"][name] for name in ("fixed", "adaptive"))
     assert fixed["executions"] == ours["executions"] == 36
@@ -100,7 +110,7 @@ def test_a_policy_that_kills_correct_answers_is_red(tiny, monkeypatch, invoke):
         return {**real(scale), "adaptive": ours}
 
     monkeypatch.setattr(bench, "policies", hasty)
-    assert "correct answers killed, 0.2% allowed" in invoke(bench.bench_reward, *TINY, code=1)
+    assert "goal at most 0.2%: NOT met" in invoke(bench.bench_reward, *TINY, code=1)
 
 
 def test_no_number_stands_beside_a_wrong_verdict(tiny, monkeypatch, invoke):
