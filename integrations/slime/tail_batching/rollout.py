@@ -172,7 +172,7 @@ class TailDataSource(RolloutDataSource):
         Raises:
             RuntimeError: the rollout was not made in this process, or the rollout's state is no longer in memory.
         """
-        if self.args.debug_train_only:
+        if getattr(self.args, "debug_train_only", False):
             self._remember(rollout_id)
         if rollout_id not in self._moments:
             known = ", ".join(map(str, self._moments)) or "none"
