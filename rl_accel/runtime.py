@@ -309,7 +309,8 @@ def enable(*names: str, **features: Any) -> Status:
     Without arguments, turns on all lossless features, which cannot change training results. A lossless feature that cannot work
     here stays off with a warning. With arguments such as ``"gae"``, ``gae=True`` or ``gae=dict(backend="numba")``, turns on the
     named features. ``auto=True`` adds the lossless features, and ``gae=False`` turns a feature off. A second call replaces the
-    arguments of the first call. What the environment or the framework's configuration turns on stays on.
+    arguments of the first call. Features that the environment or the framework's configuration turns on
+    stay on.
 
     Args:
         names: names of features to turn on with their default flags.

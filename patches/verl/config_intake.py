@@ -47,7 +47,7 @@ logger = logging.getLogger("rl_accel")
 SECTION = "rl_accel"
 """Section of verl's configuration that holds our flags."""
 _SECTION_LIKE = re.compile("rl[_-]?accel(?![a-z])", re.IGNORECASE)
-"""Pattern of a key with a value of its own that is meant for that section, such as ``rl_accel_auto``."""
+"""Pattern of a misspelt top-level key that was meant as a flag of that section, such as ``rl_accel_auto=True``."""
 
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
 
