@@ -133,7 +133,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
 
 def _inits_of_roles(args: Any) -> list[str]:
-    """Returns a line for each role in slime's ``--megatron-config-path`` whose init function replaces the one that rl-accel sets."""
+    """Returns a line for each role in slime's ``--megatron-config-path`` whose init function replaces that of rl-accel."""
     ((key, ours),) = SLIME_MEGATRON.items()
     if (path := args.megatron_config_path) is None:
         return []
