@@ -17,6 +17,7 @@ import random
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,7 +169,8 @@ class Load:
         self._core = TailBatching(run_of(config))
         self._supply = PromptSupply(self._core.run, lambda: _row(next(numbers)), 10**9)
         replicas = [ReplicaStandIn(server) for server in self._servers.values()]
-        stopped = RolloutServers(SimpleNamespace(get_replicas=lambda: replicas), engine_of(config))
+        engine = replace(engine_of(config), pause=None)  # the engine's pause would look for a real engine in the server
+        stopped = RolloutServers(SimpleNamespace(get_replicas=lambda: replicas), engine)
         log = Ledger(folder)
         log.rewind(0)
         # The trainer expects more steps than are run here. In the last steps of a training run, tail batching starts fewer

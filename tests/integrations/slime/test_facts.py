@@ -55,8 +55,9 @@ SAMPLE_FIELDS = {*seams._members(interfaces.Sample)}
 def arguments():
     """slime's arguments that features read or set, but for those that Megatron's and SGLang's parsers add."""
     sources = Path(tail_batching.__file__).parent.glob("*.py")
-    read = {name for file in sources for name in re.findall(r"args\.(\w+)", file.read_text())}
-    read -= {"load", "save", "sglang_router_ip", "sglang_router_port"}
+    reads = re.compile(r"""args(?:\.|, ")(\w+)""")  # args.NAME and getattr(args, "NAME")
+    read = {name for file in sources for name in reads.findall(file.read_text())}
+    read = {name for name in read - {"load", "save"} if not name.startswith("sglang_")}
     return {*read, *ARGUMENTS.split(), *TAIL_BATCHING.slime.arguments}
 
 
@@ -72,7 +73,7 @@ def facts_of(root):
         return trees[module]
 
     functions = {}
-    for where in WANTED:
+    for where in sorted(WANTED):
         module, _, name = where.partition(":")
         node = next((n for n in tree(module).body if getattr(n, "name", None) == name), None)
         functions[where] = None if node is None else [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
