@@ -240,7 +240,7 @@ def answer(
 
 def mean_of(outcomes: Sequence[Prediction]) -> Prediction:
     """Returns an outcome with the mean of each field over ``outcomes``."""
-    return Prediction(*(fmean(getattr(outcome, of.name) for outcome in outcomes) for of in fields(Prediction)))
+    return Prediction(*(fmean(getattr(outcome, part.name) for outcome in outcomes) for part in fields(Prediction)))
 
 
 def best_of(answers: Sequence[Answer]) -> Answer | None:

@@ -103,16 +103,12 @@ def check(first: Path, second: Path, given: Mapping[str, Any], console: Console)
     columns = ("", "predicted", "95% interval", "measured", "off by", "inside")
     table = Table(*columns, title=f"{second}, predicted from {first}")
     measured = {"rollout": target.stages.get("gen", 0.0), "step": target.step_seconds}
-    for name, ours in zip(measured, (found.rollout_seconds, found.step_seconds), strict=True):
-        theirs = measured[name]
-        span = Range.of(uneven + ours - found.rollout_seconds)
-        inside = "yes" if span.low <= theirs <= span.high else "no"
-        seconds = (
-            format_seconds(ours),
-            f"{format_seconds(span.low)} to {format_seconds(span.high)}",
-            format_seconds(theirs),
-        )
-        table.add_row(name, *seconds, f"{ours / theirs - 1:+.1%}", inside)
+    for name, predicted in zip(measured, (found.rollout_seconds, found.step_seconds), strict=True):
+        span = Range.of(uneven + predicted - found.rollout_seconds)
+        inside = "yes" if span.low <= measured[name] <= span.high else "no"
+        low, high, *seconds = map(format_seconds, (span.low, span.high, predicted, measured[name]))
+        off = f"{predicted / measured[name] - 1:+.1%}"
+        table.add_row(name, seconds[0], f"{low} to {high}", seconds[1], off, inside)
     log = target.metrics.values()  # all steps: tokens wasted in one step may be launched in another
     generated, wasted = (
         sum(metrics.get(f"{METRICS_PREFIX}tokens_{what}", 0.0) for metrics in log) for what in ("generated", "wasted")

@@ -17,13 +17,13 @@ def engine(model: str, tp: int | None = None) -> EngineModel:
     cluster = load("h800.json")
     if model not in cluster["models"]:
         raise RlAccelError(f"--step-seconds: wanted one of {', '.join(cluster['models'])}, found {model!r}")
-    its = cluster["models"][model]
-    tp = tp or its["tp"]
-    rate, weights = cluster["bandwidth"] * cluster["bandwidth_share"] * tp, 2 * its["parameters"]
-    waits = cluster["layer_seconds"] * its["layers"] * (tp > 1)
+    sizes = cluster["models"][model]
+    tp = tp or sizes["tp"]
+    rate, weights = cluster["bandwidth"] * cluster["bandwidth_share"] * tp, 2 * sizes["parameters"]
+    waits = cluster["layer_seconds"] * sizes["layers"] * (tp > 1)
     floor, token = cluster["overhead_seconds"] + waits + weights / rate, weights / (cluster["decoding_flops"] * tp)
     reading = weights / (cluster["flops"] * tp)
-    memory = cluster["memory_bytes"] * its.get("memory_share", cluster["memory_share"]) * tp
-    cache = (memory - weights) / its["kv_bytes"]
+    memory = cluster["memory_bytes"] * sizes.get("memory_share", cluster["memory_share"]) * tp
+    cache = (memory - weights) / sizes["kv_bytes"]
     paces = {1: floor + token, 1001: floor + 1001 * token}
-    return EngineModel(paces, its["kv_bytes"] / rate, reading, cache_tokens=max(cache, 1))
+    return EngineModel(paces, sizes["kv_bytes"] / rate, reading, cache_tokens=max(cache, 1))

@@ -60,8 +60,8 @@ def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], l
         if any(last.get(name, step) > step for name in numbers):
             first = step + all(name.startswith("val") for name in numbers)
             restarts.append(first)
-            steps = {done: its for done, its in steps.items() if done < first}
-            last = {name: done for name, done in last.items() if done < first}
+            steps = {earlier: metrics for earlier, metrics in steps.items() if earlier < first}
+            last = {name: earlier for name, earlier in last.items() if earlier < first}
         if numbers:
             steps.setdefault(step, {}).update(numbers)
             last |= dict.fromkeys(numbers, step)

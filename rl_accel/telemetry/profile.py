@@ -82,8 +82,10 @@ class Profile:
     @cached_property
     def stages(self) -> Mapping[str, float]:
         """Mean seconds of each stage in a measured step, by name of the stage."""
-        names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in its for its in self.staged.values())]
-        return {name: statistics.fmean(its.get(name, 0.0) for its in self.staged.values()) for name in names}
+        names = [
+            name for name in (*stage_clock.STAGES, OTHER) if any(name in seconds for seconds in self.staged.values())
+        ]
+        return {name: statistics.fmean(seconds.get(name, 0.0) for seconds in self.staged.values()) for name in names}
 
     @property
     def step_seconds(self) -> float:
@@ -128,7 +130,7 @@ class Profile:
     @cached_property
     def responses(self) -> Mapping[int, Sequence[Response]]:
         """Responses of each measured step, by step number, if metrics of the step's generation are known."""
-        known = [step for step, its in self.noted.items() if "concurrency" in its]
+        known = [step for step, numbers in self.noted.items() if "concurrency" in numbers]
         return {step: self.kept[step] for step in known if step in self.kept}
 
     @property
@@ -139,7 +141,7 @@ class Profile:
     @property
     def rests(self) -> list[float]:
         """Seconds from the last reward of a step to the end of its generation, one number per step."""
-        return [its["rest_seconds"] for its in self.noted.values() if "rest_seconds" in its]
+        return [numbers["rest_seconds"] for numbers in self.noted.values() if "rest_seconds" in numbers]
 
     @cached_property
     def estimate(self) -> Estimate | None:
@@ -169,7 +171,7 @@ class Profile:
     @cached_property
     def zero_groups(self) -> tuple[Sequence[float], str]:
         """Result of :func:`_zero_shares`; no shares if skip_zero is on or cannot work."""
-        names = {name for its in self.metrics.values() for name in its}
+        names = {name for metrics in self.metrics.values() for name in metrics}
         is_possible = self.folder.is_dir() and "skip_zero" not in self.on and _NEVER_ZERO.isdisjoint(names)
         return _zero_shares(self.folder) if is_possible else ([], "")
 
@@ -186,7 +188,7 @@ class Profile:
             missing.append(f"{what}: {len(self.kept_files)} files named {FILE_NAME} are here, not one")
         if "concurrency" not in self.numbers:
             missing.append("parts of generation: in this trainer mode responses are under way when the stage begins")
-        if unknown := sum("preemptions" not in its for its in self.noted.values() if its):
+        if unknown := sum("preemptions" not in numbers for numbers in self.noted.values() if numbers):
             why = "a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)"
             missing.append(f"preemptions of {unknown} of {len(self.steps)} steps: {why}")
         return missing
@@ -203,18 +205,19 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
     """
     logged = read(*([str(folder)] if folder.exists() else str(folder).split(",")))
     metrics = {
-        step: {SLIME_NAMES.get(name, name): value for name, value in its.items()} for step, its in logged.steps.items()
+        step: {SLIME_NAMES.get(name, name): value for name, value in numbers.items()}
+        for step, numbers in logged.steps.items()
     }
-    for its in metrics.values() if logged.is_slime and logged.overlaps else ():
-        within = sum(its.get(PREFIX + name, 0.0) for name in ("update_weights", "save_checkpoint"))
-        its[PREFIX + "gen"] = max(its.get("perf/train_wait_time", 0.0) - within, 0.0)
-    staged = {step: seconds for step, its in metrics.items() if (seconds := stage_clock.stages(its))}
+    for numbers in metrics.values() if logged.is_slime and logged.overlaps else ():
+        within = sum(numbers.get(PREFIX + name, 0.0) for name in ("update_weights", "save_checkpoint"))
+        numbers[PREFIX + "gen"] = max(numbers.get("perf/train_wait_time", 0.0) - within, 0.0)
+    staged = {step: seconds for step, numbers in metrics.items() if (seconds := stage_clock.stages(numbers))}
     if not staged:
         wanted = "timing_s/step, as verl logs it, or perf/step_time, as slime does"
         raise RlAccelError(f"{folder}: {logged}, but no step has its seconds: wanted {wanted}")
     timers = {PREFIX + name for name in ("step", *stage_clock.STAGES)}
     notes = list(logged.notes)
-    if unknown := [str(step) for step, its in metrics.items() if step not in staged and timers & its.keys()]:
+    if unknown := [str(step) for step, numbers in metrics.items() if step not in staged and timers & numbers.keys()]:
         notes.append(f"left out, because a stage or the step has an invalid duration: {', '.join(unknown)}")
     measured = list(staged.items())[min(warmup, len(staged) - 1) :]
     return Profile(folder, logged, metrics, dict(measured), notes, group)
@@ -227,8 +230,8 @@ def _below(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
 
 
 def _means(of_steps: Collection[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for its in of_steps for name in its)
-    return {name: statistics.fmean(its[name] for its in of_steps if name in its) for name in names}
+    names = dict.fromkeys(name for numbers in of_steps for name in numbers)
+    return {name: statistics.fmean(numbers[name] for numbers in of_steps if name in numbers) for name in names}
 
 
 def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
@@ -247,8 +250,8 @@ def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
                     size = len(row["input"]) + len(row["output"])
                     groups.setdefault(row["input"], []).append((row["score"], size))
         for group in groups.values():
-            scores, its = zip(*group, strict=True)
-            of_groups.append((sum(its), len(scores) > 1 and all(score == scores[0] for score in scores)))
+            scores, group_sizes = zip(*group, strict=True)
+            of_groups.append((sum(group_sizes), len(scores) > 1 and all(score == scores[0] for score in scores)))
     if not any(is_zero for _, is_zero in of_groups):
         return [], ""
     sizes, is_zero = np.array(of_groups).T

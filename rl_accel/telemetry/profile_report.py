@@ -133,8 +133,8 @@ def _shown(numbers: Mapping[str, float], name: str) -> str:
 def _table_of_servers(run: Profile, servers: Sequence[str]) -> Table:
     table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {run.steps[-1]}")
     for server in servers:
-        its = [response for response in run.last if response.server == server]
-        numbers = stage_clock.completion(its) | stage_clock.generation(its, run.last_seconds, began=0.0)
+        responses = [response for response in run.last if response.server == server]
+        numbers = stage_clock.completion(responses) | stage_clock.generation(responses, run.last_seconds, began=0.0)
         shown = ("responses", "tokens", "idle_share", "completion_longest_seconds")
         table.add_row(server, *(_shown(numbers, name) for name in shown))
     return table
@@ -176,15 +176,15 @@ def _draw_bars(axes: Any, run: Profile) -> None:
     if parts:
         rows["generation"] = parts
     for row, segments in enumerate(rows.values()):
-        left = 0.0
+        start = 0.0
         for label, seconds, colour in segments:
-            axes.barh(row, seconds, left=left, height=0.7, color=colour, edgecolor="white", lw=0.5)
+            axes.barh(row, seconds, left=start, height=0.7, color=colour, edgecolor="white", lw=0.5)
             # A bar too narrow for its label goes into the legend; a character takes a little more than 1% of the width.
             if seconds > 0.015 * len(label) * run.step_seconds:
-                axes.text(left + seconds / 2, row, label, ha="center", va="center", fontsize=8)
+                axes.text(start + seconds / 2, row, label, ha="center", va="center", fontsize=8)
             elif seconds > 0.003 * run.step_seconds:
                 axes.barh(row, 0, color=colour, label=label)
-            left += max(seconds, 0.0)
+            start += max(seconds, 0.0)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.set_xlim(0, run.step_seconds * 1.01)

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -117,12 +118,8 @@ class Logged:
         those with the name of the log, else all, which must agree. If the run was restarted, whole files are searched, and the last
         start counts.
         """
-        data, actor = (
-            its if isinstance(its := self.config.get(key), dict) else {} for key in ("data", "actor_rollout_ref")
-        )
-        rollout = actor.get("rollout")
-        responses = rollout.get("n") if isinstance(rollout, dict) else None
-        verl = {"train_batch_size": data.get("train_batch_size"), "rollout.n": responses}
+        numbers = {"train_batch_size": ("data", "train_batch_size"), "rollout.n": ("actor_rollout_ref", "rollout", "n")}
+        verl = {name: functools.reduce(_item, path, self.config) for name, path in numbers.items()}
         config = json.dumps({**self.config, **{name: number for name, number in verl.items() if number}})
         folders = dict.fromkeys(file.parent for file in self.files)
         texts = [*reversed(self.files), *(file for folder in folders for file in folder.glob("run.json"))]
@@ -256,6 +253,10 @@ def _chunks(file: Path, is_whole: bool) -> Iterator[str]:
                 return
 
 
+def _item(section: Any, key: str) -> Any:
+    return section.get(key) if isinstance(section, dict) else None
+
+
 def _sizes(texts: Iterable[str]) -> list[int | None]:
     """Returns the last number of prompts and of responses per prompt in ``texts``: the last override counts."""
     sizes: list[int | None] = [None, None]
@@ -284,8 +285,9 @@ def _tensorboard(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
     entries = [*RawEventFileLoader(str(file)).Load()]  # up to the first one that is damaged
     found.damage[file] = file.stat().st_size - sum(16 + len(entry) for entry in entries)  # with length and checksums
     events = [(event, value) for event in map(Event.FromString, entries) for value in event.summary.value]
-    scalars = [(e.wall_time, e.step, its.tag, its.simple_value) for e, its in events if its.HasField("simple_value")]
-    yield from ((step, {tag: value}) for _, step, tag, value in sorted(scalars))
+    scalars = [(event.wall_time, event.step, value) for event, value in events if value.HasField("simple_value")]
+    for _, step, value in sorted(scalars, key=lambda scalar: scalar[:2]):
+        yield step, {value.tag: value.simple_value}
 
 
 def _wandb(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
@@ -297,9 +299,9 @@ def _wandb(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
         try:
             record = Record.FromString(entry)
             config |= {
-                its.key: json.loads(its.value_json) for its in (*record.run.config.update, *record.config.update)
+                item.key: json.loads(item.value_json) for item in (*record.run.config.update, *record.config.update)
             }
-            row = {its.key or ".".join(its.nested_key): json.loads(its.value_json) for its in record.history.item}
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         except (DecodeError, *BAD_RECORD):  # a part of a damaged file
             continue
         if record.environment.gpu_type:

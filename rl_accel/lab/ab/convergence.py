@@ -60,8 +60,7 @@ def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> di
         Mapping from axis to a pair of arrays of equal length: positions, and finite values of the metric. The axis of time is left
         out if the time of a step is missing.
     """
-    found = curve(run, metric)
-    steps, values = np.array(found["steps"], dtype=float), np.array(found["values"], dtype=float)
+    steps, values = (np.array(numbers, dtype=float) for numbers in curve(run, metric).values())
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
     if not len(values):
         return {}
@@ -71,7 +70,7 @@ def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> di
     if run.batch_size:
         places["prompts"] = run.batch_size * (steps + (first == 0))  # the first step is 1 in verl and 0 in slime
     if timed and first <= 1 and len(timed) == max(timed) - first + 1:
-        done = np.cumsum([0.0, *(its[names.stage_prefix + names.step] for its in timed.values())])
+        done = np.cumsum([0.0, *(metrics[names.step_metric] for metrics in timed.values())])
         places[unit] = done[np.searchsorted(list(timed), steps, side="right")] / _SECONDS[unit]
     return {axis: (x, values) for axis, x in places.items()}
 
@@ -109,8 +108,8 @@ def interval(base: Array, ours: Array, paired: bool) -> tuple[float, float]:
     bounds are NaN if ``base`` or ``ours`` has fewer than 3 runs."""
     if min(len(base), len(ours)) < MIN_SEEDS:
         return math.nan, math.nan
-    found = _test(paired, base, ours).confidence_interval(1 - ALPHA)
-    return float(found.low), float(found.high)
+    bounds = _test(paired, base, ours).confidence_interval(1 - ALPHA)
+    return float(bounds.low), float(bounds.high)
 
 
 def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: float = 0.0) -> float:
@@ -170,27 +169,28 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     """
     rows, notes, curves = [], [note for run in runs for note in run.notes], {}
     logged = {name for run in runs for step in run.steps.values() for name in step}
-    of_step = names.stage_prefix + names.step
-    seconds = [sum(its[of_step] for its in run.training_steps(names).values()) for run in runs]
+    seconds = [sum(metrics[names.step_metric] for metrics in run.training_steps(names).values()) for run in runs]
     time = "minutes" if 0 < max(seconds, default=0) < _SECONDS["hours"] else "hours"
     axes = ["steps", "prompts", time]
     for metric in (names.reward, *sorted(filter(_VALIDATION.fullmatch, logged))):
-        found = {run.name: points(run, names, metric, time) for run in runs}
+        known = {run.name: points(run, names, metric, time) for run in runs}
         curves[metric] = {
-            axis: {name: [part.tolist() for part in its[axis]] for name, its in found.items() if axis in its}
+            axis: {name: [part.tolist() for part in run[axis]] for name, run in known.items() if axis in run}
             for axis in axes
         }
-        if lacking := [name for name, its in found.items() if not its]:
+        if lacking := [name for name, run in known.items() if not run]:
             notes.append(f"{metric} is not in {listed(lacking, runs)}")
         for arm in arms:
-            sides = [[run for run in runs if run.arm == name and found[run.name]] for name in (baseline, arm)]
+            sides = [[run for run in runs if run.arm == name and known[run.name]] for name in (baseline, arm)]
             base, ours, paired = matched(*sides)
             if arm == baseline or not base or not ours:
                 continue
-            if left := {run.name for side in sides for run in side} - {run.name for run in (*base, *ours)}:
-                notes.append(f"{metric} of {arm}: left out for want of a run of the same seed: {listed(left, runs)}")
-            for axis in (axis for axis in axes if all(axis in found[run.name] for run in (*base, *ours))):
-                first, second = ([found[run.name][axis] for run in side] for side in (base, ours))
+            if unpaired := {run.name for side in sides for run in side} - {run.name for run in (*base, *ours)}:
+                notes.append(
+                    f"{metric} of {arm}: left out for want of a run of the same seed: {listed(unpaired, runs)}"
+                )
+            for axis in (axis for axis in axes if all(axis in known[run.name] for run in (*base, *ours))):
+                first, second = ([known[run.name][axis] for run in side] for side in (base, ours))
                 if row := _row(first, second, paired, names, metric == names.reward):
                     rows.append({"arm": arm, "metric": metric, "axis": axis, **row})
                 elif axis == "steps":
@@ -199,7 +199,7 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
                     )
     wanted = {
         "prompts": "tell the prompts of a step (compare takes --batch-size)",
-        time: f"log {of_step} of every step",
+        time: f"log {names.step_metric} of every step",
     }
     for axis, what in wanted.items():
         places = curves[names.reward]
@@ -210,13 +210,11 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
 
 def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
     """Joins the run names ``names`` to a text. If all runs of an arm are among ``names``, the text says "all runs of ARM"."""
-    of_arms: dict[str, list[str]] = {}
-    for run in runs:
-        of_arms.setdefault(run.arm, []).append(run.name)
     texts = []
-    for arm, its in of_arms.items():
-        chosen = [name for name in its if name in names]
-        texts += [f"all runs of {arm}"] if len(chosen) == len(its) > 1 else chosen
+    for arm in dict.fromkeys(run.arm for run in runs):
+        runs_of_arm = [run.name for run in runs if run.arm == arm]
+        chosen = [name for name in runs_of_arm if name in names]
+        texts += [f"all runs of {arm}"] if len(chosen) == len(runs_of_arm) > 1 else chosen
     return ", ".join(texts)
 
 
@@ -265,13 +263,13 @@ def times_to_reach(base: Curves, ours: Curves, paired: bool, level: float) -> di
             (x[_WINDOW - 1 :], np.convolve(y, np.full(_WINDOW, 1 / _WINDOW))[_WINDOW - 1 : len(y)]) for x, y in side
         ]
         logs.append(np.log(np.concatenate([x[y >= level][:1] for x, y in whole])))
-    reached = [len(its) for its in logs]
-    first, second = (float(its.mean()) if len(its) else math.nan for its in logs)
+    reached = [len(log) for log in logs]
+    first, second = (float(log.mean()) if len(log) else math.nan for log in logs)
     all_do = reached == [len(base), len(ours)]
     bounds = (first - second, *interval(logs[1], logs[0], paired)) if all_do else [math.nan] * 3
-    ratio, low, high = map(math.exp, bounds)
-    found = {"baseline": math.exp(first), "value": math.exp(second), "ratio": ratio, "low": low, "high": high}
-    return {"level": level, "reached": reached, **found}
+    numbers = map(math.exp, (first, second, *bounds))
+    names = ("baseline", "value", "ratio", "low", "high")
+    return {"level": level, "reached": reached, **dict(zip(names, numbers, strict=True))}
 
 
 def sentence(row: Mapping[str, Any], baseline: str, margin: str) -> str:
@@ -288,5 +286,5 @@ def sentence(row: Mapping[str, Any], baseline: str, margin: str) -> str:
         return f"{text}: nothing is decided below {MIN_SEEDS} seeds of each"
     if not row["enough"]:
         return f"{text}: {baseline} gained nothing, and a share of that is no margin; name one in units of the reward"
-    alike, half = (f"{its:,}" if its < math.inf else f"more than {_MOST_SEEDS:,}" for its in row["enough"])
+    alike, half = (f"{n:,}" if n < math.inf else f"more than {_MOST_SEEDS:,}" for n in row["enough"])
     return f"{text}: in 8 of 10 cases {alike} seeds of each show that they are equal, or {half} if half the margin is between them"

@@ -59,16 +59,16 @@ def _reward(summary: dict[str, Any]) -> Any:
 
     There is one column of plots per known x axis (training steps, prompts trained, hours or minutes).
     """
-    curves = {metric: its for metric, its in summary["convergence"]["curves"].items() if any(its.values())}
-    known = [axis for axis in AXES if any(its.get(axis) for its in curves.values())]
+    curves = {name: by_axis for name, by_axis in summary["convergence"]["curves"].items() if any(by_axis.values())}
+    known = [axis for axis in AXES if any(by_axis.get(axis) for by_axis in curves.values())]
     if not known:
         return None
-    coincide = any(its["steps_compared"] and its["parts_at"] is None for its in summary["differences"])
+    coincide = any(pair["steps_compared"] and pair["parts_at"] is None for pair in summary["differences"])
     figure, places = _figure(0.4 + 2.9 * len(curves), len(known), len(curves), sharey="row", sharex="col")
-    for (metric, found), row in zip(curves.items(), places, strict=True):
+    for (metric, by_axis), row in zip(curves.items(), places, strict=True):
         for axis, axes in zip(known, row, strict=True):
             # a broad, pale baseline stays visible below a coinciding curve
-            _draw_runs(axes, summary, found[axis], {"lw": 5, "alpha": 0.4} if coincide else {})
+            _draw_runs(axes, summary, by_axis[axis], {"lw": 5, "alpha": 0.4} if coincide else {})
             axes.locator_params(axis="x", nbins=4)
         over = "; curves that coincide are drawn over each other" if coincide else ""
         row[0].set_title(metric + over, fontsize=10, loc="left")
@@ -93,7 +93,7 @@ def _step_time(summary: dict[str, Any]) -> Any:
     names = summary["recipe"]["metrics"]
     steps = summary["curves"].get(names["stage_prefix"] + names["step"], {})
     figure, ((axes,),) = _figure()
-    _draw_runs(axes, summary, {name: (its["steps"], its["values"]) for name, its in steps.items() if its["steps"]}, {})
+    _draw_runs(axes, summary, {name: curve.values() for name, curve in steps.items() if curve["steps"]}, {})
     seconds = [value for line in axes.lines for value in line.get_ydata() if math.isfinite(value)]
     if not seconds:
         return None
@@ -104,9 +104,9 @@ def _step_time(summary: dict[str, Any]) -> Any:
     axes.set_ylim(0, 1.12 * max(seconds))
     first = max((ends[0] for ends in summary["measured_steps"].values() if ends), default=1)
     if first > 1:
-        left, right = axes.get_xlim()
-        axes.axvspan(left, first - 0.5, color="#000000", alpha=0.06, lw=0, label="warm-up, not counted")
-        axes.set_xlim(left, right)
+        limits = axes.get_xlim()
+        axes.axvspan(limits[0], first - 0.5, color="#000000", alpha=0.06, lw=0, label="warm-up, not counted")
+        axes.set_xlim(limits)
     return figure
 
 
@@ -119,10 +119,9 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
     for arm, colour, series in _first_seed(summary):
         axes.plot(series["steps"], series["seconds"], color=colour, lw=1, label=arm)
         for kind, mark in _KIND_MARKS.items():
-            seconds = [
-                its if of == kind else math.nan for its, of in zip(series["seconds"], series["kind"], strict=True)
-            ]
-            axes.plot(series["steps"], seconds, mark, color=colour, ms=5 if kind != ALL else 3)
+            chosen = [index for index, found in enumerate(series["kind"]) if found == kind]
+            points = ([series[name][index] for index in chosen] for name in ("steps", "seconds"))
+            axes.plot(*points, mark, color=colour, ms=5 if kind != ALL else 3)
     axes.set_title(
         "Rollout seconds (circle: short round, square: long, triangle: final, dot: waits for all)", fontsize=10
     )

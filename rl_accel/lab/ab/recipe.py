@@ -102,6 +102,11 @@ class Metrics:
     """Reward for the comparison of training speed: the report shows when each arm first reaches this reward. null: the reward at
     which the baseline has nine tenths of its gain."""
 
+    @property
+    def step_metric(self) -> str:
+        """Name of the metric with the seconds of a whole step."""
+        return self.stage_prefix + self.step
+
 
 @dataclass
 class Checks:
@@ -304,7 +309,7 @@ def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
         if is_dataclass(hints[key]):
             converted[key] = _typed(hints[key], value, source, name)
         elif key == "arms" and isinstance(value, Mapping):
-            converted[key] = {str(arm): _typed(Arm, its, source, f"{name}.{arm}") for arm, its in value.items()}
+            converted[key] = {str(arm): _typed(Arm, keys, source, f"{name}.{arm}") for arm, keys in value.items()}
         else:
             config = OmegaConf.structured(schema)
             try:
@@ -336,15 +341,15 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield "command wants a list such as [python, -m, verl.trainer.main_ppo], found nothing"
     if not recipe.arms:
         yield "arms wants a mapping from arm names to arms, found nothing"
-    for arm in recipe.arms:
-        if not _NAME.fullmatch(arm):
-            yield f"arms.{arm}: a name of an arm wants letters, digits and ._-"
+    for name in recipe.arms:
+        if not _NAME.fullmatch(name):
+            yield f"arms.{name}: a name of an arm wants letters, digits and ._-"
     if recipe.baseline and recipe.baseline not in recipe.arms:
         yield f"baseline wants one of {', '.join(recipe.arms)}, found {recipe.baseline!r}"
     yield from _problems_of_runs(recipe)
-    for name, its in recipe.arms.items():
-        if its.seeds is not None and not (its.seeds and set(its.seeds) <= set(recipe.seeds)):
-            yield f"arms.{name}.seeds wants some of {recipe.seeds}, found {its.seeds}"
+    for name, arm in recipe.arms.items():
+        if arm.seeds is not None and not (arm.seeds and set(arm.seeds) <= set(recipe.seeds)):
+            yield f"arms.{name}.seeds wants some of {recipe.seeds}, found {arm.seeds}"
     least = {
         "nodes": (recipe.nodes, 1),
         "gpus": (recipe.gpus, 1),

@@ -111,7 +111,7 @@ def summarise(
         _predict(recipe, runs, rollouts["arms"])
     convergence = converge(runs, arms, recipe.baseline, names)
     checks = run_checks(recipe, results, runs, stages, rollouts, convergence, asked) if asked else []
-    metrics = (names.reward, names.stage_prefix + names.step)
+    metrics = (names.reward, names.step_metric)
     summary = {
         "schema": SCHEMA,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -162,8 +162,7 @@ def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]
 
 def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str, Any]:
     run = next((r for r in runs if r.name == result.name), None)
-    step = recipe.metrics.stage_prefix + recipe.metrics.step
-    seconds = curve(run, step)["values"] if run else []
+    seconds = curve(run, recipe.metrics.step_metric)["values"] if run else []
     first = result.first_step_at
     return {
         **asdict(result),

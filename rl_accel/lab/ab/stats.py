@@ -107,7 +107,7 @@ class RunData:
 
     def training_steps(self, names: Metrics) -> dict[int, Mapping[str, float]]:
         """Returns the metrics of each step that logged its total seconds (finite). A validation before training logs none."""
-        return {k: v for k, v in self.steps.items() if math.isfinite(v.get(names.stage_prefix + names.step, math.nan))}
+        return {k: v for k, v in self.steps.items() if math.isfinite(v.get(names.step_metric, math.nan))}
 
 
 def measured_steps(run: RunData, names: Metrics) -> list[int]:
@@ -158,7 +158,7 @@ def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
         known = {s: metrics[names.stage_prefix + s] for s in names.stages if names.stage_prefix + s in metrics}
         if not OVERLAPPING.isdisjoint(metrics):
             known.pop(SAVING, None)
-        whole = metrics[names.stage_prefix + names.step]
+        whole = metrics[names.step_metric]
         if not all(map(math.isfinite, known.values())):
             continue
         for stage, seconds in {**known, OTHER: whole - sum(known.values()), names.step: whole}.items():
@@ -306,13 +306,13 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
       of the prompts that have both. ``lengths`` describes the responses trained on (:func:`length_distribution`).
     """
     kinds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
-    seconds = {arm: list(itertools.chain(*its.values())) for arm, its in kinds.items()}
+    seconds = {arm: list(itertools.chain(*by_kind.values())) for arm, by_kind in kinds.items()}
     rows = []
     for arm in arms:
         ours = [run for run in runs if run.arm == arm]
         row: dict[str, Any] = {"arm": arm, "seconds": float(np.mean(seconds[arm])) if seconds[arm] else None}
-        by_kind = {kind: kinds[arm][kind] for kind in (*KINDS, ALL) if kind in kinds[arm]}
-        row["kinds"] = {k: {"steps": len(its), "seconds": float(np.mean(its))} for k, its in by_kind.items()}
+        of_kinds = [(kind, kinds[arm][kind]) for kind in (*KINDS, ALL) if kind in kinds[arm]]
+        row["kinds"] = {kind: {"steps": len(s), "seconds": float(np.mean(s))} for kind, s in of_kinds}
         base = seconds.get(recipe.baseline, []) if arm != recipe.baseline else []
         row |= ratio(base, seconds[arm], np.mean, paired=False)
         row |= _tokens(ours)
@@ -385,21 +385,25 @@ def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
     ledgers (tail batching's files of trained prompts) use all steps.
     """
     end = min((max(run.steps) for run in runs), default=0)
-    found: dict[str, dict[str, list[float]]] = {}
+    means: dict[str, dict[str, list[float]]] = {}
     for run in runs:
         steps = [metrics for step, metrics in run.steps.items() if step <= end]
-        values = {name: [its[m] for its in steps for m in ms if m in its] for name, ms in _DATA.items()}
+        values = {
+            label: [metrics[name] for metrics in steps for name in names if name in metrics]
+            for label, names in _DATA.items()
+        }
         kept = [r for file in run.files(FILE_NAME) for step in read_kept(file).values() for r in step]
         if tokens := [r.tokens for r in kept if r.outcome == COMPLETED and r.tokens]:
             values |= {f"tokens of a response, p{q}": [float(np.percentile(tokens, q))] for q in (50, 90, 99)}
         for epochs in (ledger_counts(file, None)["epochs"] for file in run.files(LEDGER)):
             values |= {
-                f"prompts: {key}": [sum(its[key] for its in epochs)] for key in ("once", "again", "rejected", "failed")
+                f"prompts: {key}": [sum(epoch[key] for epoch in epochs)]
+                for key in ("once", "again", "rejected", "failed")
             }
-        for name, its in values.items():
-            if its:
-                found.setdefault(name, {}).setdefault(run.arm, []).append(float(np.nanmean(its)))
-    return {name: {arm: float(np.mean(its)) for arm, its in by_arm.items()} for name, by_arm in found.items()}
+        for label, numbers in values.items():
+            if numbers:
+                means.setdefault(label, {}).setdefault(run.arm, []).append(float(np.nanmean(numbers)))
+    return {label: {arm: float(np.mean(runs)) for arm, runs in by_arm.items()} for label, by_arm in means.items()}
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:

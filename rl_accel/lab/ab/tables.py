@@ -68,7 +68,7 @@ def _rollouts(found: Mapping[str, Any]) -> Iterator[TextTable]:
     note += "low, high: of 95% of its draws. "
     note += "accepted, cancelled: mean tokens of responses of the same prompts; the cancelled ones had not ended."
     yield TextTable("Mean rollout seconds a step", columns, rows, [note])
-    counts = [[its["run"], *(str(epoch[key]) for key in _EPOCH)] for its in found["ledgers"] for epoch in its["epochs"]]
+    counts = [[run["run"], *(str(epoch[key]) for key in _EPOCH)] for run in found["ledgers"] for epoch in run["epochs"]]
     yield TextTable("Every prompt of an epoch is trained once", ["run", *_EPOCH], counts)
 
 
@@ -80,14 +80,14 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
         start = [row["arm"], row["metric"], f"{as_text(row['end'], '.4g')}{longest} {AXES[row['axis']]}"]
         levels.append([*start, *_texts(row, "+.3g"), f"{row['margin']:.3g}", row["answer"]])
         if reach := row.get("reach"):
-            counts = [f"{n} of {of}" for n, of in zip(reach["reached"], row["runs"], strict=True)]
+            counts = [f"{n} of {runs}" for n, runs in zip(reach["reached"], row["runs"], strict=True)]
             start = [row["arm"], f"{reach['level']:.4g}", AXES[row["axis"]]]
             reached.append([*start, *counts, *_texts(reach, ".2f")])
     columns = ["arm", "metric", "at", baseline, "arm's", "difference", "95% interval", "margin", "answer"]
     yield TextTable("Did it change learning?", columns, levels, found["notes"])
     runs = [f"runs of {baseline}", "of the arm", baseline, "arm's", "ratio", "95% interval"]
     yield TextTable("First time at a reward", ["arm", "reward", "in", *runs], reached)
-    data = [[name, *(as_text(its.get(arm), ".4g") for arm in arms)] for name, its in summary["data"].items()]
+    data = [[label, *(as_text(means.get(arm), ".4g") for arm in arms)] for label, means in summary["data"].items()]
     yield TextTable("What changed in the data", ["mean over runs", *arms], data)
 
 
