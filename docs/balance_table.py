@@ -34,20 +34,20 @@ def play(cluster: Cluster, lengths: Floats) -> float:
 
 
 def bounds(lengths: Floats, slots: int) -> tuple[float, float]:
-    """Returns how many times faster than stock a rollout of ``lengths`` can be at best, if the pace does not depend on the load.
+    """Returns two upper bounds of the speedup of a rollout of ``lengths`` over stock, if the pace does not depend on the load.
 
     The first number is for unknown lengths. All responses are then generated up to the same length, until no more responses are
     left than there are slots; the rest run side by side. The second number is for known lengths.
     """
-    stock = end_bound_at_arrival([(0.0, length) for length in lengths.ravel()], REPLICAS, slots)
+    stock_seconds = end_bound_at_arrival([(0.0, length) for length in lengths.ravel()], REPLICAS, slots)
     ascending, slots = np.sort(lengths, axis=None), REPLICAS * slots
-    far, longest = ascending[-slots - 1], ascending[-1]
-    unknown = np.minimum(ascending, far).sum() / slots + longest - far
-    return stock / unknown, stock / max(ascending.sum() / slots, longest)
+    together, longest = ascending[-slots - 1], ascending[-1]
+    unknown = np.minimum(ascending, together).sum() / slots + longest - together
+    return stock_seconds / unknown, stock_seconds / max(ascending.sum() / slots, longest)
 
 
 def print_bounds(slots: int) -> None:
-    """Print the mean :func:`bounds` of many draws."""
+    """Prints the mean :func:`bounds` of many draws."""
     rng = np.random.default_rng(0)
     drawn = [workload.published("math16k").lengths(range(PROMPTS), RESPONSES, rng) for _ in range(DRAWS)]
     unknown, known = np.mean([bounds(lengths.astype(float), slots) for lengths in drawn], axis=0)
@@ -55,7 +55,7 @@ def print_bounds(slots: int) -> None:
 
 
 def main() -> None:
-    """Print the table in Markdown, and the bounds."""
+    """Prints the table in Markdown, and the bounds."""
     columns = (
         "slots a replica",
         "stock, s",
@@ -71,7 +71,7 @@ def main() -> None:
     engine = published.engine("qwen2.5-14b")
     arms = {"late": (False, False, 0), "order": (True, False, 0), "moves": (True, False, 2), "known": (False, True, 0)}
     for slots, cache in ((16, math.inf), (32, math.inf), (64, math.inf), (256, math.inf), (256, 50_000.0)):
-        its = EngineModel(
+        replica = EngineModel(
             engine.step_seconds, engine.cached_token_seconds, engine.prompt_token_seconds, 0.0, slots, cache
         )
         seconds = {}
@@ -81,11 +81,11 @@ def main() -> None:
             load = workload.published("math16k")
             epochs = [load.lengths(range(PROMPTS), RESPONSES, rng) for _ in range(2)]
             for epoch, lengths in enumerate(epochs):
-                stock = Cluster(its, REPLICAS, PROMPT_TOKENS)
+                stock = Cluster(replica, REPLICAS, PROMPT_TOKENS)
                 seconds.setdefault(("stock", epoch), []).append(play(stock, lengths))
             for arm, (ordered, known, most) in arms.items():
                 core = Balance(slots, BalanceFlags(max_moves=most), ordered)
-                balanced = BalancedCluster(its, REPLICAS, PROMPT_TOKENS, core)  # the second epoch knows the first
+                balanced = BalancedCluster(replica, REPLICAS, PROMPT_TOKENS, core)  # the second epoch knows the first
                 for epoch, lengths in enumerate(epochs):
                     given = np.sort(lengths, axis=None)[::-1][:, None] if known else lengths
                     seconds.setdefault((arm, epoch), []).append(play(balanced, given))

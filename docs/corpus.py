@@ -2,9 +2,8 @@
 
     .venv/bin/python docs/corpus.py --verl-root DIR --recipe-root DIR --slime-root DIR [--page FILE]
 
-Scripts run in a shell in which programs that start a trainer only note their arguments, and every other program but a few
-that read text does nothing. A line of verl is composed by hydra for the installed verl, and each feature is asked for by name, as
-in the driver and, for a recipe with its own trainer, as in that trainer's constructor. Nothing is started or downloaded.
+A line of verl is composed by hydra for the installed verl, and each feature is asked for by name, as in the driver and, for a
+recipe with its own trainer, as in that trainer's constructor. Nothing is started or downloaded (``launch_lines.py``).
 """
 
 import argparse
@@ -17,42 +16,24 @@ import logging
 import os
 import re
 import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-READERS = "bash sh cat dirname basename date sed awk grep head tail wc realpath readlink env seq sort expr cut tr uname id uniq"
-STARTERS = "python python3 ray torchrun accelerate uv nohup srun sbatch"
-NOTE = """#!/bin/sh
-case "$1" in
-  -c) case "$*" in *npu*) exit 1;; esac; echo 8; exit 0;;
-  -) exit 0;;
-esac
-{{ printf '%s\\0' "$0" "$@"; printf '\\0'; }} >> {record}
-"""
-SHELL = {
-    "BASH_FUNC_command_not_found_handle%%": "() { :; }",
-    "BASH_FUNC_ulimit%%": "() { :; }",
-    "BASH_FUNC_kill%%": "() { :; }",
-    "BASH_FUNC_cd%%": '() { builtin cd "$@" 2>/dev/null || :; }',
-    "BASH_FUNC_source%%": '() { [ ! -f "$1" ] || builtin source "$@"; }',
-}
-GIVEN = (
-    "WORLD_SIZE=1 RANK=0 DEVICE=gpu INFER_BACKEND=vllm USE_DUMMY_MODEL=False project_name=p exp_name=e experiment_name=e USER=u "
-    "HOME=/h HDFS_ROOT=/h RAY_DATA_HOME=/h DATA_ROOT=/h MODEL_PATH=/h WORKING_DIR=/h RUNTIME_ENV=/h/e.yaml HF_HOME=/h "
-    "ckpts_home=/h LORA_ADAPTER_PATH=/h SLURM_SUBMIT_DIR=/h VERL_PROFILE_SAVE_PATH=/h"
+from launch_lines import launch_lines
+
+_FOLDERS = (
+    "HOME HDFS_ROOT RAY_DATA_HOME DATA_ROOT MODEL_PATH WORKING_DIR HF_HOME ckpts_home LORA_ADAPTER_PATH"
+    " SLURM_SUBMIT_DIR VERL_PROFILE_SAVE_PATH"
 )
+_NAMES = "project_name exp_name experiment_name USER"
+GIVEN = {**dict.fromkeys(_FOLDERS.split(), "/h"), **dict.fromkeys(_NAMES.split(), "e"), "WORLD_SIZE": "1", "RANK": "0"}
+GIVEN |= {"RUNTIME_ENV": "/h/e.yaml", "DEVICE": "gpu", "INFER_BACKEND": "vllm", "USE_DUMMY_MODEL": "False"}
 """Variables that scripts expect of their user."""
-SECONDS = 20.0
-"""Seconds after which a script that has not ended is stopped; what it has launched until then counts."""
 HEAD = """# Launch scripts of verl and slime
 
 Written by `make corpus`, which tries every launch script of these projects with every feature, asked for by name, on the installed
@@ -64,12 +45,12 @@ feature is on and has nothing to do; a crash would be an error that is neither.
 
 @dataclass
 class Corpus:
-    """The outcome of a project's scripts.
+    """Outcomes of the launch lines of one project.
 
     Attributes:
-        lines: number of launch lines by what became of them.
-        outcomes: by feature, the number of lines that were accepted, refused, without effect, crash.
-        reasons: by feature and outcome, the number of lines by reason.
+        lines: number of launch lines, by what they start.
+        outcomes: number of lines, by feature and outcome (accepted, refused, without effect, crash).
+        reasons: number of lines by reason, by feature and outcome.
     """
 
     lines: Counter[str] = field(default_factory=Counter)
@@ -77,42 +58,10 @@ class Corpus:
     reasons: dict[tuple[str, str], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def add(self, feature: str, outcome: str, reason: str = "") -> None:
-        """Count the ``outcome`` of ``feature`` on one launch line."""
+        """Counts the ``outcome`` of ``feature`` on one launch line."""
         self.outcomes[feature][outcome] += 1
         if reason:
             self.reasons[feature, outcome][reason] += 1
-
-
-def launch_lines(root: Path) -> Iterator[list[str]]:
-    """Run every shell script below ``root`` and yield the command lines of trainers that it would start, without repetitions."""
-    with tempfile.TemporaryDirectory() as folder:
-        programs, record, work = Path(folder, "bin"), Path(folder, "record"), Path(folder, "work")
-        programs.mkdir()
-        work.mkdir()
-        for name in READERS.split():
-            (programs / name).symlink_to(shutil.which(name) or "/bin/true")
-        stubs = dict.fromkeys(STARTERS.split(), NOTE.format(record=shlex.quote(str(record))))
-        stubs |= {
-            "nvidia-smi": "#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i; done\n",
-            "tee": "#!/bin/sh\nexec cat\n",
-        }
-        for name, text in stubs.items():
-            (programs / name).write_text(text)
-            (programs / name).chmod(0o755)
-        for entry in root.iterdir():  # files that scripts write do not reach the checkout
-            (work / entry.name).symlink_to(entry)
-        env = dict(word.split("=", 1) for word in GIVEN.split()) | SHELL | {"PATH": str(programs)}
-        for script in sorted(root.rglob("*.sh")):
-            record.write_text("")
-            words = ["/bin/bash", str(script)]
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run(words, cwd=work, env=env, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS)
-            seen = set()
-            for call in record.read_text(errors="replace").split("\0\0"):
-                words = [word for word in call.split("\0") if word]
-                if words and tuple(words) not in seen:
-                    seen.add(tuple(words))
-                    yield words
 
 
 def main_and_overrides(words: Sequence[str]) -> tuple[str, list[str], str, str]:
@@ -139,13 +88,13 @@ def main_and_overrides(words: Sequence[str]) -> tuple[str, list[str], str, str]:
 
 
 def verl_corpus(roots: Sequence[Path]) -> Corpus:
-    """Try every launch line of the scripts below ``roots`` with every feature."""
+    """Tries every launch line of the scripts below ``roots`` with every feature."""
     from rl_accel.integrations.verl import drafts
 
-    drafts._vllm_version = lambda: drafts.TRIED[0]  # the installed one is not what is tried
+    drafts._vllm_version = lambda: drafts.TRIED[0]  # whatever is installed
     corpus = Corpus()
     for root in roots:
-        for words in launch_lines(root):
+        for words in launch_lines(root, GIVEN):
             main, overrides, path, name = main_and_overrides(words)
             run, built, why = _run(root, main, overrides, path, name)
             corpus.lines[why] += 1
@@ -155,7 +104,7 @@ def verl_corpus(roots: Sequence[Path]) -> Corpus:
 
 
 def _run(root: Path, main: str, overrides: list[str], path: str, name: str) -> tuple[Any, Any, str]:
-    """The composed run, the trainer that a recipe would build, and what became of the line."""
+    """Returns the composed run, the trainer that a recipe would build, and what the line starts, in words."""
     from rl_accel.patches.verl.verl_run import MAINS, VerlRun
 
     folder, built = None, None
@@ -172,7 +121,7 @@ def _run(root: Path, main: str, overrides: list[str], path: str, name: str) -> t
         folder = next((place for place in places if place.is_dir()), folder)
     try:
         run = VerlRun.compose(main, overrides, folder, name)
-    except Exception:  # hydra's many, for a key that this verl has no more, or not yet
+    except Exception:  # hydra raises many classes for a key that this verl lacks
         return None, None, "do not compose"
     return run, built, f"compose ({run.trainer if built is None else VerlRun(run.config, built).trainer})"
 
@@ -187,7 +136,7 @@ def _recipe_file(root: Path, main: str) -> Path | None:
 
 
 def _recipe_trainer(folder: Path) -> Any:
-    """An unbuilt trainer like the recipe's: whether it subclasses RayPPOTrainer, and sets up its workers itself."""
+    """Returns an unbuilt trainer with two properties of the recipe's: its base class, and whether it sets up its own workers."""
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     text = "".join(file.read_text(errors="replace") for file in folder.rglob("*.py"))
@@ -237,7 +186,7 @@ def _stock_problem(config: Any) -> str | None:
 
 
 def as_text(title: str, corpus: Corpus) -> str:
-    """Returns the tables of a project."""
+    """Returns the tables of a project in Markdown."""
     columns = ("accepted", "refused", "without effect", "crash")
     lines = [f"## {title}", "", "| launch lines | number |", "|---|---|"]
     lines += [f"| all | {corpus.lines.total()} |", *(f"| {why} | {n} |" for why, n in corpus.lines.most_common())]
@@ -251,7 +200,7 @@ def as_text(title: str, corpus: Corpus) -> str:
 
 
 def main() -> None:
-    """Read the options, try what is given, and write the page. Exit status 1 after a crash."""
+    """Tries the scripts of the checkouts that the options name, and writes the page. Exits with 1 after a crash."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option in ("--verl-root", "--recipe-root", "--slime-root"):
         parser.add_argument(option, type=Path, help="a checkout; left out where absent")

@@ -90,15 +90,15 @@ def setup(model: str, tp: int | None = None) -> Setup:
     tensor-parallel size; None stands for the published size.
     """
     cluster = workloads.load("h800.json")
-    its = cluster["models"][model]
-    workload = workloads.published("math16k").limited(its["limit"])
-    if "exponent" in its:  # the lengths published for a 14B model, rescaled to a fitted median and spread
-        tokens = its["median_tokens"] * (workload.tokens / np.median(workload.tokens)) ** its["exponent"]
-        workload = replace(workload, tokens=np.minimum(tokens, its["limit"]).astype(np.int64), prompt_tokens=200)
+    sizes = cluster["models"][model]
+    workload = workloads.published("math16k").limited(sizes["limit"])
+    if "exponent" in sizes:  # the lengths published for a 14B model, rescaled to a fitted median and spread
+        tokens = sizes["median_tokens"] * (workload.tokens / np.median(workload.tokens)) ** sizes["exponent"]
+        workload = replace(workload, tokens=np.minimum(tokens, sizes["limit"]).astype(np.int64), prompt_tokens=200)
     count = PROMPTS * RESPONSES
-    training = 6 * its["parameters"] * workload.tokens.mean() * count / cluster["training_flops"] / its["gpus"]
-    stages = {"update_actor": training, "reward": cluster["reward_gpu_seconds"] * count / its["gpus"]}
-    replicas = its["gpus"] // (tp or its["tp"])
+    training = 6 * sizes["parameters"] * workload.tokens.mean() * count / cluster["training_flops"] / sizes["gpus"]
+    stages = {"update_actor": training, "reward": cluster["reward_gpu_seconds"] * count / sizes["gpus"]}
+    replicas = sizes["gpus"] // (tp or sizes["tp"])
     return Setup(PROMPTS, RESPONSES, replicas, engines.engine(model, tp), workload, stages)
 
 
@@ -144,9 +144,9 @@ def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Itera
         played = rounds_of(setup("qwen3-8b", tp), TailBatchingFlags(), rounds, seed)
         for kind in ("short", "long"):
             preemptions, seconds = data["tp_preemptions_qwen3_8b_32k_8xH800"][f"{kind}_round"][f"tp{tp}"]
-            its = [p for p in played if p.metrics.kind == kind]
-            yield Row(f"TP {tp} {kind} preemptions", preemptions, fmean(p.preemptions for p in its))
-            yield Row(f"TP {tp} {kind} seconds", seconds, fmean(p.metrics.rollout_seconds for p in its))
+            of_kind = [p for p in played if p.metrics.kind == kind]
+            yield Row(f"TP {tp} {kind} preemptions", preemptions, fmean(p.preemptions for p in of_kind))
+            yield Row(f"TP {tp} {kind} seconds", seconds, fmean(p.metrics.rollout_seconds for p in of_kind))
 
 
 def _overlapped(at: Setup, played: list[Round]) -> float:
@@ -212,9 +212,9 @@ def main() -> None:
     )
     given = parser.parse_args()
     if given.scatter:
-        for its in zip(*(rows(given.scatter, seed) for seed in range(20)), strict=True):
-            low, high = np.quantile([row.simulated for row in its], [0.025, 0.975])
-            print(f"| {its[0].name} | {its[0].published:g} | {low:.4g} to {high:.4g} |")
+        for draws in zip(*(rows(given.scatter, seed) for seed in range(20)), strict=True):
+            low, high = np.quantile([row.simulated for row in draws], [0.025, 0.975])
+            print(f"| {draws[0].name} | {draws[0].published:g} | {low:.4g} to {high:.4g} |")
         return
     values = fit(given.fit) if given.fit else {}
     if values:

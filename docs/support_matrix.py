@@ -30,11 +30,11 @@ VERSIONS: dict[str, tuple[str, ...]] = {
     "0.9.0": (),
     "0.9.1": (),
 }
-"""Versions of verl, and what each needs older, or besides, than the newest one does."""
+"""Mapping from version of verl to the packages that this version needs in another version, or in addition."""
 TORCH_OF_VLLM = {"0.24.0": "2.11.0"}
 """Mapping from a version of vLLM's CPU build to the version of torch that it needs, if not the one of `make vllm`."""
 OF_VLLM = ("final_output", "drafts")
-"""Features of vLLM's own code."""
+"""Features that replace code of vLLM, or run in vLLM."""
 OWN_TESTS = re.compile(r"compute_\w+_(advantage|return)|masked_whiten|ReplayBuffer")
 ENABLED = "import sys, rl_accel, pytest; rl_accel.enable(); sys.exit(pytest.main(sys.argv[1:]))"
 HEAD = """# Support matrix
@@ -55,21 +55,21 @@ ENGINES_HEAD = """
 def run(
     command: list[str], folder: Path | None = None, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` with our repository, and before everything else ``folder``, on Python's path."""
+    """Runs ``command`` with ``folder`` first on Python's path, then this repository."""
     paths = [str(path) for path in (folder, REPOSITORY) if path is not None]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", **variables}
     return subprocess.run(command, env=environment, cwd=cwd or REPOSITORY, capture_output=True, text=True, check=False)
 
 
 def install(folder: Path, *what: str) -> None:
-    """Put packages into ``folder``, unless it is there, without what pip would bring along."""
+    """Installs the packages ``what``, without their dependencies, into ``folder``. Does nothing if the folder exists."""
     if not folder.is_dir():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
         subprocess.run([*pip, *what], check=True)
 
 
 def diagnosis(folder: Path | None = None) -> dict[str, Any]:
-    """Returns what ``rl-accel doctor`` finds with ``folder`` first on the path."""
+    """Returns the report of ``rl-accel doctor`` with ``folder`` first on Python's path."""
 
     def ask(**variables: str) -> dict[str, Any]:
         answer = run([sys.executable, "-m", "rl_accel", "doctor", "--json"], folder, **variables)
@@ -84,7 +84,7 @@ def diagnosis(folder: Path | None = None) -> dict[str, Any]:
 
 
 def own_tests(folder: Path) -> str:
-    """Run verl's own tests of the functions we replace, with the pack on; return what pytest says at the end."""
+    """Runs verl's own tests of the replaced functions, with ``rl_accel.enable()``. Returns the counts that pytest prints last."""
     files = sorted(path for path in (folder / "tests").rglob("test_*_on_cpu.py") if OWN_TESTS.search(path.read_text()))
     if not files:
         return "none"
@@ -138,13 +138,13 @@ def install_engine(package: str, version: str, python: Path) -> None:
 
 
 def summary(tests: subprocess.CompletedProcess[str]) -> str:
-    """Returns what pytest counts in its last line."""
+    """Returns the counts of passed, failed and skipped tests in pytest's last line."""
     last = (tests.stdout.splitlines() or ["no answer"])[-1]
     return ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)", last)) or last
 
 
 def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Returns for each feature what a cell says about ``framework``, and the reasons of what does not work."""
+    """Returns the table cell of each feature for ``framework``, and the reasons why parts of a feature do not work."""
     cells, reasons = {}, defaultdict(list)
     checks = defaultdict(list)
     for check in report["checks"]:
