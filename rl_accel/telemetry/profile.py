@@ -171,7 +171,7 @@ class Profile:
     @cached_property
     def zero_groups(self) -> tuple[Sequence[float], str]:
         """Result of :func:`_zero_shares`; no shares if skip_zero is on or cannot work."""
-        names = {name for metrics in self.metrics.values() for name in metrics}
+        names = set().union(*self.metrics.values())
         is_possible = self.folder.is_dir() and "skip_zero" not in self.on and _NEVER_ZERO.isdisjoint(names)
         return _zero_shares(self.folder) if is_possible else ([], "")
 

@@ -79,8 +79,13 @@ class Logged:
         words = [self.source, f"{count} step{'s' * (count != 1)}"]
         if starts:
             words.append(f"{starts} restart{'s' * (starts != 1)}")
-        has_telemetry = any(name.startswith(TELEMETRY) for step in self.steps.values() for name in step)
+        has_telemetry = any(name.startswith(TELEMETRY) for name in self.metric_names)
         return ", ".join([*words, "telemetry" if has_telemetry else "no telemetry"])
+
+    @property
+    def metric_names(self) -> set[str]:
+        """Names of all metrics of all steps."""
+        return set().union(*self.steps.values())
 
     @property
     def notes(self) -> list[str]:

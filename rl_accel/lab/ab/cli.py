@@ -99,14 +99,15 @@ def ab(
     if recipe is not None and recipe.is_dir():
         recipe /= "recipe.yaml"
     try:
-        runs = ("resume", "overwrite", "only", "ray_address")
+        how_to_run = ("resume", "overwrite", "only")
         if report_only is not None:
-            refuse_idle_options("with --report-only", "out", "arms", "seeds", "steps", "dry_run", "launch", *runs)
+            idle = ("out", "arms", "seeds", "steps", "dry_run", "launch", "ray_address", *how_to_run)
+            refuse_idle_options("with --report-only", *idle)
             sys.exit(_rebuild(report_only.resolve(), recipe, platform, console))
         if recipe is None:
             raise click.UsageError("give RECIPE, or --report-only DIR")
         if launch or dry_run:
-            refuse_idle_options("where nothing runs", *runs[: 4 if launch else 3])
+            refuse_idle_options("where nothing runs", *how_to_run, *(["ray_address"] if launch else []))
         if resume and overwrite:
             raise click.UsageError("--resume and --overwrite exclude each other")
         spec = load(recipe, platform)

@@ -19,7 +19,7 @@ from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, parse_ma
 from rl_accel.lab.ab.runner import RunResult, load_result
 from rl_accel.lab.ab.stats import RunData
 from rl_accel.rollout.round_driver import METRICS_PREFIX
-from rl_accel.telemetry.readers import read
+from rl_accel.telemetry.readers import Logged, read
 
 SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", "train_time"])
 """Names of slime's metrics. The stages ``train_wait_time`` and ``train_time`` together are a whole step of slime."""
@@ -65,46 +65,55 @@ def gather(
     Raises:
         RlAccelError: a run cannot be read, or no run of an arm logged the reward metric.
     """
-    logged = {arm: {run: read(*run.split(",")) for run in runs} for arm, runs in arms.items()}
-    names = {name for its in logged.values() for run in its.values() for step in run.steps.values() for name in step}
+    logged = {arm: {path: read(*path.split(",")) for path in paths} for arm, paths in arms.items()}
+    metrics_of = {arm: set().union(*(run.metric_names for run in logs.values())) for arm, logs in logged.items()}
+    names = set().union(*metrics_of.values())
     folder = Path(arms[next(iter(arms))][0].partition(",")[0]).resolve().parent
     if (folder / "ab.json").exists():
         recipe = load(folder / "recipe.yaml")
     else:
-        rounds = any(name.startswith(METRICS_PREFIX) for name in names)
-        of_framework = SLIME if SLIME.reward in names else Metrics()
-        recipe = Recipe("compare", metrics=of_framework, rollout=Rollout(rounds))
+        has_rounds = any(name.startswith(METRICS_PREFIX) for name in names)
+        metrics_of_framework = SLIME if SLIME.reward in names else Metrics()
+        recipe = Recipe("compare", metrics=metrics_of_framework, rollout=Rollout(has_rounds))
     recipe = replace(recipe, arms={arm: recipe.arms.get(arm, Arm()) for arm in arms}, baseline=next(iter(arms)))
     recipe.metrics = replace(recipe.metrics, **metrics)
     parse_margin(recipe.metrics.margin)
     reward, runs, notes = recipe.metrics.reward, [], []
     gpus: dict[str, list[str]] = {}
-    for arm, its in logged.items():
-        own = {name for run in its.values() for step in run.steps.values() for name in step}
-        if reward not in own:
-            hint = did_you_mean(reward, own)
+    for arm, logs in logged.items():
+        if reward not in metrics_of[arm]:
+            hint = did_you_mean(reward, metrics_of[arm])
             raise RecipeError(f"{arm}: no run logged {reward}{hint}; --reward names what to compare in all arms")
-        # slime logs seed and batch size as top-level keys of the configuration, verl in the section data
-        sections = ((run.config, run.config.get("data")) for run in its.values())
-        told = [config | (data if isinstance(data, dict) else {}) for config, data in sections]
-        named = [re.findall(r"seed[-_=]?(\d+)", place) or [of.get("seed")] for place, of in zip(its, told, strict=True)]
-        seeds = [int(found[-1]) if str(found[-1]).isdecimal() else None for found in named]
-        known = None not in seeds and len(set(seeds)) == len(seeds)
-        if not known:
+        settings = [_settings_of(run) for run in logs.values()]
+        seeds = list(map(_seed_of, logs, settings))
+        are_known = None not in seeds and len(set(seeds)) == len(seeds)
+        if not are_known:
             notes.append(f"{arm}: its runs pair with none, as neither paths (seedN) nor W&B tell a seed of each")
-        for index, (place, run) in enumerate(its.items()):
-            seed, label = (seeds[index], "") if known else (None, f"{arm}-run{index}")
-            folder, result = Path(place), load_result(Path(place))
-            batch = batch_size or told[index].get("train_batch_size") or told[index].get("rollout_batch_size")
+        for index, (path, run) in enumerate(logs.items()):
+            seed, label = (seeds[index], "") if are_known else (None, f"{arm}-run{index}")
+            folder, result = Path(path), load_result(Path(path))
+            batch = batch_size or settings[index].get("train_batch_size") or settings[index].get("rollout_batch_size")
             command = [*(result.command if result else ()), *([f"data.train_batch_size={batch}"] if batch else ())]
             runs.append(RunData(arm, seed, run.steps, command, folder if folder.is_dir() else None, label))
             gpus.setdefault(run.config.get("gpus", "unknown ones"), []).append(runs[-1].name)
-            where = f"{run.source}, steps {min(run.steps)} to {max(run.steps)}, {place}"
+            where = f"{run.source}, steps {min(run.steps)} to {max(run.steps)}, {path}"
             notes.append(f"{runs[-1].name}: {'; '.join([where, *run.notes])}")
     if len(gpus) > 1 or "unknown ones" in gpus:
-        where = "; ".join(f"{listed(its, runs)} on {kind}" for kind, its in gpus.items())
+        where = "; ".join(f"{listed(run_names, runs)} on {kind}" for kind, run_names in gpus.items())
         notes.append(f"seconds and hours compare only what ran on equal GPUs: {where}")
     return recipe, [replace(runs[0], notes=notes), *runs[1:]]
+
+
+def _settings_of(run: Logged) -> dict[str, Any]:
+    """Returns the logged configuration of a run. verl logs seed and batch size in the section ``data``, slime at the top."""
+    data = run.config.get("data")
+    return run.config | (data if isinstance(data, dict) else {})
+
+
+def _seed_of(path: str, settings: Mapping[str, Any]) -> int | None:
+    """Returns the seed in the path of a run (``seedN``), or else in its configuration; None if there is none."""
+    seed = str((re.findall(r"seed[-_=]?(\d+)", path) or [settings.get("seed")])[-1])
+    return int(seed) if seed.isdecimal() else None
 
 
 @click.command(context_settings={"ignore_unknown_options": True})  # otherwise click rejects --against

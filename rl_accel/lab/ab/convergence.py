@@ -168,7 +168,7 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     - ``reach``: result of :func:`times_to_reach`; only in rows of the reward.
     """
     rows, notes, curves = [], [note for run in runs for note in run.notes], {}
-    logged = {name for run in runs for step in run.steps.values() for name in step}
+    logged = set().union(*(step for run in runs for step in run.steps.values()))
     seconds = [sum(metrics[names.step_metric] for metrics in run.training_steps(names).values()) for run in runs]
     time = "minutes" if 0 < max(seconds, default=0) < _SECONDS["hours"] else "hours"
     axes = ["steps", "prompts", time]

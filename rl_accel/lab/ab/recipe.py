@@ -350,12 +350,12 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name, arm in recipe.arms.items():
         if arm.seeds is not None and not (arm.seeds and set(arm.seeds) <= set(recipe.seeds)):
             yield f"arms.{name}.seeds wants some of {recipe.seeds}, found {arm.seeds}"
-    least = {
-        "nodes": (recipe.nodes, 1),
-        "gpus": (recipe.gpus, 1),
-        "metrics.warmup_steps": (recipe.metrics.warmup_steps, 0),
-    }
-    for key, (value, minimum) in least.items():
+    numbers = (
+        ("nodes", recipe.nodes, 1),
+        ("gpus", recipe.gpus, 1),
+        ("metrics.warmup_steps", recipe.metrics.warmup_steps, 0),
+    )
+    for key, value, minimum in numbers:
         if value < minimum:
             yield f"{key} wants at least {minimum}, found {value}"
     if recipe.timeout_s is not None and not recipe.timeout_s > 0:
@@ -435,13 +435,9 @@ def plan_runs(
             )
     if not arms or len(set(arms)) < len(arms):
         raise RecipeError(f"--arms wants different arms, found {', '.join(arms) or 'nothing'}")
-    kept = {name: arm.seeds for name, arm in recipe.arms.items() if arm.seeds is not None}
-    return [
-        _plan(recipe, recipe_dir, out, arm, seed, steps)
-        for seed in seeds
-        for arm in arms
-        if seed in kept.get(arm, seeds)
-    ]
+    own_seeds = {name: arm.seeds for name, arm in recipe.arms.items() if arm.seeds is not None}
+    runs = [(arm, seed) for seed in seeds for arm in arms if seed in own_seeds.get(arm, seeds)]
+    return [_plan(recipe, recipe_dir, out, arm, seed, steps) for arm, seed in runs]
 
 
 def prepare_command(recipe: Recipe, recipe_dir: Path, out: Path) -> tuple[list[str], dict[str, str | None]]:
@@ -458,16 +454,8 @@ def prepare_command(recipe: Recipe, recipe_dir: Path, out: Path) -> tuple[list[s
 
 def _plan(recipe: Recipe, recipe_dir: Path, out: Path, arm: str, seed: int, steps: int) -> RunPlan:
     directory = out / f"{arm}-seed{seed}"
-    known = {
-        "recipe_dir": str(recipe_dir),
-        "out": str(out),
-        "run_dir": str(directory),
-        "arm": arm,
-        "seed": str(seed),
-        "steps": str(steps),
-        "gpus": str(recipe.gpus),
-        "nodes": str(recipe.nodes),
-    }
+    known = {"recipe_dir": str(recipe_dir), "out": str(out), "run_dir": str(directory), "arm": arm, "seed": str(seed)}
+    known |= {"steps": str(steps), "gpus": str(recipe.gpus), "nodes": str(recipe.nodes)}
     overrides = [*recipe.overrides, *recipe.seed_overrides, *recipe.steps_overrides, *recipe.arms[arm].overrides]
     command = _command(recipe.command, known, "command")
     command += [_fill(item, known, "overrides", strict=False) for item in overrides]

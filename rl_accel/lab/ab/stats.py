@@ -221,7 +221,7 @@ def differences(base: RunData, other: RunData) -> dict[str, Any]:
     """
     rows: list[dict[str, Any]] = []
     steps = sorted(base.steps.keys() & other.steps.keys())
-    metrics = sorted(compared({name for run in (base, other) for step in steps for name in run.steps[step]}))
+    metrics = sorted(compared(set().union(*(run.steps[step] for run in (base, other) for step in steps))))
     for name in metrics:
         values = [(step, base.steps[step].get(name), other.steps[step].get(name)) for step in steps]
         values = [(step, a, b) for step, a, b in values if (a, b) != (None, None)]
