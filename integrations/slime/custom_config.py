@@ -113,10 +113,10 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
         warnings = put_in_place(SimpleNamespace(**{**_DEFAULTS, **content}), flags, {})
     else:
         named = read(line)
-        theirs = named.setdefault("custom_config_path", str(path))
-        if not _is_file(theirs, path):
+        named_file = named.setdefault("custom_config_path", str(path))
+        if not _is_file(named_file, path):
             raise ConfigError(
-                f"slime reads one --custom-config-path, found {theirs} and {path}: put their keys into one"
+                f"slime reads one --custom-config-path, found {named_file} and {path}: put their keys into one"
             )
         args, warnings = parsed([*line, f"--custom-config-path={path}"], content)
         warnings += [*put_init_in_place(args, flags, named), *put_in_place(args, flags, named)]
@@ -139,11 +139,11 @@ def _inits_of_roles(args: Any) -> list[str]:
         return []
     try:
         roles: Any = OmegaConf.to_container(OmegaConf.load(path))["megatron"]  # type: ignore[index,call-overload]
-        theirs = {role["role"]: (role.get("overrides") or role.get("args") or {}).get(key, ours) for role in roles}
+        inits = {role["role"]: (role.get("overrides") or role.get("args") or {}).get(key, ours) for role in roles}
     except Exception as error:  # no such file, or of another form
         return [f"{STOPS}: {path}: {one_line(repr(error))}"]
     wanted = f"must call {ours}, or nothing of the file is on there"
-    return [f"{key} {init} of the {role} in {path} {wanted}" for role, init in theirs.items() if init != ours]
+    return [f"{key} {init} of the {role} in {path} {wanted}" for role, init in inits.items() if init != ours]
 
 
 def _is_file(written: str, path: Path) -> bool:
@@ -158,17 +158,17 @@ def _is_file(written: str, path: Path) -> bool:
 @contextlib.contextmanager
 def unread_flags() -> Iterator[Callable[[], list[str]]]:
     """Yields a function that returns the flags unknown to all parsers that ran inside the block. slime skips such flags."""
-    left: list[set[str]] = []
+    unread: list[set[str]] = []
     known = argparse.ArgumentParser.parse_known_args
 
     def parse(*args: Any, **kwargs: Any) -> Any:
-        found, others = known(*args, **kwargs)
-        left.append({word.partition("=")[0] for word in others if _FLAG.match(word)})
-        return found, others
+        namespace, unknown_words = known(*args, **kwargs)
+        unread.append({word.partition("=")[0] for word in unknown_words if _FLAG.match(word)})
+        return namespace, unknown_words
 
     argparse.ArgumentParser.parse_known_args = parse  # type: ignore[method-assign]
     try:
-        yield lambda: sorted(set.intersection(*left))
+        yield lambda: sorted(set.intersection(*unread))
     finally:
         argparse.ArgumentParser.parse_known_args = known  # type: ignore[method-assign]
 

@@ -22,9 +22,9 @@ def flags_of(args: Any) -> Flags:
         ConfigError: a flag is wrong.
         PatchRefused: a feature does not support this version of slime.
     """
-    given = getattr(args, "rl_accel", None) or {}
-    if given or RUNTIME.sources() is not None:
-        RUNTIME.set_source(FRAMEWORK, given)
+    sections = getattr(args, "rl_accel", None) or {}
+    if sections or RUNTIME.sources() is not None:
+        RUNTIME.set_source(FRAMEWORK, sections)
     require_values(RUNTIME.flags())
     return RUNTIME.flags()
 
@@ -90,5 +90,5 @@ def megatron_init(args: Any) -> None:
     notes = put_init_in_place(args, flags, launch_line.of_this_job())
     for note in notes if getattr(args, "rank", 0) == 0 else ():
         logger.info("rl-accel: %s", note)
-    if (theirs := getattr(args, "custom_megatron_init_path", None)) != before:
-        function_at(str(theirs))(args)
+    if (user_path := getattr(args, "custom_megatron_init_path", None)) != before:
+        function_at(str(user_path))(args)

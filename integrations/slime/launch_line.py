@@ -119,10 +119,10 @@ def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[
         if section.enable and hooks.estimators and estimator not in (None, *hooks.estimators):
             wanted = f"--advantage-estimator {' or '.join(hooks.estimators)}"
             notes.append(f"{name} has nothing to do: it serves {wanted}, found {estimator}")
-    for key, ours in SLIME_MEGATRON.items():
-        if getattr(args, key, None) == ours != (theirs := line.get(key, ours)):
-            setattr(args, key, theirs)
-            notes.append(f"{flag_of(key)} {theirs} is called after ours")
+    for key, our_path in SLIME_MEGATRON.items():
+        if getattr(args, key, None) == our_path != (user_path := line.get(key, our_path)):
+            setattr(args, key, user_path)
+            notes.append(f"{flag_of(key)} {user_path} is called after ours")
     return notes
 
 
@@ -148,25 +148,25 @@ def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
             found = getattr(args, key, None) if wanted is None else line.get(key, wanted)
             if str(found) != str(wanted):
                 refuse(f"rl_accel.{name}", flag_of(key), "unset" if wanted is None else wanted, found)
-        for key, ours in hooks.arguments.items():
-            theirs = getattr(args, key, None)
-            if isinstance(ours, list):
-                ours = [*(theirs or []), *(path for path in ours if path not in (theirs or []))]
-            elif theirs in (None, ours, STOCK.get(key)):
+        for key, our_path in hooks.arguments.items():
+            user_path = getattr(args, key, None)
+            if isinstance(our_path, list):
+                our_path = [*(user_path or []), *(path for path in our_path if path not in (user_path or []))]
+            elif user_path in (None, our_path, STOCK.get(key)):
                 pass
             elif key in LOG_FUNCTIONS:
-                args.rl_accel_kept = {**getattr(args, "rl_accel_kept", {}), key: theirs}
-                notes.append(f"{flag_of(key)} {theirs} is called after ours")
-            elif key == "custom_rm_path" and flags[REWARD_TIMEOUT].grader in (None, theirs):
+                args.rl_accel_kept = {**getattr(args, "rl_accel_kept", {}), key: user_path}
+                notes.append(f"{flag_of(key)} {user_path} is called after ours")
+            elif key == "custom_rm_path" and flags[REWARD_TIMEOUT].grader in (None, user_path):
                 sections = getattr(args, "rl_accel", None) or {}
                 given = sections.get(name) or {}
                 given = given if isinstance(given, Mapping) else {"enable": given}
-                args.rl_accel = {**sections, name: {**given, "grader": theirs}}
-                section = replace(section, grader=theirs)
-                notes.append(f"{flag_of(key)} {theirs} is now rl_accel.reward_timeout.grader")
+                args.rl_accel = {**sections, name: {**given, "grader": user_path}}
+                section = replace(section, grader=user_path)
+                notes.append(f"{flag_of(key)} {user_path} is now rl_accel.reward_timeout.grader")
             else:
-                refuse(f"rl_accel.{name}", flag_of(key), getattr(section, "grader", "unset"), theirs)
-            setattr(args, key, ours)
+                refuse(f"rl_accel.{name}", flag_of(key), getattr(section, "grader", "unset"), user_path)
+            setattr(args, key, our_path)
         if hooks.check:
             function_at(hooks.check)(args, section)
     return notes

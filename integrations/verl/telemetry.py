@@ -178,17 +178,17 @@ class Observer:
             stage_clock.keep(self._file, step, responses)
         except OSError as error:
             _warn("responses cannot be kept for rl-accel profile", error)
-        found = stage_clock.completion(responses)
+        metrics_of_step = stage_clock.completion(responses)
         seconds = logged.get("timing_s/gen", 0.0)
         if self._window_known and responses and seconds > 0:
-            found |= stage_clock.generation(responses, seconds, self._slots_each * len(servers) or None)
+            metrics_of_step |= stage_clock.generation(responses, seconds, self._slots_each * len(servers) or None)
         if self._slots_each:
-            found["slots"] = self._slots_each
+            metrics_of_step["slots"] = self._slots_each
         preemptions = self._preempted(servers)
         if preemptions is not None:
-            found["preemptions"] = preemptions
-        found["own_seconds"] = time.perf_counter() - began
-        return numbers | {f"telemetry/{name}": float(value) for name, value in found.items()}
+            metrics_of_step["preemptions"] = preemptions
+        metrics_of_step["own_seconds"] = time.perf_counter() - began
+        return numbers | {f"telemetry/{name}": float(value) for name, value in metrics_of_step.items()}
 
     def _fetch(self) -> list[Response]:
         """Returns the response records of all workers that answer. The records of a dead worker are lost."""

@@ -146,20 +146,20 @@ def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
     seconds. The mean gain of these rollouts is assumed for all rollouts.
     """
     stock, few = replace(setup, cluster=Cluster), min(rounds, BALANCED_ROUNDS)
-    whole, plain, found = (
+    whole, plain, migrating = (
         outcome_of(run, rounds_of(run, PLAIN, count, seed))
         for run, count in ((stock, rounds), (stock, few), (setup, few))
     )
-    gain = plain.rollout_seconds - found.rollout_seconds
-    return replace(found, rollout_seconds=whole.rollout_seconds - gain, step_seconds=whole.step_seconds - gain)
+    gain = plain.rollout_seconds - migrating.rollout_seconds
+    return replace(migrating, rollout_seconds=whole.rollout_seconds - gain, step_seconds=whole.step_seconds - gain)
 
 
 def options_of(setup: Setup) -> list[Option]:
     """Returns the options to evaluate for a run: features of rl-accel, then alternatives."""
-    found: list[Option] = []
+    options: list[Option] = []
 
     def add(name: str, how: str, changed: Setup, **more: Any) -> None:
-        found.append(Option(name, how, changed, **more))
+        options.append(Option(name, how, changed, **more))
 
     def on(*features: str, flags: Sequence[str] = ()) -> str:
         """Returns the words that turn ``features`` on and set ``flags``."""
@@ -211,7 +211,7 @@ def options_of(setup: Setup) -> list[Option]:
     limited = replace(setup, workload=setup.workload.limited(half))
     how = f"{'--rollout-max-response-len ' if setup.is_slime else 'data.max_response_length='}{half}"
     add(f"limit of {half:,} tokens", how, limited, cost=cut, ours=False)
-    return found
+    return options
 
 
 def answer(
@@ -226,15 +226,16 @@ def answer(
     answers: list[Answer] = []
     base: list[Prediction] = []
     for option in [Option("as it is", "", setup, ours=False), *options]:
-        found = []
+        predictions = []
         for draw in range(draws):
-            found.append(option.simulate(rounds, draw))
+            predictions.append(option.simulate(rounds, draw))
             note()
-        base = base or found
-        ours, plain = mean_of(found), mean_of(base)
-        ratios = Range.of([b.step_seconds / f.step_seconds for b, f in zip(base, found, strict=True)])
-        memory = ours.peak_tokens / plain.peak_tokens - 1
-        answers.append(Answer(option, ours, plain.step_seconds / ours.step_seconds, ratios.low, ratios.high, memory))
+        base = base or predictions
+        mean, plain = mean_of(predictions), mean_of(base)
+        ratios = [stock.step_seconds / ours.step_seconds for stock, ours in zip(base, predictions, strict=True)]
+        ratio = Range.of(ratios, plain.step_seconds / mean.step_seconds)
+        memory = mean.peak_tokens / plain.peak_tokens - 1
+        answers.append(Answer(option, mean, ratio.mean, ratio.low, ratio.high, memory))
     return answers
 
 
@@ -248,6 +249,6 @@ def best_of(answers: Sequence[Answer]) -> Answer | None:
 
     If several gains differ by less than :data:`SMALLEST_GAIN`, returns the first of these answers.
     """
-    ours = [found for found in answers if found.option.ours and not found.is_nothing]
-    most = max((found.ratio for found in ours), default=0.0)
-    return next((found for found in ours if found.ratio > most * (1 - SMALLEST_GAIN)), None)
+    ours = [answer for answer in answers if answer.option.ours and not answer.is_nothing]
+    most = max((answer.ratio for answer in ours), default=0.0)
+    return next((answer for answer in ours if answer.ratio > most * (1 - SMALLEST_GAIN)), None)

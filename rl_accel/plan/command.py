@@ -108,22 +108,24 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
     advice, preemptions = (levers(run), run.numbers.get("preemptions", 0.0)) if run else ([], 0.0)
     if run is not None:
         say(console, f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes))
-    found = Plan(setup, fit, answers, f"{draws} draws of {rounds} rollouts.", advice, preemptions)
-    found.show(console)
-    path = found.write(given["out"] or (run_dir if run_dir is not None and run_dir.is_dir() else Path()))
+    result = Plan(setup, fit, answers, f"{draws} draws of {rounds} rollouts.", advice, preemptions)
+    result.show(console)
+    path = result.write(given["out"] or (run_dir if run_dir is not None and run_dir.is_dir() else Path()))
     say(console, f"Written: {path}")
 
 
-def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
+def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
     """Returns the setup that the options of ``rl-accel plan`` describe if there is no measured run."""
-    missing = [name for name in ("prompts", "responses", "replicas", "step_seconds") if not given[name]]
+    missing = [name for name in ("prompts", "responses", "replicas", "step_seconds") if not options[name]]
     if missing:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise RlAccelError(f"--lengths needs {names} as well: lengths say nothing of the engine and the batch")
     known = lengths.startswith(_PUBLISHED)
-    workload = published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths), given["tokenizer"])
-    sizes = {key: given[key] for key in ("slots", "cache_tokens") if given[key]}
-    model = given["step_seconds"]
-    stages = {"update_actor": given["other_seconds"]} if given["other_seconds"] else {}
-    batch = given["prompts"], given["responses"], given["replicas"]
+    workload = (
+        published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths), options["tokenizer"])
+    )
+    sizes = {key: options[key] for key in ("slots", "cache_tokens") if options[key]}
+    model = options["step_seconds"]
+    stages = {"update_actor": options["other_seconds"]} if options["other_seconds"] else {}
+    batch = options["prompts"], options["responses"], options["replicas"]
     return Setup(*batch, replace(engine(model) if isinstance(model, str) else model, **sizes), workload, stages)

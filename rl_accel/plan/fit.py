@@ -96,11 +96,11 @@ def fit_engine(
     knots = [*(k for k in _KNOTS if k <= max(most / 4, 1)), *[most] * (most > 1)]
     factors = _factors_of(batches, knots, prompt_tokens, slots=slots, cache_tokens=cache_tokens)
     pace = float(np.median(seconds / np.concatenate([batch.tokens for batch in batches])))
-    found = _least_squares(factors, seconds, pace / 100)
-    paces = dict(zip(knots, np.cumsum(found[: len(knots)]).tolist(), strict=True))
-    others = dict(zip(_CONSTANTS, found[len(knots) :].tolist(), strict=True))
+    constants = _least_squares(factors, seconds, pace / 100)
+    paces = dict(zip(knots, np.cumsum(constants[: len(knots)]).tolist(), strict=True))
+    others = dict(zip(_CONSTANTS, constants[len(knots) :].tolist(), strict=True))
     engine = EngineModel(paces, slots=slots, cache_tokens=cache_tokens, **others)
-    error = float(np.sqrt(np.square(factors @ found - seconds).mean()) / seconds.mean())
+    error = float(np.sqrt(np.square(factors @ constants - seconds).mean()) / seconds.mean())
     return Fit(engine, error, len(seconds))
 
 
@@ -111,12 +111,12 @@ def _batches_of(steps: Sequence[Sequence[Response]]) -> list[_Batch]:
         for response in step:
             if response.tokens:
                 batches.setdefault((number, response.server), []).append(response)
-    found = [_Batch(batch) for batch in batches.values()]
-    kept = _MAX_RESPONSES / max(sum(map(len, batches.values())), 1)
-    if kept < 1:
-        count = math.ceil(kept * len(found))
-        found = [found[n] for n in np.random.default_rng(0).choice(len(found), count, replace=False)]
-    return found
+    kept = [*batches.values()]
+    share = _MAX_RESPONSES / max(sum(map(len, kept)), 1)
+    if share < 1:
+        count = math.ceil(share * len(kept))
+        kept = [kept[n] for n in np.random.default_rng(0).choice(len(kept), count, replace=False)]
+    return list(map(_Batch, kept))
 
 
 def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: int, **limits: Any) -> Floats:

@@ -33,8 +33,8 @@ def flags_of_words(words: Iterable[str]) -> Flags:
         ConfigError: a flag is invalid.
     """
     ours = [word for word in (word.lstrip("+") for word in words) if word.startswith(_OURS)]
-    given = OmegaConf.to_container(OmegaConf.from_dotlist(ours)) if ours else {}
-    return resolve([("the command", given.get("rl_accel", {}) if isinstance(given, dict) else {})])
+    sections = OmegaConf.to_container(OmegaConf.from_dotlist(ours)) if ours else {}
+    return resolve([("the command", sections.get("rl_accel", {}) if isinstance(sections, dict) else {})])
 
 
 def asynchronous_mode(words: Iterable[str]) -> str:
@@ -74,18 +74,18 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
     poll = 0.0 if in_rounds or flags.requested(SAMPLER) != "off" else POLL_SECONDS
     setup = replace(setup, poll_seconds=poll)
     tails, first = flags[TAIL_BATCHING] if in_rounds else PLAIN, min(warmup, steps - 1)
-    found, uneven = [], []
+    predictions, uneven = [], []
     for draw in range(draws):
         rounds = rounds_of(setup, tails, steps, draw, limited, ends=True)[first:]
         skipping = setup.skipping_zero(draw) if flags.requested(SKIP_ZERO) != "off" else setup
-        found.append(outcome_of(skipping, rounds, ends=True))
+        predictions.append(outcome_of(skipping, rounds, ends=True))
         rng, seconds = np.random.default_rng(draw), [played.metrics.rollout_seconds for played in rounds]
         again = rng.choice(setup.uneven, len(setup.uneven))  # bootstrap, because a few ratios are uncertain
-        uneven.append(found[-1].rollout_seconds * np.average(rng.choice(again, len(rounds)), weights=seconds))
-    return mean_of(found), np.array(uneven)
+        uneven.append(predictions[-1].rollout_seconds * np.average(rng.choice(again, len(rounds)), weights=seconds))
+    return mean_of(predictions), np.array(uneven)
 
 
-def check(first: Path, second: Path, given: Mapping[str, Any], console: Console) -> None:
+def check(first: Path, second: Path, options: Mapping[str, Any], console: Console) -> None:
     """Predicts the run in ``second`` from the run in ``first``. Prints predicted and measured seconds and wasted tokens.
 
     ``given``: values of the options of ``rl-accel plan``.
@@ -93,18 +93,18 @@ def check(first: Path, second: Path, given: Mapping[str, Any], console: Console)
     Raises:
         RlAccelError: a run cannot be read, or the second run trains asynchronously.
     """
-    draws, warmup = given["draws"], given["warmup"]
+    draws, warmup = options["draws"], options["warmup"]
     target = read_run(second, warmup)
     words = words_of_run(second, target)
     if mode := asynchronous_mode(words):
         raise RlAccelError(f"--check: {second}: wanted a run whose rollouts end with their step, found {mode}")
-    setup, _ = setup_of(read_run(first, warmup, given["responses"]), given)
-    found, uneven = predict(setup, flags_of_words(words), len(target.steps) + warmup, draws, warmup)
+    setup, _ = setup_of(read_run(first, warmup, options["responses"]), options)
+    prediction, uneven = predict(setup, flags_of_words(words), len(target.steps) + warmup, draws, warmup)
     columns = ("", "predicted", "95% interval", "measured", "off by", "inside")
     table = Table(*columns, title=f"{second}, predicted from {first}")
     measured = {"rollout": target.stages.get("gen", 0.0), "step": target.step_seconds}
-    for name, predicted in zip(measured, (found.rollout_seconds, found.step_seconds), strict=True):
-        span = Range.of(uneven + predicted - found.rollout_seconds)
+    for name, predicted in zip(measured, (prediction.rollout_seconds, prediction.step_seconds), strict=True):
+        span = Range.of(uneven + predicted - prediction.rollout_seconds)
         inside = "yes" if span.low <= measured[name] <= span.high else "no"
         low, high, *seconds = map(format_seconds, (span.low, span.high, predicted, measured[name]))
         off = f"{predicted / measured[name] - 1:+.1%}"
@@ -115,6 +115,6 @@ def check(first: Path, second: Path, given: Mapping[str, Any], console: Console)
     )
     if generated:
         share = wasted / generated
-        off = f"{100 * (found.wasted - share):+.1f} points"
-        table.add_row("tokens wasted", f"{found.wasted:.1%}", "", f"{share:.1%}", off)
+        off = f"{100 * (prediction.wasted - share):+.1f} points"
+        table.add_row("tokens wasted", f"{prediction.wasted:.1%}", "", f"{share:.1%}", off)
     console.print(table)

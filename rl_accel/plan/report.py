@@ -95,9 +95,9 @@ class Plan:
             yield f"Best of the pack: {best.option.name}. {step}. Set {best.option.how}"
             if best.more_memory > 0.05:
                 yield f"It needs {best.more_memory:.0%} more key-value cache at its peak than stock."
-        if none := [found.option.name for found in priced if found.option.ours and found.is_nothing]:
+        if none := [answer.option.name for answer in priced if answer.option.ours and answer.is_nothing]:
             yield f"Nothing to gain from: {', '.join(none)}."
-        names = {found.option.name.partition(" ")[0] for found in priced}
+        names = {answer.option.name.partition(" ")[0] for answer in priced}
         names |= {"skip_zero", "balance"} if self.setup.is_slime else set()  # features for verl
         yield from (f"Not priced: {name}, {why}." for name, why in _WANTS.items() if name not in names)
         yield from self.advice
@@ -105,8 +105,8 @@ class Plan:
     def show(self, console: Console) -> None:
         """Prints the inputs, the table and the conclusions of the plan to ``console``."""
         table = Table(*_ANSWERS, title="What it would do to a step")
-        for found in self.answers:
-            table.add_row(*(cell(found) for cell in _ANSWERS.values()))
+        for answer in self.answers:
+            table.add_row(*(cell(answer) for cell in _ANSWERS.values()))
         say(console, *self.basis())
         console.print(table)
         say(console, *self.conclusions())
@@ -122,18 +122,18 @@ class Plan:
         """Returns the content of ``plan.json`` as a dictionary."""
         rows = [
             {
-                "name": found.option.name,
-                "set": found.option.how,
-                "ours": found.option.ours,
-                "cost": found.option.cost,
-                **asdict(found.outcome),
-                "ratio": found.ratio,
-                "low": found.low,
-                "high": found.high,
-                "more_memory": found.more_memory,
-                "nothing": found.is_nothing,
+                "name": answer.option.name,
+                "set": answer.option.how,
+                "ours": answer.option.ours,
+                "cost": answer.option.cost,
+                **asdict(answer.outcome),
+                "ratio": answer.ratio,
+                "low": answer.low,
+                "high": answer.high,
+                "more_memory": answer.more_memory,
+                "nothing": answer.is_nothing,
             }
-            for found in self.answers
+            for answer in self.answers
         ]
         return {
             "schema": SCHEMA,

@@ -77,7 +77,7 @@ class Setup:
         return replace(self, stages={**self.stages, "update_actor": update})
 
 
-def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]:
+def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | None]:
     """Returns the setup of a run, and the fit of the engine model to the run's telemetry. Without telemetry, there is no fit.
 
     The batch size comes from steps in which no response was cut off. These are all steps without tail batching, or the long rounds
@@ -96,17 +96,17 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
             f"{run.log}: wanted a run whose rollouts end with their step, found responses of older weights"
         )
     if run.estimate is not None:
-        return _setup_of_aggregates(run, run.estimate, given), None
+        return _setup_of_aggregates(run, run.estimate, options), None
     steps = list(run.responses.values())
     whole = [by_prompt(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     if not steps:
         needs = f"{LEAST_STEPS} steps after the warm-up with response_length/mean and response_length/max"
         why = f" ({'; '.join(run.missing)})" if run.missing else ""
         raise RlAccelError(f"{run.log}: rl-accel plan needs the time of each response{why}, or {needs}, or --lengths")
-    if not whole and not (given.get("prompts") and given.get("responses")):
+    if not whole and not (options.get("prompts") and options.get("responses")):
         why = "in every step responses were cut off: give --prompts and --responses of the batch"
         raise RlAccelError(f"{run.log}: {why}")
-    known = {"slots": given.get("slots") or run.numbers.get("slots"), "cache_tokens": given.get("cache_tokens")}
+    known = {"slots": options.get("slots") or run.numbers.get("slots"), "cache_tokens": options.get("cache_tokens")}
     logged = [step[_PROMPTS] for step in run.metrics.values() if isfinite(step.get(_PROMPTS, nan))]
     prompt_tokens = round(fmean(logged)) if logged else 0
     fit = fit_engine(steps, prompt_tokens, **{name: int(value) for name, value in known.items() if value})
@@ -115,9 +115,9 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
         [r.rewarded - r.generated for step in steps for r in step if r.rewarded and r.generated is not None]
     )
     setup = Setup(
-        given.get("prompts") or max(map(len, whole)),
-        given.get("responses") or max(len(group) for groups in whole for group in groups),
-        given.get("replicas") or max(len(servers), 1),
+        options.get("prompts") or max(map(len, whole)),
+        options.get("responses") or max(len(group) for groups in whole for group in groups),
+        options.get("replicas") or max(len(servers), 1),
         fit.engine,
         from_groups(_lengths(list(run.kept.values())), str(run.log), rewards=rewards, prompt_tokens=prompt_tokens),
         {name: seconds for name, seconds in run.stages.items() if name != "gen"},
@@ -129,13 +129,13 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
     return replace(setup, uneven=uneven or setup.uneven), fit
 
 
-def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, Any]) -> Setup:
+def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str, Any]) -> Setup:
     """Returns the setup of a run without telemetry. Each draw of the plan has another distribution of lengths that fits the log."""
     rollouts = estimate.rollouts
-    responses = given.get("responses") or rollouts.group
+    responses = options.get("responses") or rollouts.group
     if responses is None:
         raise RlAccelError(f"{run.log} does not say how many responses a prompt has: give --responses")
-    prompts = given.get("prompts") or rollouts.responses // responses
+    prompts = options.get("prompts") or rollouts.responses // responses
     if not prompts:
         raise RlAccelError(f"{run.log} does not say how many prompts a batch has: give --prompts")
     lengths = estimate.lengths
@@ -145,8 +145,8 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, A
         f" {len(rollouts.seconds)} batches (mean {spread.low:,.0f} to {spread.high:,.0f} tokens);"
         " the engine is assumed as fast with other numbers of requests"
     )
-    known = {name: given[name] for name in ("slots", "cache_tokens") if given.get(name)}
-    replicas = given.get("replicas") or 1
+    known = {name: options[name] for name in ("slots", "cache_tokens") if options.get(name)}
+    replicas = options.get("replicas") or 1
     starting = estimate.base.mean * replicas / (prompts * responses)
     paces = {1: max(estimate.pace.mean, 1e-6)}  # the log does not show the pace with other numbers of requests
     return Setup(

@@ -172,8 +172,8 @@ def published(name: str, alike: float | None = None) -> Lengths:
 
 def load(name: str) -> dict[str, Any]:
     """Returns the content of the JSON file ``name`` in ``rl_accel/rollout/data``, which holds published numbers."""
-    found: dict[str, Any] = json.loads(resources.files("rl_accel.rollout").joinpath("data", name).read_text())
-    return found
+    content: dict[str, Any] = json.loads(resources.files("rl_accel.rollout").joinpath("data", name).read_text())
+    return content
 
 
 _TOKENS = ("tokens", "response_length", "response_tokens", "completion_tokens", "num_tokens")

@@ -177,11 +177,11 @@ def _record(line: str, is_ended: bool) -> Iterator[LogRecord]:
 
     If ``is_ended`` is False, the last metric in the line may be cut off and is left out.
     """
-    found = _STEP.search(line)
-    if found is None:
+    step = _STEP.search(line)
+    if step is None:
         return
     metrics = {}
-    parts = _SEPARATOR.split(found[2].rstrip())
+    parts = _SEPARATOR.split(step[2].rstrip())
     for part in parts if is_ended else parts[:-1]:
         with contextlib.suppress(ValueError):  # a version or a date, such as 1.2.3
             if match := _METRIC.fullmatch(part):
@@ -189,4 +189,4 @@ def _record(line: str, is_ended: bool) -> Iterator[LogRecord]:
     if _OLD_PREFIX in line and f"{PREFIX}step" not in metrics and is_ended:  # logs of 2024 do not time the step itself
         metrics[f"{PREFIX}step"] = sum(value for name, value in metrics.items() if name.startswith(PREFIX))
     if metrics:
-        yield int(found[1]), metrics
+        yield int(step[1]), metrics

@@ -151,17 +151,17 @@ def read(*paths: str) -> Logged:
         RlAccelError: a path has no log, a path has logs of several runs, the Python package for reading a log is missing, or the
             log has no training steps. The message names the path, and the runs or the package.
     """
-    found = Logged()
-    records = [record for path in paths for record in _read(path, found)]
-    found.steps, found.restarts = merged(records)
-    if not found.steps:
+    log = Logged()
+    records = [record for path in paths for record in _read(path, log)]
+    log.steps, log.restarts = merged(records)
+    if not log.steps:
         raise RlAccelError(
             f"{','.join(paths)} holds only metrics of optimizer steps, train/…; wanted those of training steps"
         )
-    return found
+    return log
 
 
-def _read(path: str, found: Logged) -> list[LogRecord]:
+def _read(path: str, log: Logged) -> list[LogRecord]:
     """Returns the records of the most detailed log at ``path``. Adds source, files, configuration and workers to ``found``.
 
     Raises:
@@ -183,7 +183,7 @@ def _read(path: str, found: Logged) -> list[LogRecord]:
             files = sorted(file for pattern in patterns for file in place.rglob(pattern) if reader is not _csv)
         try:
             once = {file.resolve(): file for file in reversed(files) if file.is_file()}  # without links to others
-            logs = {file: list(reader(file, found, run)) for file in reversed(once.values()) if not _defect(file)}
+            logs = {file: list(reader(file, log, run)) for file in reversed(once.values()) if not _defect(file)}
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             raise RlAccelError(f"{path} is of {kind}: to read it, pip install {package}") from error
@@ -196,8 +196,8 @@ def _read(path: str, found: Logged) -> list[LogRecord]:
             names = ", ".join(map(str, list(logs)[:4])) + (f" and {len(logs) - 4} more" if len(logs) > 4 else "")
             raise RlAccelError(f"{path} holds several runs, wanted one of {names}; paths joined by commas are one run")
         if logs:
-            found.source = found.source or kind
-            found.files += logs
+            log.source = log.source or kind
+            log.files += logs
             return [record for records in logs.values() for record in records]
     files = [place] if place.is_file() else sorted(place.rglob("*"))
     texts = [file for file in files if file.is_file() and (file == place or _LOG_NAME.search(file.name))]
@@ -279,28 +279,28 @@ def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:
         yield from ((step, metrics) for step, metrics in records if metrics)
 
 
-def _verl_console(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
-    yield from read_console(_lines(file), found.workers)
+def _verl_console(file: Path, log: Logged, _: str) -> Iterator[LogRecord]:
+    yield from read_console(_lines(file), log.workers)
 
 
-def _tensorboard(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
+def _tensorboard(file: Path, log: Logged, _: str) -> Iterator[LogRecord]:
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
     entries = [*RawEventFileLoader(str(file)).Load()]  # up to the first one that is damaged
-    found.damage[file] = file.stat().st_size - sum(16 + len(entry) for entry in entries)  # with length and checksums
+    log.damage[file] = file.stat().st_size - sum(16 + len(entry) for entry in entries)  # with length and checksums
     events = [(event, value) for event in map(Event.FromString, entries) for value in event.summary.value]
     scalars = [(event.wall_time, event.step, value) for event, value in events if value.HasField("simple_value")]
     for _, step, value in sorted(scalars, key=lambda scalar: scalar[:2]):
         yield step, {value.tag: value.simple_value}
 
 
-def _wandb(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
+def _wandb(file: Path, log: Logged, _: str) -> Iterator[LogRecord]:
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
-    config = found.config
-    for entry in _log_entries(file, found):
+    config = log.config
+    for entry in _log_entries(file, log):
         try:
             record = Record.FromString(entry)
             config |= {
@@ -314,13 +314,13 @@ def _wandb(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
         yield from _record({"_step": record.history.step.num, **row})
 
 
-def _log_entries(file: Path, found: Logged) -> Iterator[bytes]:
+def _log_entries(file: Path, log: Logged) -> Iterator[bytes]:
     """Yields the whole entries of a W&B log file, whose format is that of LevelDB's logs. Counts other bytes in ``found.damage``.
 
     The wandb package itself no longer reads this format.
     """
     data, at, entry = file.read_bytes(), 7, b""
-    found.damage[file] = 0
+    log.damage[file] = 0
     while at + 7 <= len(data):
         checksum, length, kind = struct.unpack_from("<IHB", data, at)
         block = _BLOCK - at % _BLOCK
@@ -331,7 +331,7 @@ def _log_entries(file: Path, found: Logged) -> Iterator[bytes]:
         size = min(7 + length, block, len(data) - at)  # an entry lies in one block, or has a part in each
         at += size
         if checksum != zlib.crc32(bytes([kind]) + part):
-            found.damage[file] += size
+            log.damage[file] += size
             entry = b""
             continue
         entry = part if kind in (_FULL, _FIRST) else entry and entry + part
@@ -350,16 +350,16 @@ def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
         raise RlAccelError(f"{file} is no CSV file ({' '.join(str(error).split())})") from error
     table = rows[1:].set_axis(rows.iloc[0].fillna("Unnamed"), axis=1)  # pandas would rename equal columns
     keys = {*_STEP_KEYS, _STEP_METRIC}
-    own = table.loc[:, [name in keys or name.startswith(f"{run} - " if run else "") for name in table]]
-    own = own.rename(columns=lambda name: name.rpartition(" - ")[2])
-    if own.columns.duplicated().any() or len(own.columns) < 2 or not set(own) & keys:
+    run_columns = table.loc[:, [name in keys or name.startswith(f"{run} - " if run else "") for name in table]]
+    run_columns = run_columns.rename(columns=lambda name: name.rpartition(" - ")[2])
+    if run_columns.columns.duplicated().any() or len(run_columns.columns) < 2 or not set(run_columns) & keys:
         wanted = f"a column {' or '.join((*_STEP_KEYS, _STEP_METRIC))} and metrics of one run, or {file}:RUN with the name of one"
         raise RlAccelError(f"{file} wants {wanted}, found {', '.join(table)}")
-    for cell in filter(_COMMA.fullmatch, own.fillna("").to_numpy().ravel()):
+    for cell in filter(_COMMA.fullmatch, run_columns.fillna("").to_numpy().ravel()):
         if separator == ";" or not _THOUSANDS.fullmatch(cell):
             raise RlAccelError(f"{file} wants numbers with a decimal point, found {cell}")
-    own = own.apply(lambda cells: pandas.to_numeric(cells.str.replace(",", ""), errors="coerce"))
-    records = [found for row in own.to_dict("records") for found in _record(row)]
+    run_columns = run_columns.apply(lambda cells: pandas.to_numeric(cells.str.replace(",", ""), errors="coerce"))
+    records = [record for row in run_columns.to_dict("records") for record in _record(row)]
     is_newest_first = all(later < sooner for (sooner, _), (later, _) in itertools.pairwise(records))
     yield from reversed(records) if is_newest_first else records
 
@@ -385,10 +385,10 @@ def _metrics(shown: str) -> dict[str, float]:
     """Returns the metrics in a dict as Python prints it, with other text behind it. Returns {} for other text."""
     code = _OBJECT.sub("None", shown[: shown.rindex("}") + 1])
     try:
-        found = ast.parse(code, mode="eval").body
+        tree = ast.parse(code, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
-    pairs = zip(found.keys, found.values, strict=True) if isinstance(found, ast.Dict) else ()
+    pairs = zip(tree.keys, tree.values, strict=True) if isinstance(tree, ast.Dict) else ()
     return {str(key.value): _number(value) for key, value in pairs if isinstance(key, ast.Constant)}
 
 

@@ -124,34 +124,34 @@ def _measured(run: Profile) -> list[Saving]:
     return savings
 
 
-def _estimated(run: Profile, found: Estimate) -> list[Saving]:
+def _estimated(run: Profile, estimate: Estimate) -> list[Saving]:
     """Returns savings in the generation of a run without telemetry."""
-    rollouts, count = found.rollouts, len(found.rollouts.seconds)
-    noticing = found.polling.mean + found.storing
-    explained = run.stages["gen"] - noticing - found.unexplained.mean
-    savings = [_generating(max(explained - found.waiting.mean, 0.0))]
-    if found.polling.mean:
+    rollouts, count = estimate.rollouts, len(estimate.rollouts.seconds)
+    noticing = estimate.polling.mean + estimate.storing
+    explained = run.stages["gen"] - noticing - estimate.unexplained.mean
+    savings = [_generating(max(explained - estimate.waiting.mean, 0.0))]
+    if estimate.polling.mean:
         how = (
             f"the trainer looks every {POLL_SECONDS:g} s whether a rollout is done; how long each of {count} rollouts had been done"
             " is estimated from its longest response and the seconds of the others"
         )
-        savings.append(_saving(run, NOTICING, noticing, (found.polling, how), "sampler", "tail_batching"))
-    if found.unexplained.mean:
+        savings.append(_saving(run, NOTICING, noticing, (estimate.polling, how), "sampler", "tail_batching"))
+    if estimate.unexplained.mean:
         how = (
             f"at most, and for rewards that execute something: response lengths explain {format_seconds(explained)} of {count}"
             " rollouts; the rest may also be tools or the reading of prompts."
             f" Less a limit of {_LIMITS.minimum:g} s for each rollout"
         )
-        unexplained = found.unexplained.mean, (found.over, how)
+        unexplained = estimate.unexplained.mean, (estimate.over, how)
         savings.append(_saving(run, PARTS["unexplained_seconds"][0], *unexplained, "reward_timeout"))
-    if found.tail is None:
+    if estimate.tail is None:
         how = "the log does not say how many responses a step has: --responses and their launch line would"
     else:
         per = f"{rollouts.group or '4, 8 and 16'} response{'s' * (rollouts.group != 1)} a prompt"
         per += "" if rollouts.group else " (--responses says how many)"
         training = sum(run.stages.get(name, 0.0) for name in stage_clock.TRAINING)
-        whole = found.tail.mean + found.polling.mean + training * (1 - found.trained.mean)
-        pace, base = format_seconds(found.pace.mean), format_seconds(found.base.mean)
+        whole = estimate.tail.mean + estimate.polling.mean + training * (1 - estimate.trained.mean)
+        pace, base = format_seconds(estimate.pace.mean), format_seconds(estimate.base.mean)
         how = (
             f"published shapes of lengths, stretched to the mean, the longest and the share at the limit of {count} batches of"
             f" {rollouts.responses} responses, in rounds with {per}. A token of the longest takes {pace}, all else {base}."
@@ -159,7 +159,7 @@ def _estimated(run: Profile, found: Estimate) -> list[Saving]:
             f" With the polls and the training of shorter responses {format_seconds(max(whole, 0.0))} a step"
             f"{'' if rollouts.is_v1 else ', with the V1 trainer of verl 0.9'}"
         )
-    return [*savings, _saving(run, WAITING, found.waiting.mean, (found.tail, how), "tail_batching")]
+    return [*savings, _saving(run, WAITING, estimate.waiting.mean, (estimate.tail, how), "tail_batching")]
 
 
 def _generating(seconds: float) -> Saving:
@@ -211,20 +211,20 @@ def levers(run: Profile) -> list[str]:
     The advice depends on the share of each stage in a step.
     """
     shares = {} if run.logged.is_slime else stage_clock.shares(run.stages)
-    found = []
+    advice = []
     if shares.get("old_log_prob", 0.0) > _LARGE_OLD_LOG_PROB:
         what = "algorithm.rollout_correction.bypass_mode=True trains with the rollout's own probabilities instead"
-        found.append(f"verl: old_log_prob takes {shares['old_log_prob']:.0%} of a step; {what}.")
+        advice.append(f"verl: old_log_prob takes {shares['old_log_prob']:.0%} of a step; {what}.")
     training = sum(shares.get(name, 0.0) for name in ("old_log_prob", "ref", "update_actor", "update_critic"))
     if training > _LARGE_STAGE:
         what = "actor_rollout_ref.actor.use_dynamic_bsz=True packs responses of different lengths"
-        found.append(f"verl: training takes {training:.0%} of a step; {what}, if it is not on.")
+        advice.append(f"verl: training takes {training:.0%} of a step; {what}, if it is not on.")
     if shares.get("gen", 0.0) > _LARGE_STAGE and run.numbers.get("preemptions", 0.0) > 0:
         what = "rollout.enable_prefix_caching reads a prompt once for all its responses, enable_chunked_prefill delays others less"
-        found.append(
+        advice.append(
             f"verl: the engines preempt {run.numbers['preemptions']:,.0f} requests a step; {what}, if they are not on."
         )
-    return found
+    return advice
 
 
 def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[Range | None, str]:

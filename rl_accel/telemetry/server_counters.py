@@ -93,10 +93,10 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
 
     def ask(url: str) -> Reading | None:
         try:
-            found = parse(fetch(f"{url}/metrics"), names)
-            if found is None:
+            reading = parse(fetch(f"{url}/metrics"), names)
+            if reading is None:
                 problems[url] = f"has no {names[0]}"
-            return found
+            return reading
         except (OSError, ValueError) as error:
             problems[url] = str(error)
             return None

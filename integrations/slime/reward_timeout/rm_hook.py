@@ -165,7 +165,7 @@ class Grading:
         return GraderSpec(rm_type, awaits=rm_type.removeprefix("boxed_") == "remote_rm")
 
     async def _run_in_process(
-        self, spec: GraderSpec, args: Any, given: Any, kwargs: dict[str, Any], limits: Limits
+        self, spec: GraderSpec, args: Any, given_samples: Any, kwargs: dict[str, Any], limits: Limits
     ) -> ExecutionResult:
         """Runs a grader in a separate process. If the grader finishes, applies the grader's changes to the samples here."""
         name = spec.name if spec.function else ""  # slime's own graders share one pool of processes
@@ -178,16 +178,17 @@ class Grading:
                 environment=grader_cluster.environment(),
                 setup=grader_cluster.SETUP,
             )
-        samples = given if isinstance(given, list) else [given]
+        samples = given_samples if isinstance(given_samples, list) else [given_samples]
         packed = tuple(grader_worker.pack_sample(sample, whole=bool(name)) for sample in samples)
-        call = {"samples": packed, "single": given is not samples, "kwargs": kwargs, "args": self._args.changes(args)}
+        call = {"samples": packed, "single": not isinstance(given_samples, list), "kwargs": kwargs}
+        call["args"] = self._args.changes(args)
         result = await self._graders[name].call(call, replace(limits, kind=spec.name))
         if result.verdict != "done":
             return result
         value, changes, order = result.value
         for sample, changed in zip(samples, changes, strict=True):
-            own = vars(sample)
-            own |= {key: grader_worker.unsent_restored(item, own.get(key)) for key, item in changed.items()}
+            fields = vars(sample)
+            fields |= {key: grader_worker.unsent_restored(item, fields.get(key)) for key, item in changed.items()}
         samples[:] = [samples[place] for place in order]  # slime assigns the rewards in this order
         return replace(result, value=value)
 

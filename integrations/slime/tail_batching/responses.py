@@ -222,14 +222,14 @@ class Engines:
             return
         looks = (client.get(f"{worker['url']}/health") for worker in workers)
         answers = await asyncio.gather(*looks, return_exceptions=True)
-        left = len(workers)
+        alive = len(workers)
         for worker, answer in zip(workers, answers, strict=True):
             if isinstance(answer, httpx.ConnectError):
                 logger.error("rl-accel: rollout server %s is dead, its requests go to the others", worker["url"])
                 await client.delete(f"{self._router}/workers/{worker['id']}")
                 self.deaths += 1
-                left -= 1
-        if not left:
+                alive -= 1
+        if not alive:
             self.gone = f"no rollout server is left behind the router {self._router}"
 
     async def abort(self, *orders: dict[str, Any]) -> None:
@@ -433,10 +433,10 @@ class Responses:
             self._stopper = self._loop.create_task(self._stop_cancelled())
 
     async def _stop_cancelled(self) -> None:
-        while left := [session for session in self._sessions.values() if session.cancelled]:
+        while stopping := [session for session in self._sessions.values() if session.cancelled]:
             self._changed.clear()
             now = time.monotonic()
-            due = [session for session in left if session.requests and (self._ending or now >= session.abort_again_at)]
+            due = [s for s in stopping if s.requests and (self._ending or now >= s.abort_again_at)]
             for session in due:
                 session.abort_again_at = now + ABORT_AGAIN_SECONDS
             if due:
@@ -445,9 +445,9 @@ class Responses:
                     await self._engines.abort(*([ABORT_ALL] if self._ending else running))
                 except Exception as error:  # without the router, the connections can still be closed
                     logger.warning("rl-accel: could not send an abort to the servers: %s", error)
-                    for session in left:
+                    for session in stopping:
                         session.task.cancel()
-            for session in left:
+            for session in stopping:
                 if now - session.cancelled_at > INSIST_SECONDS:
                     session.task.cancel()
                 if now - session.cancelled_at > 2 * INSIST_SECONDS:

@@ -130,15 +130,15 @@ class BalancedServer:
                     raise
             else:
                 whole = output if whole is None else join(whole, output)
-                left, tokens = limit - len(whole.token_ids), len(output.token_ids)
-                if output.stop_reason not in ("aborted", "abort") or left < 1:
-                    whole.stop_reason, self.tokens = "completed" if left < 1 else output.stop_reason, tokens
+                tokens_left, tokens = limit - len(whole.token_ids), len(output.token_ids)
+                if output.stop_reason not in ("aborted", "abort") or tokens_left < 1:
+                    whole.stop_reason, self.tokens = "completed" if tokens_left < 1 else output.stop_reason, tokens
                     return whole
                 bound = await router.again.remote(self.ticket, tokens)
                 if bound is None:
                     return whole
                 request["prompt_ids"] = prompt + whole.token_ids
-                request["sampling_params"] = {**sampling, limit_key: left}
+                request["sampling_params"] = {**sampling, limit_key: tokens_left}
             self.name, self._server = bound
 
 

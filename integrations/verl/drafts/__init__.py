@@ -214,18 +214,18 @@ def numbers(counted: Counter[str]) -> dict[str, float]:
 
     See :attr:`~rl_accel.drafts.drafter.Drafter.counts` for the counts.
     """
-    found: dict[str, float] = {"stopped": counted["stopped"]}
+    values: dict[str, float] = {"stopped": counted["stopped"]}
     for source in ("", *(f"_{name}" for name in SOURCES)):
         drafted, accepted = counted[f"drafted{source}"], counted[f"accepted{source}"]
-        found |= {f"drafted{source}": drafted, f"accepted{source}": accepted}
-        found |= {f"acceptance{source}": accepted / drafted} if drafted else {}
+        values |= {f"drafted{source}": drafted, f"accepted{source}": accepted}
+        values |= {f"acceptance{source}": accepted / drafted} if drafted else {}
     steps = {name: value for name, value in counted.items() if name.startswith("row_steps_from_")}
     for name, value in steps.items():
-        found[name.replace("row_steps", "tokens_a_step")] = counted[name.replace("row_steps", "tokens")] / value
+        values[name.replace("row_steps", "tokens_a_step")] = counted[name.replace("row_steps", "tokens")] / value
     if steps:
-        found["tokens_a_step"] = counted["tokens"] / sum(steps.values())
-        found["tokens_an_engine_step"] = counted["tokens"] / counted["steps"]
-    return {f"drafts/{name}": float(value) for name, value in found.items()}
+        values["tokens_a_step"] = counted["tokens"] / sum(steps.values())
+        values["tokens_an_engine_step"] = counted["tokens"] / counted["steps"]
+    return {f"drafts/{name}": float(value) for name, value in values.items()}
 
 
 SWITCHES = (step_observer("drafts", Exchange),)

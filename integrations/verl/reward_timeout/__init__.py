@@ -117,7 +117,7 @@ def _never_awaits(path: str, name: str) -> bool:
         return False
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    methods = {node.name: node for one in classes for node in one.body if isinstance(node, functions)}
+    methods = {node.name: node for definition in classes for node in definition.body if isinstance(node, functions)}
     called, nodes = ["run_single"] if "run_single" in methods else [], list[ast.AST]()
     for method in called:  # grows
         nodes += ast.walk(methods[method])

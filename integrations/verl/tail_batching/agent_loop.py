@@ -101,27 +101,27 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             self._all_over.clear()
         for job in jobs:
             self._launch(job)
-        left: list[Session] = []
+        in_engines: list[Session] = []
         for response_id in cancel:
             session = self._sessions.get(response_id)
             if session is None or session.cancelled:
                 continue
             session.cancelled = True
             if engines_stop and session.generating:
-                left.append(session)
+                in_engines.append(session)
             # A write that has started is completed and cleared later. A write cancelled halfway could arrive after the clearing.
             elif not session.storing:
                 session.task.cancel()
-        if left:
-            self._in_background(self._insist(left))
+        if in_engines:
+            self._in_background(self._insist(in_engines))
 
-    async def _insist(self, left: Sequence[Session]) -> None:
-        before = len(left) + 1
-        while len(left) < before:  # thousands of answers can keep this process busy
-            before = len(left)
+    async def _insist(self, in_engines: Sequence[Session]) -> None:
+        before = len(in_engines) + 1
+        while len(in_engines) < before:  # thousands of answers can keep this process busy
+            before = len(in_engines)
             await asyncio.sleep(ENGINES_STOP_SECONDS)
-            left = [session for session in left if session.generating]
-        for session in left:
+            in_engines = [session for session in in_engines if session.generating]
+        for session in in_engines:
             session.task.cancel()
 
     async def next_events(self) -> list[Event]:

@@ -122,9 +122,9 @@ def ab(
                 plans = [plan for plan in plans if plan.arm != name]
                 click.echo(f"arm {name} is left out: there is no module {arm.needs}", err=True)
         if launch:
-            given = {"--out": out, "--platform": platform, "--arms": arms, "--seeds": seeds, "--steps": steps}
+            options = {"--out": out, "--platform": platform, "--arms": arms, "--seeds": seeds, "--steps": steps}
             call = ["rl-accel", "ab", str(recipe.resolve())]
-            for option, value in given.items():
+            for option, value in options.items():
                 if value is not None:
                     call += [option, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
             click.echo(launching.script(launch, spec, plans, call, out))
@@ -263,8 +263,8 @@ class ProgressView:
             step_s = (now - self._first_step) / (self._steps - 1)
             this_run = self._first_step - self._began + (plan.steps - 1) * step_s
             later_runs = (len(self._to_run) - 1) * statistics.mean(self._durations or [this_run])
-            left = timedelta(seconds=round((plan.steps - step) * step_s + later_runs))
-            note += f" | {step_s:.2f} s/step | {left} left"
+            time_left = timedelta(seconds=round((plan.steps - step) * step_s + later_runs))
+            note += f" | {step_s:.2f} s/step | {time_left} left"
         self._bars.update(self._task, completed=step, note=note)
         self._plain(f"{plan.name}: step {step}/{plan.steps} | {note}", always=step >= plan.steps)
 

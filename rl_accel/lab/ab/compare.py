@@ -42,12 +42,12 @@ def load_arms(path: Path) -> dict[str, list[str]]:
     lists = list(arms.values()) if isinstance(arms, dict) else []
     if len(lists) < 2 or not all(isinstance(runs, list) and runs for runs in lists):
         raise RecipeError(f"{path} wants two or more arms, the baseline first, each a list of runs, found {arms!r}")
-    folder, found = path.resolve().parent, {}
+    folder, paths = path.resolve().parent, {}
     for arm, runs in arms.items():
         starts = [",".join(str(folder / start) for start in _starts(str(run))) for run in runs]
         matches = [sorted(glob.glob(run)) or [run] for run in starts]
-        found[str(arm)] = list(itertools.chain.from_iterable(matches))
-    return found
+        paths[str(arm)] = list(itertools.chain.from_iterable(matches))
+    return paths
 
 
 def gather(

@@ -119,7 +119,7 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
     for arm, colour, series in _first_seed(summary):
         axes.plot(series["steps"], series["seconds"], color=colour, lw=1, label=arm)
         for kind, mark in _KIND_MARKS.items():
-            chosen = [index for index, found in enumerate(series["kind"]) if found == kind]
+            chosen = [index for index, kind_of_step in enumerate(series["kind"]) if kind_of_step == kind]
             points = ([series[name][index] for index in chosen] for name in ("steps", "seconds"))
             axes.plot(*points, mark, color=colour, ms=5 if kind != ALL else 3)
     axes.set_title(

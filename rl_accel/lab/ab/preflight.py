@@ -114,11 +114,11 @@ def _rows(recipe: Recipe, plans: Sequence[RunPlan], prepared: bool) -> Iterator[
 def _gpus(wanted: int) -> Row:
     import torch
 
-    found = torch.cuda.device_count()
+    count = torch.cuda.device_count()
     what = f"{wanted} GPU{'s' * (wanted > 1)} a node"
-    if found >= wanted:
+    if count >= wanted:
         return what, "works", torch.cuda.get_device_name(0)
-    return what, "missing" if found else "unknown", f"this node has {found or 'no GPU'}"
+    return what, "missing" if count else "unknown", f"this node has {count or 'no GPU'}"
 
 
 def compose_verl(plan: RunPlan) -> DictConfig:
@@ -213,7 +213,7 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
         return
     yield "slime", "works", str(root)
     yield from map(_package, ("sglang", "sglang_router", "megatron.core", "megatron.training"))
-    given = read(arguments)
+    flags = read(arguments)
     if is_installed("megatron.training"):
         parse = [sys.executable, "-c", _SLIME_PARSE, *arguments]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
@@ -227,14 +227,14 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
     else:
         yield f"arguments of {plan.arm}", "unknown", "slime's parser needs Megatron-LM on PYTHONPATH"
     places = ("prompt_data", "ref_load", "custom_config_path")
-    yield from _files("file", [given[key] for key in places if key in given])
-    path, numbers = given.get("hf_checkpoint", ""), {}
+    yield from _files("file", [flags[key] for key in places if key in flags])
+    path, numbers = flags.get("hf_checkpoint", ""), {}
     yield from _model(path)
     for key, default in _SLIME_NUMBERS.items():
         try:
-            numbers[key] = type(default)(given.get(key, default))
+            numbers[key] = type(default)(flags.get(key, default))
         except ValueError:
-            yield f"arguments of {plan.arm}", "wrong", f"{flag_of(key)} wants a number, found {given[key]!r}"
+            yield f"arguments of {plan.arm}", "wrong", f"{flag_of(key)} wants a number, found {flags[key]!r}"
             return
     tp, share, answer, prompt, split = numbers.values()
     held = (_MEGATRON_BYTES[0] / split, _MEGATRON_BYTES[1])

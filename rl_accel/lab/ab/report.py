@@ -154,10 +154,10 @@ def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]
             continue
         flags = flags_of_words(words)
         predictions = [predict(setup, flags, steps, _DRAWS, names.warmup_steps) for setup in setups]
-        found = mean_of([outcome for outcome, _ in predictions])
+        prediction = mean_of([outcome for outcome, _ in predictions])
         span = Range.of(np.mean([uneven for _, uneven in predictions], axis=0))
-        row |= {"predicted": found.rollout_seconds, "predicted_low": span.low, "predicted_high": span.high}
-        row["predicted_wasted"] = found.wasted
+        row |= {"predicted": prediction.rollout_seconds, "predicted_low": span.low, "predicted_high": span.high}
+        row["predicted_wasted"] = prediction.wasted
 
 
 def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str, Any]:
@@ -175,8 +175,8 @@ def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str
 
 
 def _difference(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]:
-    found, reward = differences(base, other), names.reward
-    rows, compared = found["rows"], found["metrics_compared"]
+    comparison, reward = differences(base, other), names.reward
+    rows, compared = comparison["rows"], comparison["metrics_compared"]
     steps = [step for step in base.steps if reward in base.steps[step] and reward in other.steps.get(step, {})]
     row = next((row for row in rows if row["metric"] == reward), None)
     text = f"{other.arm} and {base.arm}, seed {base.seed}: "
@@ -193,7 +193,7 @@ def _difference(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]
         text += f"; {len(rows)} of {compared} training metrics differ somewhere, first {first['metric']} at step {first['step']}"
         text += f" by {first['abs']:.1e}" if first["abs"] is not None else ""
         text += f" ({first['phase']})"
-        if phases := found["identical_phases"]:
+        if phases := comparison["identical_phases"]:
             text += f"; identical throughout: {', '.join(phases)}"
     parts_at = row["step"] if row else None
     return {
@@ -202,7 +202,7 @@ def _difference(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]
         "steps_compared": len(steps),
         "parts_at": parts_at,
         "text": text,
-        **found,
+        **comparison,
     }
 
 
@@ -301,15 +301,15 @@ def plain_console(**options: Any) -> Console:
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """Prints the tables of an A/B, and its main conclusions (``headline``). ``summary`` is the content of summary.json."""
-    for made in tables(summary):
-        console.print(made.title, soft_wrap=True)
-        table = Table(*made.columns)
-        for row in made.rows:
+    for text_table in tables(summary):
+        console.print(text_table.title, soft_wrap=True)
+        table = Table(*text_table.columns)
+        for row in text_table.rows:
             cells = [Text(cell, _COLOURS.get(cell.partition(" (")[0], "")) for cell in row]
             table.add_row(*cells, style="bold" if row[0] == summary["recipe"]["metrics"]["step"] else "")
-        if made.rows:
+        if text_table.rows:
             console.print(table)
-        for note in made.notes:
+        for note in text_table.notes:
             console.print(note, soft_wrap=True)
     for line in summary["headline"]:
         console.print(line, soft_wrap=True)

@@ -138,9 +138,9 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
             couples = [(times[base.name], times[ours.name]) for base, ours in pairs(runs, baseline) if ours.arm == arm]
             both = _paired_times(couples, stage)
             if len(both):
-                found = ratio(both[:, 0], both[:, 1], average, paired=True)
+                speedup = ratio(both[:, 0], both[:, 1], average, paired=True)
                 saved = float(average(both[:, 0]) - average(both[:, 1]))
-                row["ratios"][arm] = {**found, "pairs": len(both), "saved_s": saved}
+                row["ratios"][arm] = {**speedup, "pairs": len(both), "saved_s": saved}
         if row["arms"]:
             rows.append(row)
     return rows
@@ -175,8 +175,8 @@ def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, Run
 
 
 def _paired_times(couples: Iterable[tuple[Any, Any]], stage: str) -> npt.NDArray[np.float64]:
-    found = [(base.get(stage, {}), ours.get(stage, {})) for base, ours in couples]
-    both = [(base[step], ours[step]) for base, ours in found for step in sorted(base.keys() & ours.keys())]
+    stages = [(base.get(stage, {}), ours.get(stage, {})) for base, ours in couples]
+    both = [(base[step], ours[step]) for base, ours in stages for step in sorted(base.keys() & ours.keys())]
     return np.array(both, dtype=np.float64).reshape(-1, 2)
 
 
@@ -189,11 +189,11 @@ def ratio(base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any],
     from scipy.stats import bootstrap
 
     first, second = np.asarray(base, dtype=float), np.asarray(ours, dtype=float)
-    found: dict[str, Any] = {"ratio": None, "low": None, "high": None}
+    result: dict[str, Any] = {"ratio": None, "low": None, "high": None}
     if len(first) and len(second) and average(second) > 0:
-        found["ratio"] = float(average(first) / average(second))
+        result["ratio"] = float(average(first) / average(second))
     enough = min(len(first), len(second)) >= (_MIN_PAIRS if paired else 2)
-    if enough and found["ratio"] and (second > 0).all() and np.ptp(first) + np.ptp(second) > 0:
+    if enough and result["ratio"] and (second > 0).all() and np.ptp(first) + np.ptp(second) > 0:
         interval = bootstrap(
             (first, second),
             lambda x, y, axis: average(x, axis=axis) / average(y, axis=axis),
@@ -203,8 +203,8 @@ def ratio(base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any],
             method="percentile",
             random_state=np.random.default_rng(0),
         ).confidence_interval
-        found |= {"low": float(interval.low), "high": float(interval.high)}
-    return found
+        result |= {"low": float(interval.low), "high": float(interval.high)}
+    return result
 
 
 def differences(base: RunData, other: RunData) -> dict[str, Any]:
@@ -359,11 +359,11 @@ def _tokens(runs: Sequence[RunData]) -> dict[str, float | None]:
     """
     prefix = next((prefix for prefix in _COUNTED if _logged(runs, prefix + "tokens_generated")), METRICS_PREFIX)
     generated, wasted = (sum(_logged(runs, prefix + name)) for name in ("tokens_generated", "tokens_wasted"))
-    found = {"wasted": wasted / generated if generated else None}
+    numbers = {"wasted": wasted / generated if generated else None}
     for kind in ("accepted", "cancelled"):
         lengths = _logged(runs, f"{METRICS_PREFIX}{kind}_tokens_mean")
-        found[kind] = float(np.mean(lengths)) if lengths else None
-    return found
+        numbers[kind] = float(np.mean(lengths)) if lengths else None
+    return numbers
 
 
 def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:

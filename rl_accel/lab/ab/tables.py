@@ -27,13 +27,13 @@ class TextTable:
 
 def tables(summary: Mapping[str, Any]) -> list[TextTable]:
     """Returns the tables of an A/B report, made from ``summary.json``. Tables with neither rows nor notes are left out."""
-    made = [_stages(summary), *(_rollouts(summary["rollout"]) if summary["rollout"] else ()), *_learning(summary)]
+    shown = [_stages(summary), *(_rollouts(summary["rollout"]) if summary["rollout"] else ()), *_learning(summary)]
     rows = []
     for check in summary["checks"]:
         note = " (warning only)" if check["warn_only"] and check["status"] == "red" else ""
         rows.append([check["name"], check["status"] + note, check["detail"]])
-    made.append(TextTable("Checks", ["check", "result", "detail"], rows))
-    return [table for table in made if table.rows or table.notes]
+    shown.append(TextTable("Checks", ["check", "result", "detail"], rows))
+    return [table for table in shown if table.rows or table.notes]
 
 
 def _stages(summary: Mapping[str, Any]) -> TextTable:
@@ -54,11 +54,11 @@ def _stages(summary: Mapping[str, Any]) -> TextTable:
     return TextTable(title, ["stage", *arms, *itertools.chain(*names)], rows, [note] if others else [])
 
 
-def _rollouts(found: Mapping[str, Any]) -> Iterator[TextTable]:
-    kinds = [kind for kind in (*KINDS, ALL) if any(kind in row["kinds"] for row in found["arms"])]
-    used = [key for key in _ROLLOUT if any(row.get(key) is not None for row in found["arms"])]
+def _rollouts(section: Mapping[str, Any]) -> Iterator[TextTable]:
+    kinds = [kind for kind in (*KINDS, ALL) if any(kind in row["kinds"] for row in section["arms"])]
+    used = [key for key in _ROLLOUT if any(row.get(key) is not None for row in section["arms"])]
     rows = []
-    for row in found["arms"]:
+    for row in section["arms"]:
         parts = [row["kinds"].get(kind) for kind in kinds]
         cells = [f"{format_seconds(part['seconds'])} x {part['steps']}" if part else "" for part in parts]
         cells += [as_text(row[key], _ROLLOUT[key]) for key in used]
@@ -68,14 +68,15 @@ def _rollouts(found: Mapping[str, Any]) -> Iterator[TextTable]:
     note += "low, high: of 95% of its draws. "
     note += "accepted, cancelled: mean tokens of responses of the same prompts; the cancelled ones had not ended."
     yield TextTable("Mean rollout seconds a step", columns, rows, [note])
-    counts = [[run["run"], *(str(epoch[key]) for key in _EPOCH)] for run in found["ledgers"] for epoch in run["epochs"]]
+    epochs = [(run["run"], epoch) for run in section["ledgers"] for epoch in run["epochs"]]
+    counts = [[run, *(str(epoch[key]) for key in _EPOCH)] for run, epoch in epochs]
     yield TextTable("Every prompt of an epoch is trained once", ["run", *_EPOCH], counts)
 
 
 def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
-    found, baseline, arms = summary["convergence"], summary["recipe"]["baseline"], list(summary["recipe"]["arms"])
+    section, baseline, arms = summary["convergence"], summary["recipe"]["baseline"], list(summary["recipe"]["arms"])
     levels, reached = [], []
-    for row in found["rows"]:
+    for row in section["rows"]:
         longest = f" of {as_text(row['longest'], '.4g')}" if row["end"] < row["longest"] else ""
         start = [row["arm"], row["metric"], f"{as_text(row['end'], '.4g')}{longest} {AXES[row['axis']]}"]
         levels.append([*start, *_texts(row, "+.3g"), f"{row['margin']:.3g}", row["answer"]])
@@ -84,7 +85,7 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
             start = [row["arm"], f"{reach['level']:.4g}", AXES[row["axis"]]]
             reached.append([*start, *counts, *_texts(reach, ".2f")])
     columns = ["arm", "metric", "at", baseline, "arm's", "difference", "95% interval", "margin", "answer"]
-    yield TextTable("Did it change learning?", columns, levels, found["notes"])
+    yield TextTable("Did it change learning?", columns, levels, section["notes"])
     runs = [f"runs of {baseline}", "of the arm", baseline, "arm's", "ratio", "95% interval"]
     yield TextTable("First time at a reward", ["arm", "reward", "in", *runs], reached)
     data = [[label, *(as_text(means.get(arm), ".4g") for arm in arms)] for label, means in summary["data"].items()]

@@ -97,8 +97,8 @@ class _Row:
 
     def step(self) -> list[int]:
         """Advances this request by one engine step. Returns the new tokens: the accepted draft tokens and one sampled token."""
-        left = self.tokens[self.done : self.done + len(self.draft) + 1]
-        new = left[: 1 + sum(itertools.takewhile(bool, map(operator.eq, self.draft, left[:-1])))]
+        upcoming = self.tokens[self.done : self.done + len(self.draft) + 1]
+        new = upcoming[: 1 + sum(itertools.takewhile(bool, map(operator.eq, self.draft, upcoming[:-1])))]
         self.done += len(new)
         return new
 

@@ -291,15 +291,15 @@ def _show_goals(rows: list[dict[str, Any]], console: Console) -> None:
         ours = _fastest_of_ours(row)
         if (row["batch"], row["tokens"]) not in GOAL_SHAPES or ours is None:
             continue
-        mine = row["seconds"][ours]["median"]
+        our_seconds = row["seconds"][ours]["median"]
         for name, wanted in GOALS:
             other = _median(row, name)
             if other is not None:
-                ratio = other / mine
+                ratio = other / our_seconds
                 console.print(
                     f"{_label(row)}: {ratio:.1f}x over {name}; goal at least {wanted:g}x: {met(ratio >= wanted)}"
                 )
-        share = mine / row["seconds"][COPY]["median"]
+        share = our_seconds / row["seconds"][COPY]["median"]
         word = met(share <= COPY_GOAL)
         console.print(f"{_label(row)}: {share:.2f}x the time of a {COPY}; goal at most {COPY_GOAL:g}x: {word}")
 
@@ -309,12 +309,12 @@ def verdict(row: dict[str, Any]) -> str:
     ours, loop = _fastest_of_ours(row), _median(row, LOOP)
     if ours is None or loop is None:
         return f"{_label(row)}: no verdict, a contestant is wrong."
-    mine = row["seconds"][ours]["median"]
-    saved = loop - mine
+    our_seconds = row["seconds"][ours]["median"]
+    saved = loop - our_seconds
     if saved >= 0.1:
-        return f"{_label(row)}: worth it, every step saves {saved:.2f} s ({loop:.2f} s become {mine:.4f} s)."
+        return f"{_label(row)}: worth it, every step saves {saved:.2f} s ({loop:.2f} s become {our_seconds:.4f} s)."
     if saved >= 0:
-        return f"{_label(row)}: harmless but hard to notice, a step saves {saved * 1e3:.1f} ms ({loop / mine:.1f}x)."
+        return f"{_label(row)}: harmless but hard to notice, a step saves {saved * 1e3:.1f} ms ({loop / our_seconds:.1f}x)."
     return f"{_label(row)}: not worth it, verl's loop is {-saved * 1e3:.1f} ms faster at this shape."
 
 
@@ -415,9 +415,9 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
     results["time"] = timings[SLIME].median / timings[OURS].median
     word = met(results["time"] >= LENGTHS_GOAL)
     console.print(f"time: {results['time']:.1f}x less; goal at least {LENGTHS_GOAL:g}x: {word}")
-    theirs, ours = peaks[SLIME], peaks[OURS]
-    if theirs is not None and ours:
-        results["memory"] = theirs / ours
+    slime_peak, our_peak = peaks[SLIME], peaks[OURS]
+    if slime_peak is not None and our_peak:
+        results["memory"] = slime_peak / our_peak
         word = met(results["memory"] >= padding)
         console.print(f"memory: {results['memory']:.1f}x less; goal at least the padding, {padding:.1f}x: {word}")
     if out is not None:

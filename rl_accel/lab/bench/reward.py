@@ -137,17 +137,17 @@ def workload(
         order = list(range(prompts))
         rng.shuffle(order)
         for first in range(0, prompts, batch):
-            made = []
+            batch_responses = []
             for prompt in order[first : first + batch]:
                 row = epoch * prompts + prompt
                 for place, right in enumerate(drawn[row]):
                     seconds = min(typical[prompt] * rng.lognormvariate(0, spread), SECONDS[-1]) * scale
-                    own = None if (row, place) in hanging else max(seconds - overhead, 0.0)
+                    program_seconds = None if (row, place) in hanging else max(seconds - overhead, 0.0)
                     kind: Kind = rng.choice(("sleep", "busy"))
-                    code = program(kind, own, ANSWER if right else "41")
-                    made.append(Response(f"prompt-{prompt}", code, right, own))
-            rng.shuffle(made)
-            batches.append(made)
+                    code = program(kind, program_seconds, ANSWER if right else "41")
+                    batch_responses.append(Response(f"prompt-{prompt}", code, right, program_seconds))
+            rng.shuffle(batch_responses)
+            batches.append(batch_responses)
     return batches
 
 

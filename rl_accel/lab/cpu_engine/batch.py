@@ -307,19 +307,19 @@ class Batch:
             ValueError: a parameter is missing, a name is unknown or a shape differs. Nothing is written in that case.
         """
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        own: dict[str, torch.Tensor] = {**parameters, **dict(self._model.named_buffers())}
-        unknown = sorted(set(weights) - set(own))
-        given = {id(own[name]) for name in weights if name in own}
-        missing = sorted(name for name, tensor in parameters.items() if id(tensor) not in given)
+        tensors: dict[str, torch.Tensor] = {**parameters, **dict(self._model.named_buffers())}
+        unknown = sorted(set(weights) - set(tensors))
+        given_ids = {id(tensors[name]) for name in weights if name in tensors}
+        missing = sorted(name for name, tensor in parameters.items() if id(tensor) not in given_ids)
         if unknown or missing:
             raise ValueError(f"weights do not fit the model: missing {missing[:5]}, unknown {unknown[:5]}")
-        wrong = [name for name, tensor in weights.items() if tensor.shape != own[name].shape]
+        wrong = [name for name, tensor in weights.items() if tensor.shape != tensors[name].shape]
         if wrong:
             shapes = ", ".join(
-                f"{name} {tuple(weights[name].shape)} for {tuple(own[name].shape)}" for name in wrong[:5]
+                f"{name} {tuple(weights[name].shape)} for {tuple(tensors[name].shape)}" for name in wrong[:5]
             )
             raise ValueError(f"weights do not fit the model: {shapes}")
         with torch.no_grad():
             for name, tensor in weights.items():
-                own[name].copy_(tensor)
+                tensors[name].copy_(tensor)
         self._prompts.clear()
