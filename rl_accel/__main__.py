@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from rl_accel import __version__
-from rl_accel.errors import RlAccelError, refuse_idle_options
+from rl_accel.console import aligned, refuse_idle_options
+from rl_accel.errors import RlAccelError
 
 _LAZY = {
     "slime-config": ("integrations.slime.custom_config", "Write or check the YAML for slime's --custom-config-path."),
@@ -136,7 +137,6 @@ def doctor(as_json: bool, recipe: Path | None, platform: str | None) -> None:
 def flags() -> None:
     """Lists every flag with its default value, as written in RL_ACCEL_CONFIG, on verl's command line or in rl_accel.enable()."""
     from rl_accel.config import describe_flags
-    from rl_accel.switch import aligned
 
     for line in aligned(describe_flags()):
         click.echo(line)

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel import __version__
+from rl_accel.console import aligned
 from rl_accel.errors import PatchRefused
 from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS, Feature
 from rl_accel.integrations.slime.custom_config import require_checkout
 from rl_accel.patches.verl.verl_run import ENGINES
 from rl_accel.runtime import is_installed, switches_of
-from rl_accel.switch import Switch, SwitchState, aligned
+from rl_accel.switch import Switch, SwitchState
 
 DISTRIBUTIONS = ("torch", "numba", "triton", "ray", "verl", "TransferQueue", "slime", "transformers", "omegaconf")
 

@@ -44,22 +44,6 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def refuse_idle_options(mode: str, *options: str) -> None:
-    """Refuses an option of the current command that is on the command line and among ``options``, without effect in ``mode``.
-
-    Raises:
-        click.UsageError: there is such an option.
-    """
-    import click
-
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        is_given = context.get_parameter_source(str(parameter.name)) is click.core.ParameterSource.COMMANDLINE
-        if is_given and parameter.name in options:
-            name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
-            raise click.UsageError(f"{name} has no effect {mode}")
-
-
 class RecipeError(RlAccelError, ValueError):
     """Error for a recipe file of an A/B experiment that cannot be read or does not fit the recipe schema."""
 

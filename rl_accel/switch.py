@@ -1,11 +1,12 @@
 """Switches and their status. A switch is one reversible change to a framework: a patch, a registry entry or a check."""
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from rl_accel import __version__
+from rl_accel.console import aligned
 
 forget_when_off: list[Callable[[], object]] = []
 """Functions that clear state which features keep in module globals. Called when the last enabled feature has been turned off."""
@@ -113,11 +114,3 @@ class Status:
             rows.append((name, requested, "", ""))
             rows += [("", s.state, s.name, f"{s.target} ({s.reason})" if s.reason else s.target) for s in switches]
         return "\n".join([head, *aligned(rows, indent=2)])
-
-
-def aligned(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
-    """Returns one text line per row of a table. Each column is as wide as the widest cell of the column."""
-    table = [tuple(row) for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
-    return [" " * indent + line.rstrip() for line in lines]

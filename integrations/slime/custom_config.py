@@ -22,7 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl_accel import config as cfg
-from rl_accel.errors import ConfigError, did_you_mean, one_line, refuse_idle_options
+from rl_accel.console import refuse_idle_options
+from rl_accel.errors import ConfigError, did_you_mean, one_line
 from rl_accel.features import FEATURES, SLIME_MEGATRON
 from rl_accel.integrations.slime.hooks import require_values
 from rl_accel.integrations.slime.launch_line import (

@@ -1,7 +1,6 @@
 """Command ``rl-accel plan``: predicts the effect of features and alternatives on a run without spending GPU time."""
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rl_accel.errors import RlAccelError, refuse_idle_options
+from rl_accel.console import refuse_idle_options, say, wide_console
+from rl_accel.errors import RlAccelError
 from rl_accel.plan.answers import answer, options_of
 from rl_accel.plan.predict import check
 from rl_accel.plan.published import engine
@@ -20,7 +20,6 @@ from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.simulation import EngineModel
 from rl_accel.rollout.workload import published, read_lengths
 from rl_accel.telemetry.profile import WARMUP, read_run
-from rl_accel.telemetry.profile_report import say
 from rl_accel.telemetry.savings import levers
 
 _PUBLISHED = "published:"
@@ -87,7 +86,7 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
     LOG is what `rl-accel profile` reads. If the run had +rl_accel.telemetry.enable=True, engine and lengths are fitted to its
     responses, otherwise to means and maxima. Or give --lengths with --step-seconds, --prompts, --responses and --replicas.
     """
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = wide_console()
     draws, rounds, warmup = given["draws"], given["rounds"], given["warmup"]
     if checked is not None:
         idle = ("run_dir", "lengths", "tokenizer", "step_seconds", "other_seconds", "rounds", "out")

@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rl_accel.console import say
 from rl_accel.files import strict_json, write_atomically
 from rl_accel.plan.answers import Answer, best_of
 from rl_accel.plan.fit import Fit
 from rl_accel.plan.setup import Setup
 from rl_accel.telemetry.profile import format_seconds
-from rl_accel.telemetry.profile_report import say
 from rl_accel.telemetry.savings import NOTHING_HELPS
 
 SCHEMA = "rl_accel.plan/2"

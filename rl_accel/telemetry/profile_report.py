@@ -1,6 +1,5 @@
 """The command ``rl-accel profile``: prints where the time of a run's training steps went, and draws a picture of it."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from rl_accel.console import say, wide_console
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import SMALLEST_GAIN
@@ -57,7 +57,7 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
     LOG is a folder or a file: what verl or slime printed, verl's file logger, TensorBoard or W&B. Files joined by commas are one
     run. If the run had +rl_accel.telemetry.enable=True, the parts of generation are measured; otherwise they are estimated.
     """
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = wide_console(140)
     run = read_run(run_dir, warmup, responses)
     _show(run, console)
     if not no_picture:
@@ -68,11 +68,6 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
         except ValueError as error:  # matplotlib does not know the suffix
             raise RlAccelError(f"{path} is no picture: {error}") from error
         say(console, f"Picture: {path}")
-
-
-def say(console: Console, *lines: str) -> None:
-    """Prints ``lines`` as they are: not wrapped, and without markup or colours."""
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(run: Profile, console: Console) -> None:

@@ -17,7 +17,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from rl_accel.errors import RecipeError, RlAccelError, refuse_idle_options
+from rl_accel.console import refuse_idle_options, wide_console
+from rl_accel.errors import RecipeError, RlAccelError
 from rl_accel.files import write_atomically
 from rl_accel.lab.ab import launch as launching
 from rl_accel.lab.ab import report
@@ -95,7 +96,7 @@ def ab(
     run failed or a check is red; 2: the recipe or an option is wrong; 128 + signal: stopped by a signal, metrics so far
     are kept and reported.
     """
-    console = report.plain_console()
+    console = wide_console(report.WIDTH, markup=False, highlight=False)
     if recipe is not None and recipe.is_dir():
         recipe /= "recipe.yaml"
     try:

@@ -12,6 +12,7 @@ import click
 import yaml
 from omegaconf import OmegaConf
 
+from rl_accel.console import wide_console
 from rl_accel.errors import RecipeError, did_you_mean, one_line
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.convergence import listed
@@ -159,7 +160,7 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     results = [RunResult(r.arm, r.seed or 0, n, words, {}, "read", None, n, label=r.label) for r, n, words in facts]
     out.mkdir(parents=True, exist_ok=True)
     summary = report.build(recipe, Path(words[0]), out, results, 0, runs)
-    report.show(summary, report.plain_console())
+    report.show(summary, wide_console(report.WIDTH, markup=False, highlight=False))
     click.echo(f"Report: {out / 'report.html'}")
 
 

@@ -18,13 +18,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl_accel.config import resolve
+from rl_accel.console import aligned
 from rl_accel.doctor import quiet
 from rl_accel.integrations.slime.launch_line import flag_of, read
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs
 from rl_accel.parallel.model_memory import MIN_SEQUENCES, read_configuration, read_memory
 from rl_accel.patches.verl.verl_run import MAINS, VerlRun
 from rl_accel.runtime import is_installed
-from rl_accel.switch import aligned
 
 TRIED_VERL = "0.9.1"
 Row = tuple[str, str, str]

@@ -19,7 +19,6 @@ import importlib.metadata
 import os
 import platform
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -65,7 +64,7 @@ _DRAWS = 20
 _BUSY = 2.0
 """Load average per CPU core at the start of a run, above which the report warns that the run's times cannot be trusted."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
-_WIDTH = 180
+WIDTH = 180
 """Width of tables, in characters, if the output goes to a file or a pipe."""
 _COLOURS = {"green": "green", "red": "red", "skipped": "yellow"}
 
@@ -291,12 +290,6 @@ def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, s
         not_compared=NOT_COMPARED,
     )
     return html
-
-
-def plain_console(**options: Any) -> Console:
-    """Returns a console that prints text as it is, without markup."""
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH
-    return Console(width=width, markup=False, highlight=False, **options)
 
 
 def show(summary: dict[str, Any], console: Console) -> None:

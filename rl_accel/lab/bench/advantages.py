@@ -13,12 +13,11 @@ from typing import Any
 
 import click
 import torch
-from rich.box import SIMPLE
 from rich.progress import track
-from rich.table import Table
 
+from rl_accel.console import show_table, wide_console
 from rl_accel.features import ADVANTAGES
-from rl_accel.lab.bench.measure import available_bytes, console_of_benchmark
+from rl_accel.lab.bench.measure import available_bytes
 
 REPEATS = 3
 """Number of timed calls of each function, of which the median counts."""
@@ -134,16 +133,14 @@ def bench_advantages(rows: int, tokens: int) -> None:
             f"{rows} x {tokens} wants {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
         )
     records = measure(rows, tokens)
-    table = Table(title=f"verl's functions at {rows} x {tokens} (median)", box=SIMPLE)
-    for heading in ("estimator", "stock ms", "ours ms", "ratio"):
-        name = heading == "estimator"
-        table.add_column(heading, justify="left" if name else "right", no_wrap=name, min_width=28 if name else None)
+    cells = []
     for record in records:
         numbers = ("bits", "DIFFER", "")
         if record["same_bits"]:
             stock, fast = record["stock_s"], record["fast_s"]
             numbers = (f"{stock * 1e3:.1f}", f"{fast * 1e3:.1f}", f"{stock / fast:.1f}x")
-        table.add_row(record["estimator"], *numbers)
-    console_of_benchmark().print(table)
+        cells.append((record["estimator"], *numbers))
+    title = f"verl's functions at {rows} x {tokens} (median)"
+    show_table(wide_console(), ("estimator", "stock ms", "ours ms", "ratio"), cells, title)
     if not all(record["same_bits"] for record in records):
         raise click.ClickException("a replacement gives other bits than verl's own function; its numbers were left out")

@@ -14,13 +14,11 @@ from typing import Any
 
 import click
 import psutil
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
+from rl_accel.console import show_table, wide_console
 from rl_accel.lab.ab.recipe import RunPlan, load, plan_runs, prepare_command
 from rl_accel.lab.ab.runner import Stop, last_lines, prepare, ray_temp_dir, supervised
-from rl_accel.lab.bench.measure import console_of_benchmark
 from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.rollout.saved import FOLDER
 
@@ -187,7 +185,7 @@ def bench_chaos(recipe_path: Path, schedules: int, first_seed: int, out: Path) -
     or the trainer. A run that fails is launched again. Errors are prompts that are trained twice, given up or missing, and runs
     that hang. After an error, the exit status is 1.
     """
-    console = console_of_benchmark()
+    console = wide_console()
     recipe_file = (recipe_path / "recipe.yaml" if recipe_path.is_dir() else recipe_path).absolute()
     recipe = load(recipe_file)
     out = out.absolute()
@@ -210,12 +208,9 @@ def bench_chaos(recipe_path: Path, schedules: int, first_seed: int, out: Path) -
 
 
 def _show(results: Sequence[Result], console: Console) -> None:
-    table = Table(box=SIMPLE)
-    for heading in ("seed", "killed", "launches", "seconds", "responses failed", "verdict"):
-        table.add_column(heading)
+    rows = []
     for result in results:
         killed = ", ".join(f"{kill.victim} after step {kill.step}" for kill in result.kills)
         verdict = "; ".join(result.problems) or "every prompt once"
-        numbers = (result.launches, f"{result.seconds:.0f}", result.failed_responses)
-        table.add_row(str(result.seed), killed, *map(str, numbers), verdict)
-    console.print(table)
+        rows.append((result.seed, killed, result.launches, f"{result.seconds:.0f}", result.failed_responses, verdict))
+    show_table(console, ("seed", "killed", "launches", "seconds", "responses failed", "verdict"), rows)

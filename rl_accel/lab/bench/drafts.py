@@ -16,12 +16,10 @@ from types import SimpleNamespace
 
 import click
 import numpy as np
-from rich.box import SIMPLE
-from rich.table import Table
 
+from rl_accel.console import show_table, wide_console
 from rl_accel.drafts.drafter import SETTINGS, Drafter
 from rl_accel.drafts.index import SOURCES
-from rl_accel.lab.bench.measure import console_of_benchmark
 
 Response = tuple[list[int], list[int]]
 """Tokens of a prompt, and tokens of one response to this prompt."""
@@ -68,14 +66,10 @@ def bench_drafts(
     by_length = {
         f"{n:,} to {2 * n - 1:,}": (counts[f"tokens_from_{n}"] - lengths[n], lengths[n]) for n in sorted(lengths)
     }
-    console = console_of_benchmark()
+    console = wide_console()
     for title, groups in (("epoch of the prompt", epochs), ("response so far, tokens", by_length)):
-        table = Table(box=SIMPLE)
-        for heading in (title, "steps of a request", "accepted tokens a step"):
-            table.add_column(heading, justify="right")
-        for name, (accepted, row_steps) in groups.items():
-            table.add_row(str(name), f"{row_steps:,}", f"{accepted / row_steps:.2f}")
-        console.print(table)
+        cells = [(name, f"{steps_:,}", f"{accepted / steps_:.2f}") for name, (accepted, steps_) in groups.items()]
+        show_table(console, (title, "steps of a request", "accepted tokens a step"), cells)
     for source in SOURCES:
         drafted, accepted = (int(counts.get(f"{name}_{source}", 0)) for name in ("drafted", "accepted"))
         console.print(f"{source}: {accepted:,} of {drafted:,} drafted tokens accepted")

@@ -19,11 +19,10 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from rl_accel.console import show_table, wide_console
 from rl_accel.lab.bench.measure import (
     available_bytes,
-    console_of_benchmark,
     interleaved,
     met,
     peak_extra_bytes,
@@ -128,7 +127,7 @@ def bench_gae(out: Path | None, batch: int | None, tokens: int | None, lengths: 
         raise click.UsageError("--batch and --tokens go together")
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch sees no CUDA device here")
-    console = console_of_benchmark()
+    console = wide_console()
     if out is not None:
         importlib.import_module("matplotlib")  # a missing module must fail before minutes of measuring, not after
         out.mkdir(parents=True, exist_ok=True)
@@ -266,24 +265,22 @@ def _fastest_of_ours(row: dict[str, Any]) -> str | None:
 
 
 def _show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table("B x T", title="milliseconds, median (peak memory beyond inputs and outputs, MiB); - where left out")
     names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
-    for name in names:
-        table.add_column(name, justify="right")
-    table.add_column("loop / ours", justify="right")
+    cells = []
     for row in rows:
-        cells = []
-        for name in names:
-            median = _median(row, name)
-            peak = row["seconds"].get(name, {}).get("peak_extra_bytes")
-            if name == COPY:
-                peak = None
-            extra = "" if peak is None else f" ({max(peak - row['output_bytes'], 0) / 2**20:.0f})"
-            cells.append("-" if median is None else f"{median * 1e3:,.2f}{extra}")
+        cells.append([_label(row), *(_cell(row, name) for name in names)])
         ours, loop = _fastest_of_ours(row), _median(row, LOOP)
-        ratio = f"{loop / row['seconds'][ours]['median']:,.0f}" if ours and loop else ""
-        table.add_row(f"{row['batch']} x {row['tokens']}", *cells, ratio)
-    console.print(table)
+        cells[-1].append(f"{loop / row['seconds'][ours]['median']:,.0f}" if ours and loop else "")
+    title = "milliseconds, median (peak memory beyond inputs and outputs, MiB); - where left out"
+    show_table(console, ("B x T", *names, "loop / ours"), cells, title)
+
+
+def _cell(row: dict[str, Any], name: str) -> str:
+    """Returns the milliseconds of a GAE implementation at one shape, with the MiB that it needs beyond inputs and outputs."""
+    if (median := _median(row, name)) is None:
+        return "-"
+    peak = None if name == COPY else row["seconds"][name]["peak_extra_bytes"]
+    return f"{median * 1e3:,.2f}" + ("" if peak is None else f" ({max(peak - row['output_bytes'], 0) / 2**20:.0f})")
 
 
 def _show_goals(rows: list[dict[str, Any]], console: Console) -> None:
@@ -404,13 +401,11 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
     timings = interleaved(functions, _LENGTHS_BUDGET_S)
     _give_memory_back()
     peaks = {name: peak_extra_bytes(function) for name, function in functions.items()}
-    table = Table()
-    for column in ("", "milliseconds", "extra memory, MiB"):
-        table.add_column(column, justify="right" if column else "left")
+    rows = []
     for name, timing in timings.items():
         memory = "-" if (peak := peaks[name]) is None else f"{peak / 2**20:,.1f}"
-        table.add_row(name, f"{timing.median * 1e3:,.2f}", memory)
-    console.print(table)
+        rows.append((name, f"{timing.median * 1e3:,.2f}", memory))
+    show_table(console, ("", "milliseconds", "extra memory, MiB"), rows)
     results: dict[str, Any] = {"device": device, "lengths": lengths, "padding": padding}
     results["time"] = timings[SLIME].median / timings[OURS].median
     word = met(results["time"] >= LENGTHS_GOAL)

@@ -84,11 +84,6 @@ def available_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def console_of_benchmark() -> Console:
-    """Returns a console that is wide enough for the tables of the benchmarks even if the output is a file or a pipe."""
-    return Console(width=None if Console().is_terminal else 160)
-
-
 def met(holds: bool) -> str:
     """Returns "met" if a goal ``holds``, else "NOT met"."""
     return "met" if holds else "NOT met"

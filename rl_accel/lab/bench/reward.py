@@ -21,12 +21,11 @@ from typing import Any, Literal
 
 import click
 import numpy as np
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
+from rl_accel.console import show_table, wide_console
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.lab.bench.measure import console_of_benchmark, met, results_file
+from rl_accel.lab.bench.measure import met, results_file
 from rl_accel.ops.inputs import usable_cores
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
@@ -382,7 +381,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
     A wrong verdict is an error: there is no number, and the exit status is 1. Too many stopped correct answers also give exit
     status 1. A missed ratio is shown but does not change the exit status, because machines are shared and noisy.
     """
-    console = console_of_benchmark()
+    console = wide_console()
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     cores = usable_cores()
@@ -426,26 +425,16 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
 
 def _show(rows: Mapping[str, Any], console: Console) -> bool:
     """Prints the table of results and the verdicts on the goals. Returns whether too many correct answers were killed."""
-    table = Table(title="Executions, and what stopped them", box=SIMPLE)
     headings = ("machine", "limit", "total s", "times less", "step s", "p99 s", "correct", "killed wrongly", "timeouts")
-    for heading in (*headings, "full budget"):
-        table.add_column(heading, justify="right")
+    cells = []
     for condition, measured in rows.items():
         for name, row in measured["arms"].items():
             struck = ", ".join(f"{count} {limit}" for limit, count in sorted(row["struck"].items()))
-            table.add_row(
-                condition,
-                name,
-                f"{row['seconds']:.1f}",
-                f"{row['times_less']:.2f}",
-                f"{row['step_s']:.2f}",
-                f"{row['p99_s']:.2f}",
-                f"{row['correct']:,}",
-                f"{row['wrongly_killed']} ({row['wrongly_killed'] / max(row['correct'], 1):.2%})",
-                f"{row['timeouts']} ({struck})" if struck else "0",
-                str(row["full_budget"]),
-            )
-    console.print(table)
+            numbers = [f"{row['seconds']:.1f}", *(f"{row[key]:.2f}" for key in ("times_less", "step_s", "p99_s"))]
+            killed = f"{row['wrongly_killed']} ({row['wrongly_killed'] / max(row['correct'], 1):.2%})"
+            timeouts = f"{row['timeouts']} ({struck})" if struck else "0"
+            cells.append((condition, name, *numbers, f"{row['correct']:,}", killed, timeouts, row["full_budget"]))
+    show_table(console, (*headings, "full budget"), cells, "Executions, and what stopped them")
     console.print(
         "total s: of all executions. step s: from the start of a batch, all of it at once, to its last result, mean. p99: of "
         "an execution. full budget: of the timeouts those that no limit had been learned for, or probes.",

@@ -7,16 +7,16 @@ import importlib.util
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
+from rl_accel.console import show_table, wide_console
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
-from rl_accel.lab.bench.measure import console_of_benchmark, met, results_file
+from rl_accel.lab.bench.measure import met, results_file
 
 LOADS = ((32, 16, 3), (128, 16, 2), (512, 16, 1))
 """Batch sizes of the benchmark. Each tuple holds the number of prompts in a batch (P0), the number of responses per prompt
@@ -41,7 +41,7 @@ def bench_tail(out: Path | None) -> None:
     twice. After an error, the batch size gets no number, and the exit status is 1. Missed goals are shown but do not change the
     exit status, because machines are shared and noisy.
     """
-    console = console_of_benchmark()
+    console = wide_console()
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     missing = [name for name in ("verl", "transfer_queue", "ray") if importlib.util.find_spec(name) is None]
@@ -96,27 +96,22 @@ def _run(prompts: int, responses: int, rounds: int, stop: Stop) -> tuple[list[di
 
 
 def _show_load(sizes: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="Rounds on verl without a model", box=SIMPLE)
-    headings = ("P0 x R0", "round", "launched", "round s", "trainer CPU s", "of the round", "after last s", "events")
-    for heading in (*headings, "events / CPU s", "trainer MiB", "worker MiB", "workers CPU s"):
-        table.add_column(heading, justify="right")
-    for size in sizes:
-        for number, row in enumerate(size["rounds"], 1):
-            table.add_row(
-                f"{size['prompts']} x {size['responses']}",
-                f"{number} {row['kind']}",
-                f"{row['launched_responses']:,.0f}",
-                f"{row['seconds']:.1f}",
-                f"{row['trainer_cpu_s']:.2f}",
-                f"{row['trainer_cpu_s'] / row['seconds']:.1%}",
-                f"{row['after_last_s']:.2f}",
-                f"{row['events']:,}",
-                f"{row['events'] / row['trainer_cpu_s']:,.0f}",
-                f"{row['trainer_bytes'] / 2**20:,.0f}",
-                f"{row['worker_bytes'] / 2**20:,.0f}",
-                f"{row['worker_cpu_s']:.1f}",
-            )
-    console.print(table)
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "round": lambda row: row["kind"],
+        "launched": lambda row: f"{row['launched_responses']:,.0f}",
+        "round s": lambda row: f"{row['seconds']:.1f}",
+        "trainer CPU s": lambda row: f"{row['trainer_cpu_s']:.2f}",
+        "of the round": lambda row: f"{row['trainer_cpu_s'] / row['seconds']:.1%}",
+        "after last s": lambda row: f"{row['after_last_s']:.2f}",
+        "events": lambda row: f"{row['events']:,}",
+        "events / CPU s": lambda row: f"{row['events'] / row['trainer_cpu_s']:,.0f}",
+        "trainer MiB": lambda row: f"{row['trainer_bytes'] / 2**20:,.0f}",
+        "worker MiB": lambda row: f"{row['worker_bytes'] / 2**20:,.0f}",
+        "workers CPU s": lambda row: f"{row['worker_cpu_s']:.1f}",
+    }
+    labelled = [(f"{size['prompts']} x {size['responses']}", row) for size in sizes for row in size["rounds"]]
+    rows = [(label, *(cell(row) for cell in columns.values())) for label, row in labelled]
+    show_table(console, ("P0 x R0", *columns), rows, "Rounds on verl without a model")
     console.print(
         "trainer CPU s: processor time of the trainer process during the round, all threads. after last s: from the moment the "
         "last response of the batch lies in TransferQueue until the batch is returned with everything else stopped and cleared. "

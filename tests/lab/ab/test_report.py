@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from rl_accel.console import wide_console
 from rl_accel.lab.ab import report
 
 
@@ -33,7 +34,7 @@ def records(adv, steps=6, **changed):
 
 def shown(summary):
     """What the console says."""
-    console = report.plain_console(file=io.StringIO())
+    console = wide_console(report.WIDTH, markup=False, highlight=False, file=io.StringIO())
     report.show(summary, console)
     return console.file.getvalue()
 

@@ -1,0 +1,64 @@
+"""Output and options of the command ``rl-accel``: consoles, text tables, and options that have no effect.
+
+The libraries rich and click are imported when they are needed, because the runtime imports this module in every process.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def wide_console(width: int = 160, **options: Any) -> "Console":
+    """Returns a console whose tables are ``width`` characters wide if the output goes to a file or a pipe.
+
+    ``options``: further arguments of :class:`rich.console.Console`.
+    """
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else width, **options)
+
+
+def say(console: "Console", *lines: str) -> None:
+    """Prints ``lines`` as they are: not wrapped, and without markup or colours."""
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def show_table(console: "Console", columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
+    """Prints a table. The first column is aligned to the left, and all others to the right."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(title=title or None, box=SIMPLE)
+    for index, heading in enumerate(columns):
+        table.add_column(heading, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console.print(table)
+
+
+def aligned(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
+    """Returns one text line per row of a table. Each column is as wide as the widest cell of the column."""
+    table = [tuple(row) for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+    return [" " * indent + line.rstrip() for line in lines]
+
+
+def refuse_idle_options(mode: str, *options: str) -> None:
+    """Refuses an option of the current command that is on the command line and among ``options``, without effect in ``mode``.
+
+    Raises:
+        click.UsageError: there is such an option.
+    """
+    import click
+
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        is_given = context.get_parameter_source(str(parameter.name)) is click.core.ParameterSource.COMMANDLINE
+        if is_given and parameter.name in options:
+            name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+            raise click.UsageError(f"{name} has no effect {mode}")
