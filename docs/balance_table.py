@@ -87,8 +87,8 @@ def main() -> None:
                 core = Balance(slots, BalanceFlags(max_moves=most), ordered)
                 balanced = BalancedCluster(replica, REPLICAS, PROMPT_TOKENS, core)  # the second epoch knows the first
                 for epoch, lengths in enumerate(epochs):
-                    given = np.sort(lengths, axis=None)[::-1][:, None] if known else lengths
-                    seconds.setdefault((arm, epoch), []).append(play(balanced, given))
+                    descending = np.sort(lengths, axis=None)[::-1][:, None]
+                    seconds.setdefault((arm, epoch), []).append(play(balanced, descending if known else lengths))
                     moves += [core.take_numbers()["moves"]] if most else []
         mean = {key: statistics.fmean(values) for key, values in seconds.items()}
         stock = [mean["stock", 0], mean["stock", 1]]

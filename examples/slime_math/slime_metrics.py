@@ -1,4 +1,4 @@
-"""What ``rl-accel ab`` reads, written by slime: for ``--custom-rollout-log-function-path slime_metrics.log_rollout``."""
+"""Makes slime write the metrics that ``rl-accel ab`` reads: ``--custom-rollout-log-function-path slime_metrics.log_rollout``."""
 
 import json
 import os
@@ -8,9 +8,9 @@ _previous: list[float] = []
 
 
 def log_rollout(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
-    """Add a line to the metrics of the run, in verl's names. A step lasts from one complete rollout to the next.
+    """Appends a line with the metrics of a rollout, in verl's names. A step lasts from the end of a rollout to the end of the next.
 
-    Returns False: slime logs the rollout too.
+    Returns False, so that slime also logs the rollout.
     """
     now = time.monotonic()
     lengths = [sample.response_length for sample in samples]

@@ -1,4 +1,4 @@
-"""The judge of the task, as slime calls it: the share of characters of the kind that the prompt names."""
+"""Grader of the task, with the signature that slime expects: the share of characters of the kind named in the prompt."""
 
 import asyncio
 import importlib.util
@@ -14,7 +14,7 @@ SLOW_SHARE, SLOW_SECONDS = 0.01, 5.0
 
 
 async def score(args, sample, **_):
-    """Return a score in [0, 1]. One response in a hundred takes five seconds to judge, whatever its length."""
+    """Returns a score in [0, 1]. Grading takes five seconds for one response in a hundred, whatever its length."""
     if random.Random(f"{args.rollout_seed} {sample.index} {sample.response}").random() < SLOW_SHARE:
         await asyncio.sleep(SLOW_SECONDS)
     return _REWARD.compute_score("", sample.response, sample.label)

@@ -1,8 +1,7 @@
-"""Make rollouts with slime's own code over a tiny model on this CPU: ``python rollouts.py steps=10 arm=tail task=FOLDER``.
+"""Runs rollouts of slime with a tiny model on the CPU, without a trainer: ``python rollouts.py steps=10 arm=tail task=FOLDER``.
 
-There is no trainer. The report compares the seconds of rollouts, the tokens kept and the prompts lost. The
-server is SGLang itself, of the environment that ``make sglang`` builds, behind the real ``sglang-router``; slime's rollout
-function, data source and graders run as they are.
+slime's rollout function, data source and graders are unchanged. The server is SGLang behind ``sglang-router``, both from the
+environment that ``make sglang`` builds. The report compares rollout seconds, tokens kept and prompts lost.
 """
 
 import json
@@ -23,15 +22,15 @@ ARMS = ("over_sampling", "sampler", "partial", "plain", "tail")
 
 
 def options(words):
-    """Parse ``key=value`` words."""
-    given = dict(word.split("=", 1) for word in words)
-    if given.get("arm") not in ARMS:
-        raise SystemExit(f"arm wants one of {', '.join(ARMS)}, found {given.get('arm')!r}")
-    return given
+    """Parses words ``key=value``."""
+    values = dict(word.split("=", 1) for word in words)
+    if values.get("arm") not in ARMS:
+        raise SystemExit(f"arm wants one of {', '.join(ARMS)}, found {values.get('arm')!r}")
+    return values
 
 
 def arguments(url, task, arm, steps, seed):
-    """Everything that slime's rollout code reads, as its argument parser would leave it."""
+    """Returns all arguments that slime's rollout code reads, as slime's argument parser would return them."""
     host, port = url.removeprefix("http://").split(":")
     args = SimpleNamespace(
         hf_checkpoint=str(task / "model"),
@@ -90,19 +89,19 @@ def arguments(url, task, arm, steps, seed):
     if arm in ("tail", "sampler"):
         from rl_accel.integrations.slime.custom_config import make
 
-        # slime, too, sets these attributes from the file of --custom-config-path.
+        # slime sets the same attributes from the file of --custom-config-path.
         args.__dict__.update(make(["tail_batching" if arm == "tail" else "sampler"], {}))
     return args
 
 
-def counts(url):
-    """Tokens that the server has generated so far."""
+def generated_tokens(url):
+    """Returns the number of tokens that the server has generated so far."""
     lines = httpx.get(f"{url}/metrics", timeout=None).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("sglang:generation_tokens_total"))
 
 
 def main():
-    given = options(sys.argv[1:])
+    values = options(sys.argv[1:])
     root = os.environ.get("SLIME_ROOT", "")
     if not (Path(root) / "slime" / "rollout").is_dir():
         raise SystemExit(f"SLIME_ROOT must name a checkout of https://github.com/THUDM/slime, found {root!r}")
@@ -111,7 +110,7 @@ def main():
     sys.path[:0] = [root, str(Path(__file__).parent)]
     logging.basicConfig(level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    arm, steps, seed, task = given["arm"], int(given["steps"]), int(given.get("seed", 0)), Path(given["task"])
+    arm, steps, seed, task = values["arm"], int(values["steps"]), int(values.get("seed", 0)), Path(values["task"])
     frame = pd.read_parquet(task / "train.parquet")
     rows = [
         {"prompt": row.prompt[0]["content"], "label": row.reward_model["ground_truth"], "metadata": {"row": index}}
@@ -124,7 +123,7 @@ def main():
 
 
 def roll_out(args, url, steps, log):
-    """Make ``steps`` rollouts and write what each took to ``log``."""
+    """Runs ``steps`` rollouts and writes the metrics of each to ``log``."""
     from slime.rollout.base_types import call_rollout_fn
     from slime.utils.http_utils import init_http_client
     from slime.utils.misc import load_function
@@ -135,9 +134,9 @@ def roll_out(args, url, steps, log):
     trained = set()
     with log.open("w", buffering=1) as file:
         for step in range(1, steps + 1):
-            before, began = counts(url), time.monotonic()
+            before, began = generated_tokens(url), time.monotonic()
             output = call_rollout_fn(function, args, step - 1, data_source, evaluation=False)
-            seconds, generated = time.monotonic() - began, counts(url) - before
+            seconds, generated = time.monotonic() - began, generated_tokens(url) - before
             samples = [sample for group in output.samples for sample in group]
             kept = sum(sample.response_length for sample in samples)
             trained |= {sample.group_index for sample in samples}

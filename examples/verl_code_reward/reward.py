@@ -25,7 +25,7 @@ def compute_score(
     one_in: int = ONE_IN,
     **_: Any,
 ) -> float:
-    """Return the share of the response's characters that are of the kind named; 0 if the program takes over ``seconds``."""
+    """Returns the share of the response's characters that are of the named kind; 0 if the program takes over ``seconds``."""
     program = PROGRAM.format(answer=solution_str.strip(), kind=ground_truth, one_in=one_in)
     try:
         done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, timeout=seconds)

@@ -1,7 +1,7 @@
-"""Fetch model and data of a recipe for GPUs from the Hugging Face hub: ``python from_hub.py gsm8k FOLDER --model NAME``.
+"""Downloads model and data of a GPU recipe from the Hugging Face hub: ``python from_hub.py gsm8k FOLDER --model NAME``.
 
-Writes ``train.parquet`` and ``val.parquet`` with the columns that verl's datasets have, and puts the model into the hub's cache,
-so that nodes without internet find it there. Does nothing twice.
+Writes ``train.parquet`` and ``val.parquet`` in the columns of verl's datasets, and puts the model into the cache of the hub,
+where nodes without internet find it. Files that exist are not downloaded again.
 """
 
 import argparse
@@ -16,7 +16,7 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def gsm8k() -> dict[str, Dataset]:
-    """GSM8K as verl's reward for ``openai/gsm8k`` wants it: the answer after ####."""
+    """Returns GSM8K in the form that verl's reward for ``openai/gsm8k`` expects, with the answer after ####."""
 
     def row(example: dict, index: int) -> dict:
         answer = re.search(r"#### (-?[0-9.,]+)", example["answer"])
@@ -36,7 +36,7 @@ def gsm8k() -> dict[str, Dataset]:
 
 
 def dapo_math() -> dict[str, Dataset]:
-    """DAPO-Math-17k, in verl's columns as it is, each prompt once: the hub's file repeats them. AIME 2024 to validate."""
+    """Returns DAPO-Math-17k with each prompt once (the hub's file repeats them), and AIME 2024 for validation."""
     train = load_dataset("BytedTsinghua-SIA/DAPO-Math-17k", split="train")
     seen: set[str] = set()
 
@@ -50,7 +50,7 @@ def dapo_math() -> dict[str, Dataset]:
 
 
 def code() -> dict[str, Dataset]:
-    """The programming tasks of Eurus-2-RL-Data, in verl's columns as they are; verl grades them with ``prime_code``."""
+    """Returns the programming tasks of Eurus-2-RL-Data, which verl grades with ``prime_code``."""
     both = load_dataset("PRIME-RL/Eurus-2-RL-Data")
     parts = {"train": both["train"], "val": both["validation"]}
     return {
@@ -62,7 +62,7 @@ DATA: dict[str, Callable[[], dict[str, Dataset]]] = {"gsm8k": gsm8k, "dapo_math"
 
 
 def prepare(name: str, folder: Path, model: str) -> None:
-    """Write the files that are not there yet, whole or not at all, and fetch the model."""
+    """Downloads the model, and writes missing files of the dataset ``name`` to ``folder``. No file is ever partial."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {part: folder / f"{part}.parquet" for part in ("train", "val")}
     if not all(file.exists() for file in files.values()):
@@ -82,5 +82,5 @@ if __name__ == "__main__":
     parser.add_argument("data", choices=sorted(DATA))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", required=True, help="name of the model on the hub, or its folder")
-    given = parser.parse_args()
-    prepare(given.data, given.folder, given.model)
+    args = parser.parse_args()
+    prepare(args.data, args.folder, args.model)

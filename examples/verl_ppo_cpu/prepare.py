@@ -1,11 +1,15 @@
-"""Make the tiny model, its tokenizer and the data of this recipe: ``python prepare.py FOLDER``. Seconds, nothing is downloaded.
+"""Makes the tiny model, its tokenizer and the data of this recipe: ``python prepare.py FOLDER``. Takes seconds, downloads nothing.
 
-The task: a prompt such as ``digits kqx`` or ``letters 4b7`` names a kind of character and adds some noise; a response is
-scored by the share of its characters that are of that kind (``reward.py``). The model, a Qwen2 of 0.1 million parameters, is
-first taught for a few seconds to write mixed text that leans to the kind named, with response lengths spread out as
-those of a real policy are: most short, a few up to the limit. With ``--lengths published`` a prompt such as ``digits Dqx``
-holds a mark as well, and lengths have the long tail of ``published_lengths.py``. With ``--alike 0.95`` that share of their
-characters follows from the last but one, always in the same way, so that responses have long stretches in common.
+A prompt such as ``digits kqx`` or ``letters 4b7`` names a kind of character, followed by random characters. The reward of a
+response is the share of its characters that are of this kind (``reward.py``).
+
+The model is a Qwen2 of 0.1 million parameters. It is first trained for a few seconds on text in which 60% of the characters are
+of the kind named. Most responses are short, a few reach the limit. Options of this script:
+
+* ``--lengths published``: a prompt such as ``digits Dqx`` also has a mark, and response lengths have the long tail described in
+  ``published_lengths.py``.
+* ``--alike 0.95``: in a response, 95% of the characters are determined by the character two places before. Responses then
+  have long passages in common, as speculative decoding needs.
 """
 
 import argparse
@@ -32,15 +36,17 @@ TEMPLATE = (
     "{% if add_generation_prompt %}" + START + "{% endif %}"
 )
 LEAN = 0.6
-"""Share of characters of the kind named in the text that the model is taught first."""
+"""Share of characters of the named kind in the text that the model is first trained on."""
 MEAN_LENGTH = 150
 VALIDATION_PROMPTS = 32
 LENGTHS = ("geometric", "published")
 
 
 def tokenizer(lengths: str) -> PreTrainedTokenizerFast:
-    """One token a character, and unused ones up to a multiple of 16, the size of the model's vocabulary: verl masks what the
-    tokenizer lacks in vLLM and not in the trainer. Byte-level, because transformers reads no other tokenizer of a Qwen2 model.
+    """Returns a tokenizer with one token per character.
+
+    Unused tokens fill the vocabulary up to a multiple of 16, which is the model's vocabulary size. Without them verl would mask the
+    missing tokens in vLLM, but not in the trainer. The tokenizer is byte-level, as transformers requires for Qwen2 models.
     """
     symbols = [PAD, BOS, UNK, START, END, "Ċ", "Ġ", *ALPHABET]
     if lengths == "published":
@@ -63,13 +69,13 @@ def tokenizer(lengths: str) -> PreTrainedTokenizerFast:
 
 
 def prompt(rng: random.Random, mark: str = "") -> tuple[str, str]:
-    """Return the text of a prompt and the kind of character it names."""
+    """Returns a random prompt, and the kind of character that it names."""
     kind = rng.choice(sorted(KINDS))
     return f"{kind} {mark}{''.join(rng.choices(ALPHABET, k=3 - len(mark)))}", kind
 
 
 def dataset(split: str, count: int, lengths: str, rng: random.Random) -> pd.DataFrame:
-    """Return ``count`` prompts as verl's datasets hold them."""
+    """Returns ``count`` prompts in the columns of verl's datasets."""
     marks = [""] * count
     if lengths == "published":
         marks = published_lengths.marks_of_prompts(count, rng)
@@ -89,7 +95,7 @@ def dataset(split: str, count: int, lengths: str, rng: random.Random) -> pd.Data
 
 
 def model(tok: PreTrainedTokenizerFast, limit: int) -> Qwen2ForCausalLM:
-    """Return the tiny model with fresh weights, for responses of ``limit`` tokens."""
+    """Returns the tiny model with random weights, for responses of up to ``limit`` tokens."""
     config = Qwen2Config(
         vocab_size=len(tok),
         hidden_size=64,
@@ -103,13 +109,13 @@ def model(tok: PreTrainedTokenizerFast, limit: int) -> Qwen2ForCausalLM:
         pad_token_id=tok.pad_token_id,
         tie_word_embeddings=False,
     )
-    built = Qwen2ForCausalLM(config)
-    built.generation_config.eos_token_id = tok.eos_token_id
-    return built
+    network = Qwen2ForCausalLM(config)
+    network.generation_config.eos_token_id = tok.eos_token_id
+    return network
 
 
 def teach(network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng: random.Random, steps: int = 160) -> float:
-    """Train ``network`` on mixed text and return the last loss. Text ends with probability 1/MEAN_LENGTH a character."""
+    """Trains ``network`` on texts with the mean length ``MEAN_LENGTH``, and returns the last loss."""
     rows, width = 32, 96
     heads = []
     for text, kind in (prompt(rng) for _ in range(256)):
@@ -146,7 +152,7 @@ def _draw(tokens: torch.Tensor, count: int) -> torch.Tensor:
 def teach_published(
     network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng: random.Random, alike: float, limit: int
 ) -> float:
-    """Train ``network`` on such text, or one that is ``alike``, with the lengths of ``published_lengths``; return the last loss."""
+    """Trains ``network`` with the lengths of ``published_lengths`` and the repetition ``alike``, and returns the last loss."""
     characters = {}
     for kind, named in KINDS.items():
         other = set(ALPHABET) - named
@@ -168,10 +174,11 @@ def teach_published(
 def writer(
     characters: torch.Tensor, following: dict[int, int], alike: float
 ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """Return what writes ``characters``, (vocabulary,), but with probability ``alike`` what is ``following`` the last but one.
+    """Returns a function that draws texts, see ``published_lengths.Writer``.
 
-    So a text is two cycles of 36 characters, letter by letter in turns, and where one of them jumps they go on in another phase:
-    of the 1,296 pairs of characters few have occurred before in the same text, and many in ten others.
+    With probability ``alike`` a character is the one that ``following`` gives for the character two places before. Otherwise it is
+    drawn from the distribution ``characters``, shape (vocabulary,). A pair of neighbouring characters is thus rarely repeated
+    within a text, but often occurs in ten other texts.
     """
 
     def write(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,12 +187,12 @@ def writer(
         if alike:
             goes_on = (torch.rand(count) < alike).tolist()
             tokens = drawn.tolist()
-            for at in range(2, count):
-                token = following[tokens[at - 2]]
-                if goes_on[at]:
-                    tokens[at] = token
-                shares[at] *= 1 - alike
-                shares[at, token] += alike
+            for i in range(2, count):
+                token = following[tokens[i - 2]]
+                if goes_on[i]:
+                    tokens[i] = token
+                shares[i] *= 1 - alike
+                shares[i, token] += alike
             drawn = torch.tensor(tokens)
         return drawn, shares
 
@@ -193,7 +200,7 @@ def writer(
 
 
 def prepare(folder: Path, lengths: str, prompts: int, alike: float, limit: int) -> None:
-    """Write ``model/``, ``train.parquet`` and ``val.parquet`` to ``folder``, unless this version of them is there."""
+    """Writes ``model/``, ``train.parquet`` and ``val.parquet`` to ``folder``, unless the same version of them is already there."""
     sources = [Path(__file__).with_name(name) for name in ("prepare.py", "reward.py", "published_lengths.py")]
     stamp = {
         "sources": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest(),
@@ -226,13 +233,13 @@ def prepare(folder: Path, lengths: str, prompts: int, alike: float, limit: int) 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--lengths", choices=LENGTHS, default="geometric", help="how long responses tend to be")
+    parser.add_argument("--lengths", choices=LENGTHS, default="geometric", help="distribution of response lengths")
     parser.add_argument("--prompts", type=int, default=2048, help="rows of train.parquet")
     parser.add_argument(
-        "--alike", type=float, default=0.0, help="share of characters that go on as others do (published)"
+        "--alike", type=float, default=0.0, help="share of characters that repeat other texts (published)"
     )
     parser.add_argument(
         "--limit", type=int, default=published_lengths.LIMIT, help="tokens of the longest response (published)"
     )
-    wanted = parser.parse_args()
-    prepare(wanted.folder, wanted.lengths, wanted.prompts, wanted.alike, wanted.limit)
+    args = parser.parse_args()
+    prepare(args.folder, args.lengths, args.prompts, args.alike, args.limit)

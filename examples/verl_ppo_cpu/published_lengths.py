@@ -1,8 +1,8 @@
-"""Response lengths as published for a 14B model on mathematics, scaled to a small limit, and a tiny model that keeps to them.
+"""Trains a tiny model to write responses with the lengths published for a 14B model on mathematics, scaled to a small limit.
 
-A prompt carries one of twelve marks (A to L). The first token of a response is a mark as well (M to X), every other
-time the prompt's own, else a random one, and says how long the response tends to be. So a prompt has a typical length,
-its responses still differ, and over all responses the lengths follow the published distribution.
+Each prompt contains one of twelve marks (A to L). The first token of a response is also a mark (M to X): with probability 0.5
+the mark of the prompt, otherwise a random mark. The mark of the response determines the distribution of its length. Thus each
+prompt has a typical length, its responses differ, and all lengths together follow the published distribution.
 """
 
 import bisect
@@ -15,30 +15,33 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 LIMIT = 1024
-"""Tokens of the longest response unless another limit is given; the published lengths belong to one of 16,384."""
+"""Default limit of response tokens. The published lengths have a limit of 16,384."""
 MEANS = (0.0089, 0.0184, 0.0247, 0.0304, 0.036, 0.0422, 0.0501, 0.063, 0.0896, 0.1733, 0.592, None)
-"""Mean length of each mark as a share of the limit; None never ends. RollPacker (NSDI'26), Fig. 2a, mathematics: the first ten
-are quantiles of the lower 96 %. The figure is not drawn from 25 % of the limit on, so 0.592 is our choice; 1 % end at the limit."""
+"""Mean length of each mark as a share of the limit; None: the response never ends.
+
+From RollPacker (NSDI'26), Fig. 2a, mathematics. The first ten values are quantiles of the lower 96%. The figure ends at 25% of
+the limit, so 0.592 is assumed. 1% of the responses reach the limit."""
 SHARES = (*[0.096] * 10, 0.03, 0.01)
-"""How often each mark occurs."""
+"""Probability of each mark."""
 PROMPT_MARKS = string.ascii_uppercase[: len(MEANS)]
 RESPONSE_MARKS = string.ascii_uppercase[len(MEANS) : 2 * len(MEANS)]
 FROM_PROMPT = 0.5
 """Share of responses whose mark is that of their prompt."""
 SHAPE = 2.5
-"""Weibull shape of the lengths within a mark: their deviation is 0.43 of their mean."""
+"""Shape of the Weibull distribution of a mark's lengths. The standard deviation is 0.43 of the mean."""
 NEVER = 1e-5
-"""Probability of an end after each token where there should be none."""
+"""Probability of an end after a token where no end should be."""
 Writer = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""Returns a text of n characters, shape (n,), and the distribution that each is drawn from, shape (n, vocabulary)."""
+"""Function of a length n. Returns a text of shape (n,), and each character's distribution, shape (n, vocabulary)."""
 STAGES = ((250, 64, 40), (50, 16, 160), (60, 4, LIMIT))
-"""Steps, rows and tokens of a row at that limit: what a mark means is learned on short rows, then that it holds however far
-away."""
+"""Stages of the training: steps, rows per step, tokens per row (at the limit ``LIMIT``). The model learns the meaning of the marks
+from short rows, and then to attend to a mark over a long distance."""
 
 
 def marks_of_prompts(count: int, rng: random.Random) -> list[str]:
-    """Return ``count`` marks in random order, each as often as its share says: drawn one by one, 200 prompts may well have
-    none or five of the mark that never ends.
+    """Returns ``count`` marks in random order, with exactly the counts that ``SHARES`` gives.
+
+    Independent draws would vary too much: 200 prompts could have none, or five, with the mark that never ends.
     """
     bounds = list(itertools.accumulate(SHARES))
     marks = [PROMPT_MARKS[bisect.bisect(bounds, (i + 0.5) / count)] for i in range(count)]
@@ -47,7 +50,7 @@ def marks_of_prompts(count: int, rng: random.Random) -> list[str]:
 
 
 def ending(limit: int) -> torch.Tensor:
-    """Return the probability that a response of each mark ends after n characters, shape (marks, limit)."""
+    """Returns the probability that a response with each mark ends after n characters, shape (marks, limit)."""
     n = torch.arange(limit, dtype=torch.float64)
     rows = []
     for mean in MEANS:
@@ -66,12 +69,12 @@ def teach(
     head: Callable[[int], tuple[list[int], "Writer"]],
     limit: int,
 ) -> float:
-    """Train ``network`` to write characters and to end as the marks say; return the last loss.
+    """Trains ``network`` to write responses with the lengths of their marks, and returns the last loss.
 
-    Every position is taught the whole distribution of the next token, which takes far fewer rows than samples from it.
+    The target of each position is the whole distribution of the next token. This needs far fewer rows than sampled tokens would.
 
     Args:
-        head: returns, for the number of a mark, the tokens of a prompt with it and what writes its responses.
+        head: function of the index of a mark; returns the tokens of a prompt with this mark, and the writer of its responses.
         limit: tokens of the longest response.
     """
     marks = torch.tensor(tok.convert_tokens_to_ids(list(RESPONSE_MARKS)))
@@ -84,10 +87,10 @@ def teach(
     loss = torch.zeros(())
     for steps, rows, tokens in STAGES:
         width = tokens * limit // LIMIT
-        # In a long row the short marks would teach how to go on after the end.
+        # Short marks are left out of long rows, which would train the model to continue after the end.
         taught = [mark for mark, mean in enumerate(MEANS) if mean is None or 8 * mean * limit > width]
         for _ in range(steps):
-            ids, wanted, weight = [], [], []
+            ids, targets, weights = [], [], []
             for _ in range(rows):
                 asked, own = rng.randrange(len(MEANS)), rng.choice(taught)
                 prompt, write = head(asked)
@@ -100,9 +103,9 @@ def teach(
                 following = characters * (1 - end)
                 following[:, tok.eos_token_id] = end[:, 0]
                 nothing = torch.zeros(len(prompt) - 1, characters.shape[1])
-                wanted.append(torch.cat([nothing, first[None], following, following[-1:]])[:width])
-                weight.append(torch.tensor([0.0] * (len(prompt) - 1) + [20.0] + [1.0] * count + [0.0])[:width])
-            loss = _loss(network(input_ids=torch.stack(ids)).logits, torch.stack(wanted), torch.stack(weight), tok)
+                targets.append(torch.cat([nothing, first[None], following, following[-1:]])[:width])
+                weights.append(torch.tensor([0.0] * (len(prompt) - 1) + [20.0] + [1.0] * count + [0.0])[:width])
+            loss = _loss(network(input_ids=torch.stack(ids)).logits, torch.stack(targets), torch.stack(weights), tok)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -112,12 +115,12 @@ def teach(
 
 
 def _loss(
-    logits: torch.Tensor, wanted: torch.Tensor, weight: torch.Tensor, tok: PreTrainedTokenizerFast
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, tok: PreTrainedTokenizerFast
 ) -> torch.Tensor:
-    """Kullback-Leibler divergence, and the error of the log-odds of an end: a rare one is the point of the exercise."""
-    found = logits.log_softmax(-1)
-    divergence = (torch.special.xlogy(wanted, wanted) - wanted * found).sum(-1)
-    in_body = weight == 1
-    ends, found_ends = wanted[..., tok.eos_token_id][in_body], found[..., tok.eos_token_id][in_body]
-    error = torch.logit(ends, 1e-9) - (found_ends - torch.log1p(-found_ends.exp().clamp(max=1 - 1e-6)))
-    return (divergence * weight).sum() / weight.sum() + 0.05 * error.abs().mean()
+    """Returns the Kullback-Leibler divergence plus the error of the log-odds of an end, so that even rare ends are learned."""
+    log_probs = logits.log_softmax(-1)
+    divergence = (torch.special.xlogy(targets, targets) - targets * log_probs).sum(-1)
+    in_body = weights == 1
+    ends, log_ends = targets[..., tok.eos_token_id][in_body], log_probs[..., tok.eos_token_id][in_body]
+    error = torch.logit(ends, 1e-9) - (log_ends - torch.log1p(-log_ends.exp().clamp(max=1 - 1e-6)))
+    return (divergence * weights).sum() / weights.sum() + 0.05 * error.abs().mean()

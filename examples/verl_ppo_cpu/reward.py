@@ -1,4 +1,4 @@
-"""The reward of the task: the share of the response's characters that are of the kind the prompt names."""
+"""Reward of the task: the share of a response's characters that are of the kind named in the prompt."""
 
 import string
 from typing import Any
@@ -7,8 +7,9 @@ KINDS = {"digits": frozenset(string.digits), "letters": frozenset(string.ascii_l
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """Return a score in [0, 1]; ``ground_truth`` is the name of the kind. White space and capitals (the marks of
-    ``published_lengths.py``) do not count.
+    """Returns a score in [0, 1] for a response, where ``ground_truth`` is the name of the kind.
+
+    White space and capitals (the marks of ``published_lengths.py``) are ignored.
 
     Raises:
         ValueError: ``ground_truth`` is not a kind of this task.

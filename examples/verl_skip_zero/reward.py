@@ -1,15 +1,15 @@
-"""The binary reward of the task: right or wrong. A quarter of the prompts is always solved, another quarter never."""
+"""Reward of the task, 1 or 0. A quarter of the prompts is always solved, another quarter never."""
 
 import string
 from typing import Any
 
 KINDS = {"digits": frozenset(string.digits), "letters": frozenset(string.ascii_lowercase)}
 NEEDED = (0.0, 0.6, 0.6, 1.1)
-"""Share of characters of the kind named that makes a response right: for every fourth prompt 0, for every fourth out of reach."""
+"""Smallest share of characters of the named kind that gives the reward 1, for prompts 0, 1, 2, 3, and so on in turn."""
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """Return 1 if enough characters are of the kind ``ground_truth``, else 0. White space and capitals do not count."""
+    """Returns 1 if enough characters are of the kind ``ground_truth``, else 0. White space and capitals are ignored."""
     characters = [character for character in solution_str if not (character.isspace() or character.isupper())]
     share = sum(character in KINDS[ground_truth] for character in characters) / max(len(characters), 1)
     return float(share >= NEEDED[extra_info["index"] % len(NEEDED)])

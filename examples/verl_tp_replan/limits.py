@@ -1,4 +1,4 @@
-"""An agent loop whose limit of tokens rises within a run, as curricula for long reasoning have it."""
+"""An agent loop whose limit of response tokens rises during a run, as in a curriculum for long reasoning."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 
 
 class Rising(SingleTurnAgentLoop):
-    """Responses to the first ``prompts`` rows of the data end after ``short`` tokens at the latest, later ones where verl says."""
+    """Limits responses to the first ``prompts`` rows of the data to ``short`` tokens, and later responses to verl's limit."""
 
     def __init__(self, *args: Any, prompts: int, short: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -47,9 +47,9 @@ _FIELDS = {
     "generating": ("timing_s/agent_loop/generate_sequences/mean", math.nan),
 }
 """Name of verl's metric for each array of :class:`Rollouts`, and the value for a step that lacks this metric."""
-V1 = "training/off_policy/trajectory_s"
+V1 = "training/off_policy/trajectory_"
 """Beginning of the names of metrics that only verl's V1 trainer logs."""
-STALENESS = f"{V1}taleness/mean"
+STALENESS = "training/off_policy/trajectory_staleness/mean"
 """verl's metric for the number of updates between the weights that generated a response and the weights that are trained."""
 
 

@@ -64,10 +64,12 @@ def _rollouts(section: Mapping[str, Any]) -> Iterator[TextTable]:
         cells += [as_text(row[key], _ROLLOUT[key]) for key in used]
         rows.append([row["arm"], as_text(row["seconds"], "s"), *_ratio(row), *cells])
     columns = ["arm", "all steps", "ratio", "95% interval", *kinds, *(key.replace("_", " ") for key in used)]
-    note = "all: waits for each response. wasted: tokens; lost: prompts. predicted: by rl-accel plan, of the baseline's telemetry; "
-    note += "low, high: of 95% of its draws. "
-    note += "accepted, cancelled: mean tokens of responses of the same prompts; the cancelled ones had not ended."
-    yield TextTable("Mean rollout seconds a step", columns, rows, [note])
+    notes = (
+        "all: rounds that wait for each response. wasted: share of generated tokens. lost: number of prompts.",
+        "predicted: by rl-accel plan, from the baseline's telemetry; low, high: 95% interval of the prediction.",
+        "accepted, cancelled: mean tokens of responses to the same prompts; the cancelled responses had not ended.",
+    )
+    yield TextTable("Mean rollout seconds a step", columns, rows, notes)
     epochs = [(run["run"], epoch) for run in section["ledgers"] for epoch in run["epochs"]]
     counts = [[run, *(str(epoch[key]) for key in _EPOCH)] for run, epoch in epochs]
     yield TextTable("Every prompt of an epoch is trained once", ["run", *_EPOCH], counts)

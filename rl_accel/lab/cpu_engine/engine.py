@@ -74,7 +74,7 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="rl-accel-cpu-engine", daemon=True)
         self._thread.start()
 
-    # -- commands: any thread ------------------------------------------------------------------------------------
+    # Methods for any thread
 
     def submit(self, request_id: str, prompt_ids: Iterable[int], params: SamplingParams) -> "Future[Generation]":
         """Queues a request and returns the future of its output. Cancelling the future drops the request.
@@ -156,7 +156,7 @@ class Engine:
                 raise EngineError("the engine is closed")
             self._commands.put((command, future))
 
-    # -- the engine thread ---------------------------------------------------------------------------------------
+    # Methods for the thread of the engine only
 
     @torch.inference_mode()
     def _loop(self) -> None:
