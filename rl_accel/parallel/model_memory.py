@@ -140,41 +140,18 @@ class TpBounds:
     ) -> None:
         model = model or {}
         memory = read_memory(model) if flags.memory_gb is not None else None
-        language_model = model.get("text_config") or model  # a model that sees images nests its language model
-        counts = (language_model.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
-        heads, kv_heads = (
-            count if isinstance(count, int) else 0 for count in counts
-        )  # 0: the number is unknown and limits nothing
-        mlp_sizes = _mlp_sizes(model)
+        available = (flags.memory_gb or 0.0) * memory_share
+        tokens = MIN_SEQUENCES * (max_tokens or 1)
 
         def obstacles(size: int) -> Iterator[str]:
-            if world_size % size:
-                yield f"does not divide {world_size} GPUs"
-            if size % multiple_of:
-                yield f"is no multiple of {multiple_of}"
-            if size > gpus_per_node:
-                yield f"is more than the {gpus_per_node} GPUs of a node"
-            elif world_size > gpus_per_node and gpus_per_node % size:
-                yield f"does not divide the {gpus_per_node} GPUs of a node"
+            yield from _obstacles_of_machines(size, world_size, gpus_per_node, multiple_of)
             if size < flags.min_tp:
                 yield f"is below min_tp = {flags.min_tp}"
             if flags.max_tp is not None and size > flags.max_tp:
                 yield f"is above max_tp = {flags.max_tp}"
-            if heads % size:
-                yield f"does not divide {heads} attention heads"
-            if kv_heads % size and size % kv_heads:
-                yield f"neither divides {kv_heads} key-value heads nor is divided by them"
-            for inner in mlp_sizes:
-                if inner % size:
-                    yield f"does not divide the MLP size {inner}"
-            if memory is not None and flags.memory_gb is not None:
-                available = flags.memory_gb * memory_share
-                weights = memory.weight_bytes(size, bytes_per_value) / _GIB
-                tokens = MIN_SEQUENCES * (max_tokens or 1)
-                cache = tokens * memory.kv_bytes_per_token(size, bytes_per_value) / _GIB
-                if weights + cache > available:
-                    needs = f"{weights:.1f} GiB a GPU for weights and {cache:.1f} for {tokens} tokens of cache"
-                    yield f"needs {needs}, and has {available:.1f}"
+            yield from _obstacles_of_model(size, model)
+            if memory is not None:
+                yield from _obstacles_of_memory(size, memory, available, tokens, bytes_per_value)
 
         self._obstacles = {size: ", ".join(obstacles(size)) for size in range(1, world_size + 1)}
         self.sizes = tuple(size for size, words in self._obstacles.items() if not words)
@@ -195,6 +172,40 @@ class TpBounds:
     def obstacles_of(self, size: int) -> str:
         """Returns the reason why the tensor-parallel size ``size`` is impossible, or an empty string if it is possible."""
         return self._obstacles.get(size, f"there are {len(self._obstacles)} GPUs")
+
+
+def _obstacles_of_machines(size: int, world_size: int, gpus_per_node: int, multiple_of: int) -> Iterator[str]:
+    if world_size % size:
+        yield f"does not divide {world_size} GPUs"
+    if size % multiple_of:
+        yield f"is no multiple of {multiple_of}"
+    if size > gpus_per_node:
+        yield f"is more than the {gpus_per_node} GPUs of a node"
+    elif world_size > gpus_per_node and gpus_per_node % size:
+        yield f"does not divide the {gpus_per_node} GPUs of a node"
+
+
+def _obstacles_of_model(size: int, model: Mapping[str, Any]) -> Iterator[str]:
+    language_model = model.get("text_config") or model  # a model that sees images nests its language model
+    counts = (language_model.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
+    heads, kv_heads = (count if isinstance(count, int) else 0 for count in counts)  # 0: not known, limits nothing
+    if heads % size:
+        yield f"does not divide {heads} attention heads"
+    if kv_heads % size and size % kv_heads:
+        yield f"neither divides {kv_heads} key-value heads nor is divided by them"
+    for inner in _mlp_sizes(model):
+        if inner % size:
+            yield f"does not divide the MLP size {inner}"
+
+
+def _obstacles_of_memory(
+    size: int, memory: ModelMemory, available: float, tokens: int, bytes_per_value: int
+) -> Iterator[str]:
+    """Yields a message if a GPU has less than the memory that it needs. ``available`` is in GiB, ``tokens`` are those to cache."""
+    weights = memory.weight_bytes(size, bytes_per_value) / _GIB
+    cache = tokens * memory.kv_bytes_per_token(size, bytes_per_value) / _GIB
+    if weights + cache > available:
+        yield f"needs {weights:.1f} GiB a GPU for weights and {cache:.1f} for {tokens} tokens of cache, and has {available:.1f}"
 
 
 def _mlp_sizes(model: Mapping[str, Any]) -> list[int]:

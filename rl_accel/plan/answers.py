@@ -1,10 +1,9 @@
 """Simulated seconds of the rollouts and steps of a run with each feature, and with alternatives that users may consider instead."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
-from typing import Any
 
 from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
 from rl_accel.plan.balanced import BalancedCluster
@@ -156,62 +155,73 @@ def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
 
 def options_of(setup: Setup) -> list[Option]:
     """Returns the options to evaluate for a run: features of rl-accel, then alternatives."""
-    options: list[Option] = []
+    return [*_features(setup), *_alternatives(setup)]
 
-    def add(name: str, how: str, changed: Setup, **more: Any) -> None:
-        options.append(Option(name, how, changed, **more))
 
-    def on(*features: str, flags: Sequence[str] = ()) -> str:
+def _features(setup: Setup) -> Iterator[Option]:
+    def turn_on(*features: str, flags: Sequence[str] = ()) -> str:
         """Returns the words that turn ``features`` on and set ``flags``."""
         if setup.is_slime:
-            return " ".join(
-                [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in flags)]
-            )
+            words = [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in flags)]
+            return " ".join(words)
         return " ".join(f"+rl_accel.{word}" for word in (*(f"{name}.enable=True" for name in features), *flags))
 
     tail, tails = "tail_batching", TailBatchingFlags()
     unpolled = replace(setup, poll_seconds=0.0)
     if setup.poll_seconds:
-        add("sampler", on("sampler"), unpolled)
+        yield Option("sampler", turn_on("sampler"), unpolled)
     shorter = "shorter responses of a prompt are preferred"
     for prompts, responses in RATIOS:
-        how = on(tail, flags=(f"{tail}.prompt_ratio={prompts}", f"{tail}.response_ratio={responses}"))
+        how = turn_on(tail, flags=(f"{tail}.prompt_ratio={prompts}", f"{tail}.response_ratio={responses}"))
         flags = TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses)
         cost = shorter if responses > 1 else ""
-        add(f"tail_batching {prompts:g} / {responses:g}", how, unpolled, flags=flags, cost=cost)
-    flags = TailBatchingFlags(prompt_ratio="auto")
-    how = on(tail, flags=(f"{tail}.prompt_ratio=auto",))
-    add("tail_batching auto", how, unpolled, flags=flags, cost=shorter)
+        yield Option(f"tail_batching {prompts:g} / {responses:g}", how, unpolled, flags, cost=cost)
+    how = turn_on(tail, flags=(f"{tail}.prompt_ratio=auto",))
+    yield Option("tail_batching auto", how, unpolled, TailBatchingFlags(prompt_ratio="auto"), cost=shorter)
     if setup.workload.rewards.max(initial=0.0) > RewardTimeoutFlags().minimum:
         late = "rewards of slow answers"
-        add("reward_timeout", on("reward_timeout"), setup, timeout=True, cost=late)
-        both = on(tail, "reward_timeout")
-        add("tail_batching + reward_timeout", both, unpolled, flags=tails, timeout=True, cost=late)
+        yield Option("reward_timeout", turn_on("reward_timeout"), setup, timeout=True, cost=late)
+        both = turn_on(tail, "reward_timeout")
+        yield Option("tail_batching + reward_timeout", both, unpolled, tails, timeout=True, cost=late)
     if setup.zero_shares:
         zero = f"advantage 0 for {setup.zero_shares[0]:.0%} of the text, if rewards are compared in groups"
-        add("skip_zero", on("skip_zero"), setup, skip_zero=True, cost=zero)
+        yield Option("skip_zero", turn_on("skip_zero"), setup, skip_zero=True, cost=zero)
         if setup.poll_seconds:
-            add("skip_zero + sampler", on("sampler", "skip_zero"), unpolled, skip_zero=True, cost=zero)
+            both = turn_on("sampler", "skip_zero")
+            yield Option("skip_zero + sampler", both, unpolled, skip_zero=True, cost=zero)
         cost = f"{shorter}; {zero}"
-        add("skip_zero + tail_batching", on(tail, "skip_zero"), unpolled, flags=tails, skip_zero=True, cost=cost)
-    each = math.ceil(setup.prompts * setup.responses / setup.replicas)
-    slots = setup.engine.slots
-    waiting = slots < each
-    if setup.replicas > 1 and waiting and not setup.is_slime:
-        how = on("balance", flags=(f"balance.slots={slots}",))
-        add("balance", how, replace(setup, cluster=BalancedCluster), cost="decisions, which take no time here")
-    add("twice the replicas", "", replace(setup, replicas=2 * setup.replicas), cost="GPUs", ours=False)
-    fewer = [max(min(slots, each) // 2, 1)] * (waiting or setup.engine.cache_tokens < math.inf)
+        both = turn_on(tail, "skip_zero")
+        yield Option("skip_zero + tail_batching", both, unpolled, tails, skip_zero=True, cost=cost)
+    if setup.replicas > 1 and _requests_wait(setup) and not setup.is_slime:
+        how = turn_on("balance", flags=(f"balance.slots={setup.engine.slots}",))
+        cost = "decisions, which take no time here"
+        yield Option("balance", how, replace(setup, cluster=BalancedCluster), cost=cost)
+
+
+def _alternatives(setup: Setup) -> Iterator[Option]:
+    """Yields changes of the run that need no rl-accel: more replicas, other numbers of slots, half the limit of tokens."""
+    more = replace(setup, replicas=2 * setup.replicas)
+    yield Option("twice the replicas", "", more, ours=False, cost="GPUs")
+    slots, waiting = setup.engine.slots, _requests_wait(setup)
+    fewer = [max(min(slots, _requests_of_replica(setup)) // 2, 1)] * (waiting or setup.engine.cache_tokens < math.inf)
     for count in fewer + [2 * slots] * waiting:
         how = f"{'--sglang-max-running-requests ' if setup.is_slime else 'actor_rollout_ref.rollout.max_num_seqs='}{count}"
         engine = replace(setup.engine, slots=count)
-        add(f"{count:,} slots a replica", how, replace(setup, engine=engine), ours=False)
+        yield Option(f"{count:,} slots a replica", how, replace(setup, engine=engine), ours=False)
     half = max(setup.workload.limit // 2, 1)
     cut = f"{(setup.workload.tokens > half).mean():.1%} of the responses cut short"
     limited = replace(setup, workload=setup.workload.limited(half))
     how = f"{'--rollout-max-response-len ' if setup.is_slime else 'data.max_response_length='}{half}"
-    add(f"limit of {half:,} tokens", how, limited, cost=cut, ours=False)
-    return options
+    yield Option(f"limit of {half:,} tokens", how, limited, ours=False, cost=cut)
+
+
+def _requests_of_replica(setup: Setup) -> int:
+    return math.ceil(setup.prompts * setup.responses / setup.replicas)
+
+
+def _requests_wait(setup: Setup) -> bool:
+    """Returns whether a replica has more requests than slots."""
+    return setup.engine.slots < _requests_of_replica(setup)
 
 
 def answer(

@@ -10,7 +10,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
@@ -143,6 +143,16 @@ class FairScheduler:
             self._offer(prompt)
 
 
+@dataclass
+class _Running:
+    """A running execution of ``key`` (a prompt and test case), and its current limit."""
+
+    key: str
+    limit: Limit
+    is_late: Callable[[], None]
+    updates: LimitUpdates = field(default_factory=LimitUpdates)
+
+
 class LimitedExecutor:
     """Runs at most ``slots`` executions at once under adaptive time limits; further calls wait for a slot.
 
@@ -210,36 +220,14 @@ class LimitedExecutor:
         async with self.scheduler.slot(prompt, timeout.expected(key, self._maximum)) as is_late:
             waited = loop.time() - came
             full = Limit(self._maximum, self._maximum, "learning")
-            limit, updates = timeout.limit(key, self._maximum) if self._adapts else full, LimitUpdates()
+            running = _Running(key, timeout.limit(key, self._maximum) if self._adapts else full, is_late)
+            limit, updates = running.limit, running.updates
             limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=updates, full=self._maximum)
             begins_adaptive = limit.reason == "adaptive"
-
-            async def follow() -> None:
-                """Applies new limits to the execution. Marks it as late if ``minimum`` seconds pass without an adaptive limit."""
-                nonlocal limit
-                for check in itertools.count(1):
-                    await asyncio.sleep(max(timeout.flags.minimum / _CHECKS_PER_MINIMUM, _SHORTEST_CHECK_SECONDS))
-                    is_new = self._adapts and limit.reason == "learning"
-                    before, limit = limit, (timeout.limit if is_new else timeout.learned)(key, self._maximum)
-                    if limit.reason == "probe":
-                        return
-                    if limit != before:
-                        updates.publish(limit.wall, limit.cpu)
-                    elif limit.reason == "learning" and check == _CHECKS_PER_MINIMUM:
-                        is_late()
-
-            async def follow_others() -> None:
-                """Begins the full budget anew while other executions end by themselves."""
-                began, ended = loop.time(), self._ended
-                while (wall := loop.time() - began + self._maximum) < _MOST_BUDGETS * self._maximum:
-                    if ended != self._ended:
-                        ended = self._ended
-                        updates.publish(wall, wall)
-                    await asyncio.sleep(self._maximum / _CHECKS_PER_BUDGET)
-
             following = None
             if limit.reason != "probe" and (self._adapts or self._queues):
-                following = asyncio.create_task(follow() if self._adapts else follow_others())
+                follow = self._follow_limit if self._adapts else self._renew_budget
+                following = asyncio.create_task(follow(running))
             try:
                 result = await run(limits)
             except asyncio.CancelledError:
@@ -261,12 +249,37 @@ class LimitedExecutor:
                 self.anchors.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, says_nothing)
                 if result.prove and begins_adaptive:
                     timeout.forget_limit()
-            self._count(result, limit, is_correct, waited)
+            self._count(result, running.limit, is_correct, waited)
         else:
             self.anchors.count("eval_executions")
             if begins_adaptive:
                 timeout.forget_limit()
         return result
+
+    async def _follow_limit(self, running: _Running) -> None:
+        """Applies new limits to an execution. Marks it as late if ``minimum`` seconds pass without an adaptive limit."""
+        timeout = self.anchors.timeout
+        for check in itertools.count(1):
+            await asyncio.sleep(max(timeout.flags.minimum / _CHECKS_PER_MINIMUM, _SHORTEST_CHECK_SECONDS))
+            before = running.limit
+            next_limit = timeout.limit if before.reason == "learning" else timeout.learned
+            running.limit = next_limit(running.key, self._maximum)
+            if running.limit.reason == "probe":
+                return
+            if running.limit != before:
+                running.updates.publish(running.limit.wall, running.limit.cpu)
+            elif running.limit.reason == "learning" and check == _CHECKS_PER_MINIMUM:
+                running.is_late()
+
+    async def _renew_budget(self, running: _Running) -> None:
+        """Begins the full budget of an execution anew while other executions end by themselves."""
+        loop = asyncio.get_running_loop()
+        began, ended = loop.time(), self._ended
+        while (wall := loop.time() - began + self._maximum) < _MOST_BUDGETS * self._maximum:
+            if ended != self._ended:
+                ended = self._ended
+                running.updates.publish(wall, wall)
+            await asyncio.sleep(self._maximum / _CHECKS_PER_BUDGET)
 
     def _count(self, result: ExecutionResult, limit: Limit, is_correct: bool, waited: float) -> None:
         """Counts an execution that ended with ``result`` under ``limit`` after it had waited ``waited`` seconds for its slot."""

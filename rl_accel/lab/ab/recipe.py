@@ -350,30 +350,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name, arm in recipe.arms.items():
         if arm.seeds is not None and not (arm.seeds and set(arm.seeds) <= set(recipe.seeds)):
             yield f"arms.{name}.seeds wants some of {recipe.seeds}, found {arm.seeds}"
-    numbers = (
-        ("nodes", recipe.nodes, 1),
-        ("gpus", recipe.gpus, 1),
-        ("metrics.warmup_steps", recipe.metrics.warmup_steps, 0),
-    )
-    for key, value, minimum in numbers:
-        if value < minimum:
-            yield f"{key} wants at least {minimum}, found {value}"
-    if recipe.timeout_s is not None and not recipe.timeout_s > 0:
-        yield f"timeout_s wants a number above 0, found {recipe.timeout_s}"
-    if recipe.metrics.average not in AVERAGES:
-        yield f"metrics.average wants one of {', '.join(AVERAGES)}, found {recipe.metrics.average!r}"
-    stages = [*recipe.metrics.stages, recipe.metrics.step]
-    for stage in recipe.checks.faster:
-        if stage not in stages:
-            yield f"checks.faster.{stage} is not a stage{did_you_mean(stage, stages)}; stages are {', '.join(stages)}"
-    for key in ("faster", "wasted_tokens", "prompts_lost"):
-        for arm in getattr(recipe.rollout, key):
-            if arm not in recipe.arms or (key == "faster" and arm == recipe.baseline):
-                yield f"rollout.{key}.{arm} is no arm to compare{did_you_mean(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}"
-    for name in recipe.checks.warn_only:
-        if name not in CHECK_NAMES:
-            known = ", ".join(CHECK_NAMES)
-            yield f"checks.warn_only: unknown check {name!r}{did_you_mean(name, CHECK_NAMES)}; checks are {known}"
+    yield from _problems_of_numbers(recipe)
+    yield from _problems_of_checks(recipe)
     for where, env in [("env", recipe.env), *((f"arms.{name}.env", arm.env) for name, arm in recipe.arms.items())]:
         for key, value in env.items():
             if value is not None and not isinstance(value, str | int | float | bool):
@@ -388,6 +366,36 @@ def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
         yield 'seeds: several want seed_overrides such as ["data.seed=${seed}"], or all runs would be the same'
     if recipe.steps < 1:
         yield f"steps wants at least 1, found {recipe.steps}"
+
+
+def _problems_of_numbers(recipe: Recipe) -> Iterator[str]:
+    numbers = (
+        ("nodes", recipe.nodes, 1),
+        ("gpus", recipe.gpus, 1),
+        ("metrics.warmup_steps", recipe.metrics.warmup_steps, 0),
+    )
+    for key, value, minimum in numbers:
+        if value < minimum:
+            yield f"{key} wants at least {minimum}, found {value}"
+    if recipe.timeout_s is not None and not recipe.timeout_s > 0:
+        yield f"timeout_s wants a number above 0, found {recipe.timeout_s}"
+    if recipe.metrics.average not in AVERAGES:
+        yield f"metrics.average wants one of {', '.join(AVERAGES)}, found {recipe.metrics.average!r}"
+
+
+def _problems_of_checks(recipe: Recipe) -> Iterator[str]:
+    stages = [*recipe.metrics.stages, recipe.metrics.step]
+    for stage in recipe.checks.faster:
+        if stage not in stages:
+            yield f"checks.faster.{stage} is not a stage{did_you_mean(stage, stages)}; stages are {', '.join(stages)}"
+    for key in ("faster", "wasted_tokens", "prompts_lost"):
+        for arm in getattr(recipe.rollout, key):
+            if arm not in recipe.arms or (key == "faster" and arm == recipe.baseline):
+                yield f"rollout.{key}.{arm} is no arm to compare{did_you_mean(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}"
+    for name in recipe.checks.warn_only:
+        if name not in CHECK_NAMES:
+            known = ", ".join(CHECK_NAMES)
+            yield f"checks.warn_only: unknown check {name!r}{did_you_mean(name, CHECK_NAMES)}; checks are {known}"
 
 
 @dataclass(frozen=True)

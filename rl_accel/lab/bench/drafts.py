@@ -9,7 +9,7 @@ import operator
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,24 +61,25 @@ def bench_drafts(
             except (ValueError, KeyError, TypeError) as error:
                 raise click.ClickException(f"{path}: wanted lines with input, output and step: {error!r}") from error
     settings = {"max_tokens": max_tokens, "batch_limit": batch_limit}
-    counts, epochs, stock, ours, took = replay([steps[n] for n in sorted(steps)], running, settings, fill)
+    result = replay([steps[n] for n in sorted(steps)], running, settings, fill)
+    counts, seconds = result.counts, result.seconds
     lengths = {int(name.rpartition("_")[2]): n for name, n in counts.items() if name.startswith("row_steps_from_")}
     by_length = {
         f"{n:,} to {2 * n - 1:,}": (counts[f"tokens_from_{n}"] - lengths[n], lengths[n]) for n in sorted(lengths)
     }
     console = wide_console()
-    for title, groups in (("epoch of the prompt", epochs), ("response so far, tokens", by_length)):
+    for title, groups in (("epoch of the prompt", result.epochs), ("response so far, tokens", by_length)):
         cells = [(name, f"{steps_:,}", f"{accepted / steps_:.2f}") for name, (accepted, steps_) in groups.items()]
         show_table(console, (title, "steps of a request", "accepted tokens a step"), cells)
     for source in SOURCES:
         drafted, accepted = (int(counts.get(f"{name}_{source}", 0)) for name in ("drafted", "accepted"))
         console.print(f"{source}: {accepted:,} of {drafted:,} drafted tokens accepted")
-    for rows in sorted({min(took), max(took)}) if took else ():
-        each = 1e6 * statistics.median(took[rows]) / rows
+    for rows in sorted({min(seconds), max(seconds)}) if seconds else ():
+        each = 1e6 * statistics.median(seconds[rows]) / rows
         console.print(f"the drafter takes {each:.0f} microseconds a request and step with {rows} running (median)")
-    console.print(
-        f"without drafts {stock:,} engine steps, with {ours:,}: {stock / ours if ours else 1:.2f} times as fast"
-    )
+    stock, drafted_steps = result.engine_steps[False], result.engine_steps[True]
+    speedup = stock / drafted_steps if drafted_steps else 1
+    console.print(f"without drafts {stock:,} engine steps, with {drafted_steps:,}: {speedup:.2f} times as fast")
 
 
 @dataclass
@@ -97,9 +98,24 @@ class _Row:
         return new
 
 
-def replay(
-    steps: list[list[Response]], running: int, settings: dict[str, int], fill: bool = False
-) -> tuple[Counter[str], dict[int, list[int]], int, int, dict[int, list[float]]]:
+@dataclass
+class Replay:
+    """Result of :func:`replay`.
+
+    Attributes:
+        engine_steps: number of engine steps without drafts (key False) and with drafts (key True).
+        epochs: mapping from epoch of a prompt (from 1) to accepted draft tokens and engine steps, summed over requests.
+        seconds: mapping from number of running requests to the seconds of each call of the drafter.
+        counts: counters of the drafter, by name.
+    """
+
+    engine_steps: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    epochs: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+
+def replay(steps: list[list[Response]], running: int, settings: dict[str, int], fill: bool = False) -> Replay:
     """Replays the responses of each training step twice: without drafts, and with drafts of a :class:`Drafter`.
 
     Args:
@@ -107,62 +123,65 @@ def replay(
         running: maximum number of requests that run at once.
         settings: settings of the drafter.
         fill: whether the drafter's history starts full of random responses.
-
-    Returns:
-        Five values:
-
-        - Counters of the drafter, by name.
-        - Mapping from epoch of a prompt (from 1) to numbers of accepted draft tokens and of engine steps, summed over requests.
-        - Number of engine steps without drafts.
-        - Number of engine steps with drafts.
-        - Mapping from number of running requests to the seconds of each call of the drafter.
     """
+    result = Replay()
+    drafter = _drafter(settings, fill, lambda: sum(result.engine_steps.values()))
     longest = 2 + max((len(prompt) + len(tokens) for step in steps for prompt, tokens in step), default=0)
+    matrix = np.zeros((running, longest), np.int32)
+    seen: Counter[tuple[int, ...]] = Counter()
+    for step in steps:
+        seen.update({tuple(prompt) for prompt, _ in step})
+        for drafts in (False, True):
+            waiting = [_Row(prompt, tokens, seen[tuple(prompt)]) for prompt, tokens in reversed(step) if tokens]
+            _generate(waiting, matrix, drafter if drafts else None, result)
+        drafter.new_weights()
+    result.counts = drafter.counts
+    return result
+
+
+def _drafter(settings: dict[str, int], fill: bool, engine_steps: Callable[[], int]) -> Drafter:
     parallel = SimpleNamespace(
         distributed_executor_backend="uni", rank=0, tensor_parallel_size=1, prefill_context_parallel_size=1
     )
-    engine_steps = {"stock": 0, "ours": 0}
     config = SimpleNamespace(
         additional_config={SETTINGS: settings},
         speculative_config=SimpleNamespace(num_speculative_tokens=settings["max_tokens"]),
         parallel_config=parallel,
     )
-    drafter = Drafter(config, lambda: sum(engine_steps.values()))
+    drafter = Drafter(config, engine_steps)
     if fill:
         rng = np.random.default_rng(0)
         others = (
             rng.integers(0, 2**15, 8192, np.int32) for _ in range(drafter.settings.memory_mb * 2**20 // (8192 * 9))
         )
         drafter.absorb(np.array([0, 256], np.int32).tobytes() + tokens.tobytes() for tokens in others)
-    took: dict[int, list[float]] = defaultdict(list)
-    epochs: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    seen: Counter[tuple[int, ...]] = Counter()
-    matrix = np.zeros((running, longest), np.int32)
-    for step in steps:
-        seen.update({tuple(prompt) for prompt, _ in step})
-        for arm in engine_steps:
-            waiting = [_Row(prompt, tokens, seen[tuple(prompt)]) for prompt, tokens in reversed(step) if tokens]
-            rows: list[_Row] = []
-            while waiting or rows:
-                while waiting and len(rows) < running:
-                    row = waiting.pop()
-                    matrix[len(rows), : len(row.prompt + row.tokens)] = row.prompt + row.tokens
-                    rows.append(row)
-                sampled = [row.step() for row in rows]
-                engine_steps[arm] += 1
-                if arm == "ours":
-                    began = time.perf_counter()
-                    drafts = drafter.propose(sampled, np.array([len(row.prompt) + row.done for row in rows]), matrix)
-                    took[len(rows)].append(time.perf_counter() - began)
-                    for row, new, row.draft in zip(rows, sampled, drafts, strict=True):
-                        epochs[row.epoch][0] += len(new) - 1
-                        epochs[row.epoch][1] += 1
-                for gap in reversed([at for at, row in enumerate(rows) if row.done == len(row.tokens)]):
-                    matrix[gap] = matrix[len(rows) - 1]  # vLLM fills gaps in the same way
-                    rows[gap] = rows[-1]
-                    rows.pop()
-        drafter.new_weights()
-    return drafter.counts, dict(epochs), engine_steps["stock"], engine_steps["ours"], took
+    return drafter
+
+
+def _generate(waiting: list[_Row], matrix: np.ndarray, drafter: Drafter | None, result: Replay) -> None:
+    """Replays the responses ``waiting``, the last one first, with drafts of ``drafter`` unless it is None. Adds to ``result``.
+
+    A row of ``matrix`` holds the tokens of a running request, as in vLLM.
+    """
+    rows: list[_Row] = []
+    while waiting or rows:
+        while waiting and len(rows) < len(matrix):
+            row = waiting.pop()
+            matrix[len(rows), : len(row.prompt + row.tokens)] = row.prompt + row.tokens
+            rows.append(row)
+        sampled = [row.step() for row in rows]
+        result.engine_steps[drafter is not None] += 1
+        if drafter is not None:
+            began = time.perf_counter()
+            drafts = drafter.propose(sampled, np.array([len(row.prompt) + row.done for row in rows]), matrix)
+            result.seconds[len(rows)].append(time.perf_counter() - began)
+            for row, new, row.draft in zip(rows, sampled, drafts, strict=True):
+                result.epochs[row.epoch][0] += len(new) - 1
+                result.epochs[row.epoch][1] += 1
+        for gap in reversed([i for i, row in enumerate(rows) if row.done == len(row.tokens)]):
+            matrix[gap] = matrix[len(rows) - 1]  # vLLM fills gaps in the same way
+            rows[gap] = rows[-1]
+            rows.pop()
 
 
 def _encoder(folder: str | None) -> Callable[[str], list[int]]:

@@ -33,13 +33,14 @@ def test_every_response_is_played_whole_whatever_the_places(tmp_path):
     rng = random.Random(1)
     steps = [[([1, 2, 3], [rng.randrange(4) for _ in range(rng.randrange(60))]) for _ in range(20)] for _ in range(3)]
     for running in (1, 7, 64):
-        counts, epochs, stock, ours, took = replay(steps, running, SETTINGS)
-        assert sum(map(len, took.values())) == counts["steps"]
+        result = replay(steps, running, SETTINGS)
+        counts, epochs = result.counts, result.epochs
+        assert sum(map(len, result.seconds.values())) == counts["steps"]
         assert counts["tokens"] == sum(len(tokens) for step in steps for _, tokens in step)
         assert counts["accepted"] == sum(accepted for accepted, _ in epochs.values())
         assert sum(accepted + row_steps for accepted, row_steps in epochs.values()) == counts["tokens"]
         assert set(epochs) == {1, 2, 3}
-        assert ours <= stock
+        assert result.engine_steps[True] <= result.engine_steps[False]
 
 
 @pytest.mark.parametrize(("line", "said"), [('{"input": "a", "step": 1}', "KeyError"), ("no", "JSONDecodeError")])
