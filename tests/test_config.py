@@ -33,8 +33,8 @@ def test_later_layers_win_key_by_key_and_a_bare_bool_switches_a_feature():
 
 @pytest.mark.parametrize(("given", "kept"), [(2, 2.0), (1.5, 1.5), ("auto", "auto")])
 def test_the_prompt_ratio_is_a_number_or_auto(given, kept):
-    found = resolve([("test", {"tail_batching": {"prompt_ratio": given}})])[TAIL_BATCHING].prompt_ratio
-    assert (found, type(found)) == (kept, type(kept))
+    result = resolve([("test", {"tail_batching": {"prompt_ratio": given}})])[TAIL_BATCHING].prompt_ratio
+    assert (result, type(result)) == (kept, type(kept))
 
 
 @pytest.mark.parametrize(

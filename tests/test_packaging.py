@@ -72,10 +72,10 @@ for module in (rl_accel, rl_accel.patches, sys.modules["rl_accel.integrations.ve
 @pytest.mark.full
 def test_doctor_from_the_wheel_says_what_works_and_without_verl_that_it_is_absent(run, wheel_python, tmp_path):
     stdout = run(str(wheel_python.parent / "rl-accel"), "doctor", "--json")
-    found = json.loads(stdout[stdout.index("{") :])
-    assert found["versions"]["verl"] == "0.9.1"
-    assert {check["switch"]: check["verdict"] for check in found["checks"]}["verl.gae"] == "works"
-    assert found["backends"]["numba"] is None
+    document = json.loads(stdout[stdout.index("{") :])
+    assert document["versions"]["verl"] == "0.9.1"
+    assert {check["switch"]: check["verdict"] for check in document["checks"]}["verl.gae"] == "works"
+    assert document["backends"]["numba"] is None
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules.update(verl=None, ray=None)\n")
     stdout = run("-m", "rl_accel", "doctor", "--json", PYTHONPATH=str(tmp_path), SLIME_ROOT="")
     assert {check["verdict"] for check in json.loads(stdout)["checks"]} == {"absent"}

@@ -28,8 +28,8 @@ def check(python):
 def functions(module: str, *names: str) -> str:
     """These functions of the installed verl, as they are written there, without decorators."""
     text = (Path(find_spec("verl").origin).parent / module).read_text()
-    found = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-    return "\n".join(ast.get_source_segment(text, found[name]) for name in names)
+    result = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    return "\n".join(ast.get_source_segment(text, result[name]) for name in names)
 
 
 CORE_ALGOS = f"""
@@ -221,9 +221,9 @@ def test_doctor_shows_the_verl_that_is_imported(fake_verl, check, tmp_path):
         """,
         code=1,
     )
-    found = json.loads(stdout)
-    checks = {check["switch"]: check for check in found["checks"]}
-    assert found["versions"]["verl"] == "7.8.9"
+    document = json.loads(stdout)
+    checks = {check["switch"]: check for check in document["checks"]}
+    assert document["versions"]["verl"] == "7.8.9"
     assert checks["verl.gae"] == {**checks["verl.gae"], "verdict": "works", "upstream": "none"}
     for observer in ("telemetry.observer", "tp_replan.observer", "trainer_mode.tail_batching"):
         assert checks[f"verl.{observer}"]["verdict"] == "cannot", "this verl has no trainer"

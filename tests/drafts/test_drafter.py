@@ -152,8 +152,8 @@ class ObviousIndex:
             length, before = 0, token.before
             while self.holds(before) and length < min(CONTEXT, len(context)) and before.value == context[-1 - length]:
                 length, before = length + 1, before.before
-            found = token.text
-            if length >= GRAM and (found.key != text.key) == others and found.visit >= text.oldest:
+            result = token.text
+            if length >= GRAM and (result.key != text.key) == others and result.visit >= text.oldest:
                 places.append((length, token))
         longest = max((length for length, _ in places), default=0)
         return longest, [token for length, token in places if length == longest]
@@ -163,25 +163,25 @@ class ObviousIndex:
         context, limit = tokens[: text.length].tolist(), min(limit, len(tokens) - 1 - text.length)
         if len(context) < GRAM or limit < 1:
             return None
-        found = [self.places(text, tokens, context, others) for others in (False, True)]
-        others = found[1][0] > found[0][0]
-        longest, voters = found[others]
+        results = [self.places(text, tokens, context, others) for others in (False, True)]
+        others = results[1][0] > results[0][0]
+        longest, voters = results[others]
         if not voters:
             return None
         newest = voters[0].text
         own = newest is text or newest.visit == PROMPT
         source = OTHER if others else 0 if own else 1 if newest.visit == text.visit else 2
         voters = [(1 / (1 + rank), token) for rank, token in enumerate(voters)]
-        found, shares = [], []
-        while voters and len(found) < limit:
+        results, shares = [], []
+        while voters and len(results) < limit:
             votes = defaultdict(float)
             for weight, token in voters:
                 votes[token.value] += weight
             chosen = max(votes, key=votes.get)
-            found.append(chosen)
+            results.append(chosen)
             shares.append(votes[chosen] / sum(weight for weight, _ in voters))
             voters = [(w, t.after) for w, t in voters if t.value == chosen and self.holds(t.after)]
-        return found, shares, longest, source
+        return results, shares, longest, source
 
 
 class ObviousDrafter:

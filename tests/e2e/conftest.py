@@ -249,15 +249,15 @@ def kill_first() -> Callable[[str, Path], int]:
     """
 
     def kill(part: str, metrics: Path) -> int:
-        found = []
+        results = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 ours = process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics)
                 if ours and part in " ".join(process.cmdline()):
-                    found.append(process)
-        for process in found[:1]:
+                    results.append(process)
+        for process in results[:1]:
             process.kill()
-        return len(found)
+        return len(results)
 
     return kill
 

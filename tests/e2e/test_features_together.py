@@ -189,8 +189,8 @@ def test_every_response_is_recorded(steps, kept, summary):
 
 
 def test_profile_reads_the_run(run, kept):
-    found = read_run(run)
-    assert list(found.steps) == list(range(3, STEPS + 1))
-    assert found.numbers["preemptions"] == 0.0
-    assert len(found.last) == len(kept[STEPS])
-    assert not found.missing
+    profile = read_run(run)
+    assert list(profile.steps) == list(range(3, STEPS + 1))
+    assert profile.numbers["preemptions"] == 0.0
+    assert len(profile.last) == len(kept[STEPS])
+    assert not profile.missing

@@ -97,11 +97,11 @@ def numbers(metrics):
 
 
 def test_short_and_long_rounds_occur_and_every_batch_is_exact(all_steps):
-    found = [numbers(metrics) for metrics in all_steps]
-    assert sum(item["short_round"] for item in found) >= 2
-    assert sum(item["long_round"] for item in found) >= 1
-    assert all(item["prompts_trained"] == P0 and item["applied"] == 1.0 for item in found)
-    for item in found:
+    results = [numbers(metrics) for metrics in all_steps]
+    assert sum(item["short_round"] for item in results) >= 2
+    assert sum(item["long_round"] for item in results) >= 1
+    assert all(item["prompts_trained"] == P0 and item["applied"] == 1.0 for item in results)
+    for item in results:
         assert (item["responses_cancelled"] > 0) == (item["short_round"] == 1.0), item
         assert item["ghost_keys"] == item["prompts_failed"] == 0.0
     for metrics in all_steps:  # every response of the batch, and no other, was trained on

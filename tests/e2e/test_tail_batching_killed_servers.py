@@ -79,8 +79,8 @@ def test_every_batch_has_its_quotas(left):
 
 
 def test_agent_loops_of_several_turns_are_trained(left):
-    found = set(left.data["agent_name"].iloc[list(left.settled("trained").values())])
-    assert found == {"tool_agent", "two_turns", "single_turn_agent", "kills_server"}
+    names = set(left.data["agent_name"].iloc[list(left.settled("trained").values())])
+    assert names == {"tool_agent", "two_turns", "single_turn_agent", "kills_server"}
     for step, metrics in left.steps.items():
         loops = left.data["agent_name"].iloc[list(left.ledger[step - 1]["trained"].values())]
         turns = loops.map(lambda name: 4 if name == "two_turns" else 2)

@@ -134,10 +134,12 @@ def test_a_run_becomes_a_setup(run_dir):
 
 def test_a_step_is_its_stages_and_a_rollout_is_noticed_at_the_next_look():
     assert (SETUP.noticed(3.1), replace(SETUP, poll_seconds=0.0).noticed(3.1)) == (4.0, 3.1)
-    found = simulated(SETUP, 5, 0)
+    prediction = simulated(SETUP, 5, 0)
     plain = rounds_of(SETUP, PLAIN, 5, 0)
-    assert found.rollout_seconds == pytest.approx(np.mean([2 * np.ceil(p.metrics.rollout_seconds / 2) for p in plain]))
-    assert found.step_seconds > found.rollout_seconds + 2
+    assert prediction.rollout_seconds == pytest.approx(
+        np.mean([2 * np.ceil(p.metrics.rollout_seconds / 2) for p in plain])
+    )
+    assert prediction.step_seconds > prediction.rollout_seconds + 2
 
 
 def test_prompts_that_still_wait_are_owed_a_long_round():
@@ -153,16 +155,16 @@ def test_prompts_that_still_wait_are_owed_a_long_round():
 
 
 def test_with_a_tail_tail_batching_is_best_of_equal_gains_the_simplest_and_without_a_tail_nothing():
-    _, *found = answer(SETUP, options_of(SETUP), draws=3, rounds=5)
-    tails = answers.best_of(found)
+    _, *results = answer(SETUP, options_of(SETUP), draws=3, rounds=5)
+    tails = answers.best_of(results)
     assert tails.option.name.startswith("tail_batching")
     more = replace(tails, option=replace(tails.option, name="with more"), ratio=tails.ratio * 1.01)
     much_more = replace(more, ratio=tails.ratio * 1.1)
     assert answers.best_of([tails, more]) is tails
     assert answers.best_of([tails, much_more]) is much_more
-    _, *found = answer(EQUAL, options_of(EQUAL), draws=3, rounds=5)
-    assert answers.best_of(found) is None
-    assert all(its.is_nothing for its in found if its.option.ours)
+    _, *results = answer(EQUAL, options_of(EQUAL), draws=3, rounds=5)
+    assert answers.best_of(results) is None
+    assert all(answer_.is_nothing for answer_ in results if answer_.option.ours)
 
 
 def test_equal_draws_give_equal_answers_and_more_replicas_or_a_lower_limit_less_seconds():
@@ -268,8 +270,8 @@ def test_other_places_are_priced_where_requests_wait_or_caches_are_full():
 
     assert not slots(SETUP.engine)
     few = replace(SETUP.engine, slots=4)
-    found = slots(few)
-    fewer, more = found["2 slots a replica"], found["8 slots a replica"]
+    result = slots(few)
+    fewer, more = result["2 slots a replica"], result["8 slots a replica"]
     stock = simulated(replace(SETUP, engine=few), 5, 0)
     assert more.rollout_seconds < stock.rollout_seconds < fewer.rollout_seconds
     assert len(slots(replace(SETUP.engine, cache_tokens=10**6))) == 1
@@ -288,9 +290,9 @@ def test_the_command_on_a_run(run_dir, tmp_path, invoke):
     assert "Fitted to 384 responses" in output
     assert "Best of the pack: " in output
     assert "Not priced: skip_zero, it wants groups of equal rewards" in output, "the log has no rewards"
-    found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["schema"] == "rl_accel.plan/2"
-    assert {"sampler", "tail_batching auto", "twice the replicas"} <= {row["name"] for row in found["answers"]}
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["schema"] == "rl_accel.plan/2"
+    assert {"sampler", "tail_batching auto", "twice the replicas"} <= {row["name"] for row in document["answers"]}
 
 
 @pytest.mark.parametrize(
@@ -299,8 +301,8 @@ def test_the_command_on_a_run(run_dir, tmp_path, invoke):
 )
 def test_a_plan_says_if_its_engine_is_far_off_or_the_size_of_its_cache_unknown(error, preemptions, cache, warning):
     setup = replace(SETUP, engine=replace(SETUP.engine, **cache))
-    found = Plan(setup, Fit(SETUP.engine, error, 100), answer(SETUP, [], 1, 5), "", preemptions=preemptions)
-    lines = list(found.conclusions())
+    result = Plan(setup, Fit(SETUP.engine, error, 100), answer(SETUP, [], 1, 5), "", preemptions=preemptions)
+    lines = list(result.conclusions())
     assert lines[0].startswith("Do not trust this plan: the fitted engine is 300% off") == (warning == "trust")
     assert any("--cache-tokens" in line for line in lines) == (warning is not None), "either asks for it"
 
@@ -338,11 +340,11 @@ def test_the_check_on_real_runs(of, most, invoke):
 def test_rollouts_that_are_uneven_widen_the_interval_and_not_the_prediction():
     flags = flags_of_words([])
     even, even_draws = predict(SETUP, flags, 6, 20, 1)
-    found, draws = predict(replace(SETUP, uneven=(0.5, 1.5)), flags, 6, 20, 1)
-    assert found == even
+    result, draws = predict(replace(SETUP, uneven=(0.5, 1.5)), flags, 6, 20, 1)
+    assert result == even
     assert np.ptp(draws) > 2 * np.ptp(even_draws)
     span = Range.of(draws)
-    assert span.low < found.rollout_seconds < span.high
+    assert span.low < result.rollout_seconds < span.high
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,6 @@ def test_published_rows_come_out_within_a_tenth_and_fewer_were_fitted_than_are_p
 @pytest.mark.slow
 def test_options_are_ranked_as_published(found):
     for limit in ("8k", "16k"):
-        its = [row for name, row in found.items() if name.startswith(f"ablation {limit}")]
+        ablations = [row for name, row in found.items() if name.startswith(f"ablation {limit}")]
         for pick in (min, max):
-            assert pick(its, key=lambda row: row.published) is pick(its, key=lambda row: row.simulated)
+            assert pick(ablations, key=lambda row: row.published) is pick(ablations, key=lambda row: row.simulated)

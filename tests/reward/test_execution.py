@@ -47,9 +47,9 @@ async def answer(seconds, error=None, ended=None):
     ],
 )
 async def test_an_awaited_grader_is_held_to_its_limit(seconds, error, verdict, reason):
-    found = await run_within(answer(seconds, error), Limits(wall=0.2), "a")
-    assert (found.verdict, found.reason) == (verdict, reason)
-    assert found.value == (seconds if verdict == "done" else None)
+    result = await run_within(answer(seconds, error), Limits(wall=0.2), "a")
+    assert (result.verdict, result.reason) == (verdict, reason)
+    assert result.value == (seconds if verdict == "done" else None)
 
 
 async def test_a_limit_may_change_while_a_grader_is_awaited():

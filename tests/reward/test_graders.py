@@ -34,16 +34,16 @@ async def test_a_value_comes_back_as_it_was(isolation, graders):
     pool = graders("echo", isolation=isolation)
     nested = {"score": 1.0, "acc": [True, (1, "é")]}
     for value in (None, 0.5, math.inf, nested, "漢", {1, 2}, 10**30, b"x" * 5_000_000, "y" * 5_000_000):
-        found = await pool.call({"value": value})
-        assert found.verdict == "done", found
-        assert type(found.value) is type(value)
-        assert found.value == value
+        result = await pool.call({"value": value})
+        assert result.verdict == "done", result
+        assert type(result.value) is type(value)
+        assert result.value == value
 
 
 async def test_arguments_may_have_a_position_and_what_the_grader_changes_in_them_is_changed_here(graders):
     pool, notes, texts = graders("add_notes"), {"old": 1}, ["a"]
-    found = await pool.call({"texts": texts}, None, (notes, 5))
-    assert (found.value, notes, texts) == (5, {"new": 5}, ["a", "b"])
+    result = await pool.call({"texts": texts}, None, (notes, 5))
+    assert (result.value, notes, texts) == (5, {"new": 5}, ["a", "b"])
 
 
 class Heavy:
@@ -100,14 +100,14 @@ os._exit(0)
 async def test_what_goes_wrong_has_its_verdict(isolation, kwargs, verdict, reason, graders):
     limits = Limits(wall=5, cpu=1, memory=256 << 20) if isolation else SHORT
     pool = graders("execute", isolation=isolation)
-    found = await pool.call(kwargs, limits)
-    assert found.verdict == verdict, found
-    assert found.value is None
-    assert re.search(reason, found.reason), found
+    result = await pool.call(kwargs, limits)
+    assert result.verdict == verdict, result
+    assert result.value is None
+    assert re.search(reason, result.reason), result
     if "sleep" in kwargs.get("code", ""):
-        assert found.wall >= 1.0
-        assert found.cpu < 1.0
-        assert found.waited < found.wall
+        assert result.wall >= 1.0
+        assert result.cpu < 1.0
+        assert result.waited < result.wall
     assert (await pool.call({"code": "score = 1"})).value == 1, "the next call is not affected"
     assert pool.deaths == 0
 
@@ -115,8 +115,8 @@ async def test_what_goes_wrong_has_its_verdict(isolation, kwargs, verdict, reaso
 async def test_a_grader_that_a_signal_ends_is_killed_whatever_earlier_calls_have_used(graders):
     pool = graders("execute")
     await pool.call({"code": "import time\nwhile time.process_time() < 1.5: pass"}, Limits(wall=60, cpu=60))
-    found = await pool.call({"code": "import os; os.kill(os.getpid(), 9)"}, SHORT)
-    assert (found.verdict, found.reason) == ("killed", "its process ended with -9")
+    result = await pool.call({"code": "import os; os.kill(os.getpid(), 9)"}, SHORT)
+    assert (result.verdict, result.reason) == ("killed", "its process ended with -9")
 
 
 async def test_a_grader_whose_import_ends_its_process_is_named_even_if_a_child_lives_on(tmp_path, closed_later):
@@ -147,8 +147,8 @@ async def test_short_calls_that_wait_run_at_once_too_and_short_ones_that_compute
     wait, compute = "time.sleep(0.05)", "start = time.process_time()\nwhile time.process_time() < start + 0.02: pass"
     for code, several in ((wait, True), (compute, False)):
         pool, text = graders("execute", 4, computing=1), f"import os, time\n{code}\nscore = os.getpid()"
-        found = await asyncio.gather(*(pool.call({"code": text}) for _ in range(40)))
-        assert (len({result.value for result in found}) > 1) is several
+        results = await asyncio.gather(*(pool.call({"code": text}) for _ in range(40)))
+        assert (len({result.value for result in results}) > 1) is several
 
 
 @pytest.mark.parametrize("target", ["threads_at_import:wait", "plain:wait"], ids=["spawned", "forked"])
@@ -162,9 +162,9 @@ async def test_a_grader_is_imported_once_for_all_workers_if_a_fork_of_it_is_safe
     stem = target.partition(":")[0]
     (tmp_path / f"{stem}.py").write_text(module.format(str(tmp_path)) + thread * (stem != "plain"))
     pool = closed_later(Graders(f"{tmp_path}/{stem}.py:wait", 2))
-    found = await asyncio.gather(*(pool.call({}, Limits(wall=100)) for _ in range(2)))
+    results = await asyncio.gather(*(pool.call({}, Limits(wall=100)) for _ in range(2)))
     alone = stem == "plain"
-    assert [result.value for result in found] == [1 if alone else 2] * 2, "threads that the import starts are there"
+    assert [result.value for result in results] == [1 if alone else 2] * 2, "threads that the import starts are there"
     assert (tmp_path / "imports").read_text() == ("x" if alone else "xx")
 
 
@@ -172,8 +172,8 @@ async def test_graders_that_cannot_be_forked_have_no_more_workers_than_asked_for
     text = "import os, threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     (tmp_path / "threads.py").write_text(text + "def score():\n    time.sleep(0.5)\n    return os.getpid()\n")
     pool = closed_later(Graders(f"{tmp_path}/threads.py:score", 1))
-    found = await asyncio.gather(*(pool.call({}, Limits(wall=100)) for _ in range(4)))
-    assert len({result.value for result in found}) == 1
+    results = await asyncio.gather(*(pool.call({}, Limits(wall=100)) for _ in range(4)))
+    assert len({result.value for result in results}) == 1
 
 
 async def test_a_limit_that_rises_holds_for_the_wait_for_an_answer_too(monkeypatch, graders):
@@ -182,8 +182,8 @@ async def test_a_limit_that_rises_holds_for_the_wait_for_an_answer_too(monkeypat
     await pool.call({"code": "score = 1"}, Limits(wall=100))  # the worker is there
     limits = Limits(wall=1.0)
     limits.updates.publish(100.0, 100.0)
-    found = await pool.call({"code": "import time; time.sleep(3); score = 1"}, limits)
-    assert (found.verdict, found.value, pool.deaths) == ("done", 1, 0)
+    result = await pool.call({"code": "import time; time.sleep(3); score = 1"}, limits)
+    assert (result.verdict, result.value, pool.deaths) == ("done", 1, 0)
 
 
 async def test_a_file_called_like_a_package_that_it_imports_and_classes_of_its_own(tmp_path, closed_later):
@@ -191,9 +191,9 @@ async def test_a_file_called_like_a_package_that_it_imports_and_classes_of_its_o
     text += "class Bad(Exception): pass\ndef score(raises):\n    if raises: raise Bad('no')\n"
     (tmp_path / "psutil.py").write_text(text + "    return Own(score=Kind.RIGHT, of=Process().pid)\n")
     pool = closed_later(Graders(f"{tmp_path / 'psutil.py'}:score", 1))
-    found = await pool.call({"raises": False})
-    assert isinstance(found.value, dict), found
-    assert (type(found.value).__name__, found.value["score"], found.value["score"].name) == ("Own", 1, "RIGHT")
+    result = await pool.call({"raises": False})
+    assert isinstance(result.value, dict), result
+    assert (type(result.value).__name__, result.value["score"], result.value["score"].name) == ("Own", 1, "RIGHT")
     error = (await pool.call({"raises": True})).error
     assert (type(error).__name__, str(error)) == ("Bad", "no")
     assert "psutil.py" in "".join(error.__notes__), "the traceback of the other process"
@@ -225,15 +225,15 @@ async def test_what_a_grader_started_lives_as_long_as_it_and_ends_at_once_when_s
 
 async def test_the_caller_environment_folder_and_output_are_the_graders(monkeypatch, capfd, graders):
     monkeypatch.setenv("RLA_OF_CALLER", "yes")
-    found = (await graders("where").call({})).value
-    assert (found["cwd"], found["value"], found["uid"]) == (os.getcwd(), "yes", os.getuid())
+    result = (await graders("where").call({})).value
+    assert (result["cwd"], result["value"], result["uid"]) == (os.getcwd(), "yes", os.getuid())
     await graders("execute").call({"code": "score = 0.0\nprint('said by the grader')"})
     assert "said by the grader" in capfd.readouterr().out
 
 
 async def test_a_factory_is_called_once_and_the_callers_path_is_searched(tmp_path, monkeypatch, graders, closed_later):
-    found = await graders("make", arguments={"factor": 3}).call({"value": 4})
-    assert found.value == {"value": 12, "made_before": True}
+    result = await graders("make", arguments={"factor": 3}).call({"value": 4})
+    assert result.value == {"value": 12, "made_before": True}
     (tmp_path / "watch.py").write_text("def score(x): return x + 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     of_module = closed_later(Graders("watch:score", 1))  # a name that one of the worker's own files has
@@ -300,8 +300,8 @@ async def test_a_call_is_made_again_once_if_its_worker_dies(processes, tmp_path,
             waiting = asyncio.create_task(pool.call({}, SHORT))
             await asyncio.sleep(0.5)  # longer than a waiting call waits for a second worker, of which there is none
         worker.kill()
-    found = await task
-    assert (found.verdict, found.reason) == ("killed", "two workers died while running it")
+    result = await task
+    assert (result.verdict, result.reason) == ("killed", "two workers died while running it")
     assert pool.deaths == 2
     assert (await asyncio.wait_for(waiting, 60)).verdict == "timeout", "who waited for that worker gets the next one"
 
@@ -315,8 +315,8 @@ async def test_a_limited_grader_may_execute_what_it_grades(graders):
         ("import numpy as n\nscore = {'a': n.float32(0.5), 'b': n.arange(2)}", {"a": 0.5, "b": [0, 1]}),
         ("import multiprocessing as m\nscore = m.Pool(2).map(abs, [0, -1])", [0, 1]),
     ):
-        found = await pool.call({"code": code}, Limits(wall=60, cpu=60))
-        assert (found.verdict, found.value) == ("done", value), code
+        result = await pool.call({"code": code}, Limits(wall=60, cpu=60))
+        assert (result.verdict, result.value) == ("done", value), code
 
 
 async def test_an_isolated_grader_reads_what_it_is_shown_and_no_other_file_of_the_users(isolation, tmp_path, graders):

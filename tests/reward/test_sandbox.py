@@ -81,8 +81,8 @@ def shared():
     ],
 )
 def test_every_kind_of_case_has_its_verdict(case, code, verdict, isolation):
-    found = run(code, case, Limits(wall=20), isolation)
-    assert found.verdict == verdict, found
+    result = run(code, case, Limits(wall=20), isolation)
+    assert result.verdict == verdict, result
 
 
 FORGE = """
@@ -135,14 +135,14 @@ def outcomes(isolation):
         sandbox = Sandbox(AT_ONCE, isolation)
 
         async def play(code):
-            found = await sandbox.run(code, Case("stdin", "", "nothing"), SHORT)
-            return found, await sandbox.run("print(1)", PRINT, SHORT)
+            results = await sandbox.run(code, Case("stdin", "", "nothing"), SHORT)
+            return results, await sandbox.run("print(1)", PRINT, SHORT)
 
         await asyncio.gather(*(sandbox.run("pass", PRINT) for _ in range(AT_ONCE)))  # the workers are warm
         names = [name for name in HOSTILE if not reaches_others(name, isolation)]
-        found = await asyncio.gather(*(play(HOSTILE[name][0]) for name in names))
+        results = await asyncio.gather(*(play(HOSTILE[name][0]) for name in names))
         await sandbox.close()
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, results, strict=True))
 
     return asyncio.run(main())
 
@@ -151,12 +151,12 @@ def outcomes(isolation):
 def test_a_hostile_program_gets_its_verdict_in_time(name, isolation):
     if reaches_others(name, isolation):
         pytest.skip("it would reach all of this user's processes, these tests included")
-    found, after = outcomes(isolation)[name]
+    result, after = outcomes(isolation)[name]
     _, verdict, reason = HOSTILE[name]
-    assert re.fullmatch(verdict, found.verdict), found
-    assert re.search(reason, found.reason), found
-    assert found.wall < 60.0
-    assert len(found.output) <= 10_000
+    assert re.fullmatch(verdict, result.verdict), result
+    assert re.search(reason, result.reason), result
+    assert result.wall < 60.0
+    assert len(result.output) <= 10_000
     assert after.verdict == "passed", "the next program is not affected"
 
 
@@ -205,8 +205,8 @@ def test_a_program_finds_nothing_of_this_process(shared_thing, code, output, iso
     if isolation == "process" and shared_thing and (shared_thing == "files" or shared_thing in shared()):
         pytest.skip(f"the kernel does not let this user hide {shared_thing}")
     monkeypatch.setenv("SECRET_TOKEN", "s3cret")
-    found = run(code, isolation=isolation)
-    assert found.output.strip() == output, found
+    result = run(code, isolation=isolation)
+    assert result.output.strip() == output, result
 
 
 @pytest.mark.skipif(not AS_ROOT, reason="without root and without bubblewrap a program has the trainer's own user")
@@ -214,9 +214,9 @@ def test_a_program_finds_nothing_of_this_process(shared_thing, code, output, iso
     "code", ["print(open('/etc/shadow').read())", "open('/usr/evil', 'w')", "import os\nos.setuid(0)"]
 )
 def test_as_root_a_program_has_no_rights(code):
-    found = run(code)
-    assert found.verdict == "error", found
-    assert "Error" in found.reason
+    result = run(code)
+    assert result.verdict == "error", result
+    assert "Error" in result.reason
 
 
 def test_files_in_common_folders_do_not_stay(isolation):
@@ -257,8 +257,8 @@ async def test_a_program_that_the_kernel_stopped_for_its_processor_time_has_time
     os.kill(worker, signal.SIGSTOP)
     await processes.eventually(lambda: not processes.is_alive(program))
     os.kill(worker, signal.SIGCONT)
-    found = await task
-    assert (found.verdict, found.reason) == ("timeout", "cpu limit")
+    result = await task
+    assert (result.verdict, result.reason) == ("timeout", "cpu limit")
 
 
 async def test_after_many_programs_nothing_is_left(processes, temporary, closed_later):
@@ -358,8 +358,8 @@ async def test_closing_stops_what_runs(processes, temporary):
     assert len(everyone) >= 10
     await sandbox.close()
     assert not list(filter(processes.is_alive, everyone))
-    found = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [type(error) for error in found] == [SandboxError] * 3
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(error) for error in results] == [SandboxError] * 3
     assert not list(temporary.iterdir())
 
 

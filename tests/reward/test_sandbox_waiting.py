@@ -34,9 +34,9 @@ def run(closed_later):
         try:
             sandbox = closed_later(Sandbox(1, "process"))
             await sandbox.run("pass", Case("stdin", ""))
-            found = await sandbox.run(code, Case("stdin", "", "1"), limits)
+            result = await sandbox.run(code, Case("stdin", "", "1"), limits)
             await sandbox.close()
-            return found
+            return result
         finally:
             for process in beside:
                 process.kill()
@@ -49,33 +49,33 @@ def run(closed_later):
 @pytest.mark.skipif(not SCHEDSTAT, reason="this kernel does not say how long a thread waited")
 @pytest.mark.parametrize("code", [BUSY, IN_TURN], ids=["one process", "one after the other"])
 async def test_a_program_that_had_to_wait_for_a_processor_is_not_stopped_for_that(run, code):
-    found = await run(code, Limits(wall=1.6, cpu=10), spinners=2)
-    assert found.verdict == "passed", found
-    assert found.wall > 1.6, "it took longer than its limit"
-    assert 0.3 < found.waited < found.wall
+    result = await run(code, Limits(wall=1.6, cpu=10), spinners=2)
+    assert result.verdict == "passed", result
+    assert result.wall > 1.6, "it took longer than its limit"
+    assert 0.3 < result.waited < result.wall
 
 
 async def test_a_sleeper_is_stopped_beside_others_too(run):
-    found = await run("import time\ntime.sleep(600)", Limits(wall=1.0), spinners=2)
-    assert (found.verdict, found.reason) == ("timeout", "wall limit")
-    assert 1.0 <= found.wall < 10.0
+    result = await run("import time\ntime.sleep(600)", Limits(wall=1.0), spinners=2)
+    assert (result.verdict, result.reason) == ("timeout", "wall limit")
+    assert 1.0 <= result.wall < 10.0
 
 
 async def test_waiting_has_a_bound_and_a_worker_whose_program_waits_is_not_taken_for_dead(monkeypatch, caplog, run):
     monkeypatch.setattr("rl_accel.reward.worker_pool._GRACE_SECONDS", 4.0)
-    found = await run(ENDLESS, Limits(wall=0.6, cpu=600), spinners=16)
-    assert (found.verdict, found.reason) == ("timeout", "wall limit")
+    result = await run(ENDLESS, Limits(wall=0.6, cpu=600), spinners=16)
+    assert (result.verdict, result.reason) == ("timeout", "wall limit")
     assert "died" not in caplog.text
     if SCHEDSTAT:
-        assert found.wall >= 6.0, "longer than the limit and the grace period of a worker"
-        assert found.wall - found.waited < 0.6, "what is counted was still within the limit"
+        assert result.wall >= 6.0, "longer than the limit and the grace period of a worker"
+        assert result.wall - result.waited < 0.6, "what is counted was still within the limit"
 
 
 async def test_processes_that_wait_for_each_other_do_not_earn_time(run):
     code = f"import os\nfor _ in range(3): os.fork()\n{ENDLESS}"
-    found = await run(code, Limits(wall=1.0, cpu=600), spinners=0)
-    assert (found.verdict, found.reason) == ("timeout", "wall limit")
-    assert found.waited <= found.wall - found.cpu + 0.01
+    result = await run(code, Limits(wall=1.0, cpu=600), spinners=0)
+    assert (result.verdict, result.reason) == ("timeout", "wall limit")
+    assert result.waited <= result.wall - result.cpu + 0.01
 
 
 async def test_processor_time_of_children_that_have_ended_counts(run):
@@ -87,6 +87,6 @@ for _ in range(20):
         os._exit(0)
     os.wait()
 """
-    found = await run(code, Limits(wall=60, cpu=1.0), spinners=0)
-    assert (found.verdict, found.reason) == ("timeout", "cpu limit")
-    assert found.cpu > 0.95
+    result = await run(code, Limits(wall=60, cpu=1.0), spinners=0)
+    assert (result.verdict, result.reason) == ("timeout", "cpu limit")
+    assert result.cpu > 0.95

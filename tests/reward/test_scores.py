@@ -34,9 +34,9 @@ def of_verl(**flags):
     ],
 )
 def test_a_reward_that_slime_cannot_train_on_is_known(rewards, problem):
-    found = of_slime().problem(done(rewards), len(rewards) if isinstance(rewards, list) else 1)
-    assert problem in found
-    assert bool(found) == bool(problem)
+    result = of_slime().problem(done(rewards), len(rewards) if isinstance(rewards, list) else 1)
+    assert problem in result
+    assert bool(result) == bool(problem)
 
 
 def test_a_reward_without_the_key_that_the_framework_looks_up_is_of_no_use():
@@ -103,11 +103,11 @@ def test_a_stand_in_has_numbers_where_verl_averages_and_the_form_of_a_list():
     }
     scores = of_verl()
     scores.reward_of(done(good), "a", True)
-    found = scores.reward_of(ExecutionResult(verdict="timeout"), "a", True)
-    assert {name: value for name, value in found.items() if name != "parts"} == {
+    result = scores.reward_of(ExecutionResult(verdict="timeout"), "a", True)
+    assert {name: value for name, value in result.items() if name != "parts"} == {
         "score": 0.0, "kind": 0, "exact": 0, "name": ""
     }  # fmt: skip
-    assert found["parts"].tolist() == [0.0, 0.0]
+    assert result["parts"].tolist() == [0.0, 0.0]
     scores = of_slime(timeout_score=-1.0)
     scores.reward_of(done((0.5, True, {"turns": 2})), "a", True)
     assert scores.reward_of(ExecutionResult(verdict="timeout"), "a", True) == (-1.0, False, {})

@@ -239,13 +239,13 @@ def test_a_resumed_run_goes_on_without_loss_or_repetition(stop):
 def test_every_number_has_a_name_that_verl_reduces_as_meant():
     driver, workers = make()
     result = train(driver, workers, 1)[0]
-    found = result.metrics()
-    assert all(name.startswith("rl_accel/tail_batching/") for name in found)
+    numbers = result.metrics()
+    assert all(name.startswith("rl_accel/tail_batching/") for name in numbers)
     # verl chooses the reduction of a metric by these parts of its name.
-    assert not [name for name in found for part in ("max", "min", "sum", "total") if part in name]
-    assert found["rl_accel/tail_batching/prompts_trained"] == 4.0
-    assert found["rl_accel/tail_batching/short_round"] + found["rl_accel/tail_batching/final_round"] == 1.0
-    assert all(isinstance(value, float) for value in found.values())
+    assert not [name for name in numbers for part in ("max", "min", "sum", "total") if part in name]
+    assert numbers["rl_accel/tail_batching/prompts_trained"] == 4.0
+    assert numbers["rl_accel/tail_batching/short_round"] + numbers["rl_accel/tail_batching/final_round"] == 1.0
+    assert all(isinstance(value, float) for value in numbers.values())
 
 
 class ServerDied(ResponseLost):

@@ -44,21 +44,21 @@ def lognormal(steps, seed, **how):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_seconds_lost_to_polls_are_found_without_the_end_of_any_rollout(seed):
     steps, _, seconds = lognormal(40, seed, storing=0.5)
-    found = estimate(Rollouts.of(steps, 4), 2.0)
-    assert found.storing == pytest.approx(0.5), "no poll: sampler does not save it"
+    estimated = estimate(Rollouts.of(steps, 4), 2.0)
+    assert estimated.storing == pytest.approx(0.5), "no poll: sampler does not save it"
     lost = fmean(step["timing_s/gen"] for step in steps) - 0.5 - seconds.mean()
-    assert found.polling.low < lost < found.polling.high
-    assert found.polling.mean == pytest.approx(lost, abs=0.2)
-    assert found.pace.mean == pytest.approx(0.01, rel=0.15)
-    assert found.unexplained.mean == 0
+    assert estimated.polling.low < lost < estimated.polling.high
+    assert estimated.polling.mean == pytest.approx(lost, abs=0.2)
+    assert estimated.pace.mean == pytest.approx(0.01, rel=0.15)
+    assert estimated.unexplained.mean == 0
 
 
 def test_a_trainer_that_does_not_poll_loses_nothing_and_idle_slots_follow_from_lengths():
     steps, tokens, seconds = lognormal(40, 0, polls=False)
     rollouts = Rollouts.of(steps, 4)
-    found = estimate(rollouts, 2.0)
-    assert (rollouts.responses, found.polling.mean) == (64, 0)
-    assert found.idle.mean == pytest.approx(1 - (0.5 + 0.01 * tokens.mean()) / seconds.mean(), abs=0.05)
+    estimated = estimate(rollouts, 2.0)
+    assert (rollouts.responses, estimated.polling.mean) == (64, 0)
+    assert estimated.idle.mean == pytest.approx(1 - (0.5 + 0.01 * tokens.mean()) / seconds.mean(), abs=0.05)
     measured = [step | {"timing_s/agent_loop/generate_sequences/mean": 0.25 * step["timing_s/gen"]} for step in steps]
     assert estimate(Rollouts.of(measured, 4), 2.0).idle.mean == pytest.approx(0.75)
 
@@ -66,7 +66,7 @@ def test_a_trainer_that_does_not_poll_loses_nothing_and_idle_slots_follow_from_l
 def test_lengths_that_fit_have_the_mean_the_longest_and_the_share_at_the_limit():
     rng = np.random.default_rng(0)
     tokens = np.minimum(np.ceil(rng.lognormal(5, 1, (60, 128))), 800)
-    rollouts = Rollouts.of([logged(its.tolist(), 9.0) for its in tokens], 8)
+    rollouts = Rollouts.of([logged(lengths.tolist(), 9.0) for lengths in tokens], 8)
     assert rollouts.limit == 800
     for shape in ("math16k", "code16k", "judge16k"):
         lengths = rollouts.lengths(shape, 0.3)
@@ -101,16 +101,16 @@ def test_tail_batching_comes_first_and_saves_what_the_kept_runs_saved(recipe, tm
     kept, log = KEPT / recipe / "stock", tmp_path / "metrics.jsonl"
     responses = read_kept(kept / "rl_accel_telemetry.jsonl")
     with log.open("w") as file:
-        for step, found in read_log(kept / "metrics.jsonl").items():
-            stock = {name: value for name, value in found.items() if not name.startswith("rl_accel/")}
+        for step, estimated in read_log(kept / "metrics.jsonl").items():
+            stock = {name: value for name, value in estimated.items() if not name.startswith("rl_accel/")}
             data = logged([response.tokens for response in responses[step]], 1.0) | stock
             print(json.dumps({"step": step, "data": data}), file=file)
     run = read_run(log, group=4)
     best = find_savings(run)[0]
     assert (best.name, best.advice) == (WAITING, "+rl_accel.tail_batching.enable=True")
-    found = estimate(Rollouts.of([run.metrics[step] for step in run.steps], 4), 2.0)
+    estimated = estimate(Rollouts.of([run.metrics[step] for step in run.steps], 4), 2.0)
     training = sum(run.stages[name] for name in ("old_log_prob", "adv", "update_actor"))
-    saved = found.tail.mean + found.polling.mean + training * (1 - found.trained.mean)
+    saved = estimated.tail.mean + estimated.polling.mean + training * (1 - estimated.trained.mean)
     assert saved == pytest.approx(seconds_of(kept) - seconds_of(KEPT / recipe / "tail"), rel=0.25)
 
 

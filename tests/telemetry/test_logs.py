@@ -103,8 +103,10 @@ def test_lines_that_a_terminal_has_wrapped_anywhere_are_joined(cut):
         rows = wrapped(console("np.float64({})"), width)
         assert without_spaces(records(map(cut, rows))) == without_spaces(STEPS), width
         if cut is str:  # of tensors, the names and numbers of metrics at least
-            found = records(wrapped(console("tensor({}, device='cuda:0')"), width))
-            assert [(step, len(its)) for step, its in found] == [(step, len(its)) for step, its in STEPS], width
+            steps_read = records(wrapped(console("tensor({}, device='cuda:0')"), width))
+            assert [(step, len(values)) for step, values in steps_read] == [
+                (step, len(values)) for step, values in STEPS
+            ], width
 
 
 def test_timers_of_2024_are_those_of_today_and_add_up_to_the_step():
@@ -115,8 +117,8 @@ def test_timers_of_2024_are_those_of_today_and_add_up_to_the_step():
 
 
 def test_the_name_of_a_metric_ends_at_its_last_colon():
-    (found,) = records(["step:3 - val/hf:math/acc:-0.5 - b:1e-06"])
-    assert found == (3, {"val/hf:math/acc": -0.5, "b": 1e-6})
+    (row,) = records(["step:3 - val/hf:math/acc:-0.5 - b:1e-06"])
+    assert row == (3, {"val/hf:math/acc": -0.5, "b": 1e-6})
 
 
 def test_a_log_is_read_as_what_it_is(tmp_path):
@@ -129,9 +131,9 @@ def test_a_log_is_read_as_what_it_is(tmp_path):
     assert read_log(path) == {}
     first = '{"step": 1, "data": {"a": 0, "nan": null, "text": "x", "flag": true, "list": [1]}}'
     path.write_text(f'{{"step": 2, "data": {{"c": 1}}}}\n{first}\n{{"step": 2, "data": {{"b": 5}}}}\n')
-    found = read_log(path)
-    assert np.isnan(found[1].pop("nan"))
-    assert list(found.items()) == [(1, {"a": 0.0}), (2, {"c": 1.0, "b": 5.0})], "what is no number is left out"
+    steps = read_log(path)
+    assert np.isnan(steps[1].pop("nan"))
+    assert list(steps.items()) == [(1, {"a": 0.0}), (2, {"c": 1.0, "b": 5.0})], "what is no number is left out"
 
 
 @pytest.mark.parametrize(
@@ -177,16 +179,18 @@ def test_whatever_the_console_logger_of_verl_writes_is_read_back_equal(steps, wi
     with contextlib.redirect_stdout(out):
         for number, metrics in enumerate(steps):
             LocalLogger().log(metrics, number)
-    found = dict(read_console(in_rows(out.getvalue(), width, prefix, colour)))
-    assert found == {number: {name: float(value) for name, value in its.items()} for number, its in enumerate(steps)}
+    result = dict(read_console(in_rows(out.getvalue(), width, prefix, colour)))
+    assert result == {
+        number: {name: float(value) for name, value in values.items()} for number, values in enumerate(steps)
+    }
 
 
 @given(steps=st.lists(METRICS, min_size=1, max_size=4), prefix=st.sampled_from(["", "(RayTrainGroup pid=1) "]))
 def test_whatever_slime_logs_is_read_back_equal(tmp_path_factory, steps, prefix):
     log = tmp_path_factory.mktemp("slime") / "train.log"
     steps = [{f"perf/{name}": value for name, value in metrics.items()} for metrics in steps]
-    log.write_text("".join(f"{prefix}[t] x.py:1 - perf {number}: {its}\n" for number, its in enumerate(steps)))
-    wanted = {number: {name: float(value) for name, value in its.items()} for number, its in enumerate(steps)}
+    log.write_text("".join(f"{prefix}[t] x.py:1 - perf {number}: {values}\n" for number, values in enumerate(steps)))
+    wanted = {number: {name: float(value) for name, value in values.items()} for number, values in enumerate(steps)}
     assert read(str(log)).steps == wanted
 
 
@@ -205,7 +209,9 @@ def test_runs_that_share_a_console_are_said_and_a_restart_is_none_of_them(tmp_pa
 def test_a_number_that_is_printed_after_a_step_is_no_part_of_its_last_metric(prefix):
     printed = ["1", "0.5", "1.0", "-1", "inf", "e", "12", "0"]
     steps = [(step, {"a": step * 1.5, "critic/score/mean": 0.25 + step}) for step in range(95, 103)]
-    lines = [f"step:{step} - " + " - ".join(f"{name}:{value}" for name, value in its.items()) for step, its in steps]
+    lines = [
+        f"step:{step} - " + " - ".join(f"{name}:{value}" for name, value in values.items()) for step, values in steps
+    ]
     pairs = [row for pair in zip(lines, printed, strict=True) for row in pair]
     assert records([f"{prefix}{row}" for row in [*pairs, "a line that is longer than any of those of a step"]]) == steps
 
@@ -225,6 +231,6 @@ def test_lines_of_others_after_a_step_take_no_time(line):
     lines = [f"step:3 - a:1 - timing_s/step:12.5 - {' - '.join(f'm{n}:{n}' for n in range(100))}\n"]
     count = max(1, 200_000 // len(line))
     began = time.process_time()
-    ((step, its),) = read_console([*lines, *([line] * count)])
-    assert (step, its["m99"], len(its)) == (3, 99.0, 102)
+    ((step, values),) = read_console([*lines, *([line] * count)])
+    assert (step, values["m99"], len(values)) == (3, 99.0, 102)
     assert time.process_time() - began < 2.0

@@ -13,8 +13,8 @@ def test_an_observer_sees_each_step_until_taken_off_and_one_that_fails_warns_onc
 
     metrics.set_observer("clock", look)
     logged = [{"a": 1.0}, {}, {}, {"b": 2.0}]
-    found = [metrics.run_observers(step, values) for step, values in enumerate(logged, 1)]
-    assert found == [{"rl_accel/clock/steps": 1}, {}, {}, {"rl_accel/clock/steps": 4}]
+    results = [metrics.run_observers(step, values) for step, values in enumerate(logged, 1)]
+    assert results == [{"rl_accel/clock/steps": 1}, {}, {}, {"rl_accel/clock/steps": 4}]
     assert len(caplog.records) == 1
     metrics.set_observer("clock", None)
     assert metrics.run_observers(5, {}) == {}

@@ -100,16 +100,21 @@ def test_groups_have_no_price_where_they_are_left_out_or_influence_training(tmp_
 
 
 def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(run, invoke):
-    found = read_run(run)
-    assert list(found.steps) == [3, 4], "the first two are warm-up"
-    assert found.stages == {"gen": 12.0, "adv": 1.0, "update_actor": 6.0, "other": 1.0}
-    assert found.step_seconds == 20.0
-    assert [found.numbers[f"{part}_seconds"] for part in ("most", "waiting", "reward", "rest")] == [1.0, 9.0, 1.0, 1.0]
-    assert found.numbers["idle_share"] == pytest.approx(1 - (9 + 10) / (10 * 12))
+    run_profile = read_run(run)
+    assert list(run_profile.steps) == [3, 4], "the first two are warm-up"
+    assert run_profile.stages == {"gen": 12.0, "adv": 1.0, "update_actor": 6.0, "other": 1.0}
+    assert run_profile.step_seconds == 20.0
+    assert [run_profile.numbers[f"{part}_seconds"] for part in ("most", "waiting", "reward", "rest")] == [
+        1.0,
+        9.0,
+        1.0,
+        1.0,
+    ]
+    assert run_profile.numbers["idle_share"] == pytest.approx(1 - (9 + 10) / (10 * 12))
     counter = "a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)"
-    assert found.missing == [f"preemptions of 2 of 2 steps: {counter}"]
-    savings = savings_of(found)
-    assert find_savings(found)[0].name == WAITING
+    assert run_profile.missing == [f"preemptions of 2 of 2 steps: {counter}"]
+    savings = savings_of(run_profile)
+    assert find_savings(run_profile)[0].name == WAITING
     assert savings[WAITING].seconds == 9.0
     assert 0 < savings[WAITING].gain.low < savings[WAITING].gain.mean < 11.0
     assert "seconds of 20 responses" in savings[WAITING].arithmetic
@@ -143,46 +148,49 @@ def test_a_reward_that_takes_long_is_replayed_with_a_limit(tmp_path):
         return [*quick, Response("p", 0.0, 1.0, 11.0, 11.0, 10)]
 
     write_run(tmp_path, responses, **{"rl_accel/telemetry/preemptions": 3.0})
-    found = read_run(tmp_path)
-    assert find_savings(found)[0] == savings_of(found)[REWARDS]
-    assert (find_savings(found)[0].seconds, find_savings(found)[0].gain.mean) == (10.0, pytest.approx(8.0))
-    assert (found.numbers["preemptions"], found.missing) == (3.0, [])
+    run_profile = read_run(tmp_path)
+    assert find_savings(run_profile)[0] == savings_of(run_profile)[REWARDS]
+    assert (find_savings(run_profile)[0].seconds, find_savings(run_profile)[0].gain.mean) == (10.0, pytest.approx(8.0))
+    assert (run_profile.numbers["preemptions"], run_profile.missing) == (3.0, [])
 
 
 def test_features_that_are_on_are_not_advised(tmp_path):
     on = {f"rl_accel/{name}/applied": 1.0 for name in ("tail_batching", "reward_timeout", "sampler", "gae")}
     write_run(tmp_path, lambda step: batch(step, cancelled=True), **on)
-    found = read_run(tmp_path)
-    assert all(saving.gain is None for saving in find_savings(found))
-    assert not any(saving.advice.startswith("+") for saving in find_savings(found))
+    run_profile = read_run(tmp_path)
+    assert all(saving.gain is None for saving in find_savings(run_profile))
+    assert not any(saving.advice.startswith("+") for saving in find_savings(run_profile))
 
 
 def test_without_telemetry_there_are_stages_of_all_but_the_first_steps_and_the_reason_for_no_more(tmp_path):
     write_log(tmp_path / "project" / "experiment.jsonl", steps=1)
     assert list(read_run(tmp_path).steps) == [1], "never without the last"
     write_log(tmp_path / "project" / "experiment.jsonl")
-    found = read_run(tmp_path)
-    assert (found.steps, found.stages["gen"]) == ([3, 4], 12.0)
-    assert not found.numbers
-    assert [saving.name for saving in find_savings(found)] == ["generation, waiting included", "rewards and advantages"]
-    assert find_savings(found)[1].advice.endswith("+rl_accel.advantages.enable=True"), (
+    run_profile = read_run(tmp_path)
+    assert (run_profile.steps, run_profile.stages["gen"]) == ([3, 4], 12.0)
+    assert not run_profile.numbers
+    assert [saving.name for saving in find_savings(run_profile)] == [
+        "generation, waiting included",
+        "rewards and advantages",
+    ]
+    assert find_savings(run_profile)[1].advice.endswith("+rl_accel.advantages.enable=True"), (
         "no values are timed: it is not GAE"
     )
-    (missing,) = found.missing
+    (missing,) = run_profile.missing
     assert "the run had no +rl_accel.telemetry.enable=True" in missing
 
 
 def test_what_was_logged_is_there_without_the_file_of_responses_and_in_an_asynchronous_trainer(run):
     (run / "checkpoints" / FILE_NAME).unlink()
-    found = read_run(run)
-    assert (found.numbers["waiting_seconds"], found.last) == (9.0, [])
-    assert savings_of(found)[WAITING].gain is None
-    assert f"0 files named {FILE_NAME} are here, not one" in found.missing[0]
+    run_profile = read_run(run)
+    assert (run_profile.numbers["waiting_seconds"], run_profile.last) == (9.0, [])
+    assert savings_of(run_profile)[WAITING].gain is None
+    assert f"0 files named {FILE_NAME} are here, not one" in run_profile.missing[0]
     write_run(run, window_known=False)
-    found = read_run(run)
-    assert (found.numbers["responses"], found.last) == (10, [])
-    assert "responses are under way when the stage begins" in found.missing[0]
-    assert list(savings_of(found)) == ["advantages"]
+    run_profile = read_run(run)
+    assert (run_profile.numbers["responses"], run_profile.last) == (10, [])
+    assert "responses are under way when the stage begins" in run_profile.missing[0]
+    assert list(savings_of(run_profile)) == ["advantages"]
 
 
 def test_rewards_that_are_a_stage_of_their_own_come_first_where_they_take_most(tmp_path):
@@ -218,8 +226,8 @@ def test_a_step_with_a_timer_that_is_no_duration_is_left_out_and_said(tmp_path, 
     )
     output = invoke(profile, tmp_path)
     assert "note: left out, because a stage or the step has an invalid duration: 4\n" in output
-    found = read_run(tmp_path)
-    assert (found.steps, found.stages["gen"], found.numbers["idle_share"]) == ([3, 5], 12.0, 0.5)
+    run_profile = read_run(tmp_path)
+    assert (run_profile.steps, run_profile.stages["gen"], run_profile.numbers["idle_share"]) == ([3, 5], 12.0, 0.5)
 
 
 def test_of_two_starts_in_one_log_the_later_wins_and_is_said(tmp_path, invoke):
@@ -347,12 +355,12 @@ def write_overlapping(path, framework):
             tokens = {"rollout/response_len/mean": 90.0, "rollout/response_len/max": longest, "perf/rollout_time": 90.0}
             times = {"perf/train_wait_time": 20.0, "perf/train_time": 80.0, "perf/step_time": 100.0}
             times |= {"perf/update_weights_time": 2.0, "perf/actor_train_time": 79.0}
-            lines += [f"x.py:1 - perf {step}: {its}" for its in (tokens, times)]
+            lines += [f"x.py:1 - perf {step}: {seconds_}" for seconds_ in (tokens, times)]
         else:
-            its = {"timing_s/gen": 18.0, "timing_s/update_weights": 2.0, "timing_s/update_actor": 79.0}
-            its |= {"timing_s/step": 100.0, "timing_s/save_checkpoint": 60.0, framework: 90.0}
-            its |= {"response_length/mean": 90.0, "response_length/max": longest, "perf/total_num_tokens": 3200.0}
-            lines.append(f"step:{step} - " + " - ".join(f"{name}:{value}" for name, value in its.items()))
+            seconds_ = {"timing_s/gen": 18.0, "timing_s/update_weights": 2.0, "timing_s/update_actor": 79.0}
+            seconds_ |= {"timing_s/step": 100.0, "timing_s/save_checkpoint": 60.0, framework: 90.0}
+            seconds_ |= {"response_length/mean": 90.0, "response_length/max": longest, "perf/total_num_tokens": 3200.0}
+            lines.append(f"step:{step} - " + " - ".join(f"{name}:{value}" for name, value in seconds_.items()))
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -369,19 +377,19 @@ def test_of_rollouts_that_overlap_with_training_only_the_wait_counts_and_no_savi
     tmp_path, framework, invoke
 ):
     write_overlapping(tmp_path / "train.log", framework)
-    found = read_run(tmp_path)
-    assert found.overlaps
+    run_profile = read_run(tmp_path)
+    assert run_profile.overlaps
     saved = {"save_checkpoint": 60.0} if "off_policy" in framework else {}
     stages = {"gen": 18.0, "update_actor": 79.0, "update_weights": 2.0, **saved, "other": 1.0 - sum(saved.values())}
-    assert dict(found.stages) == stages
-    assert (found.step_seconds, found.estimate, found.parts) == (100.0, None, {})
-    (saving,) = find_savings(found)
+    assert dict(run_profile.stages) == stages
+    assert (run_profile.step_seconds, run_profile.estimate, run_profile.parts) == (100.0, None, {})
+    (saving,) = find_savings(run_profile)
     assert (saving.name, saving.seconds, saving.gain) == ("waiting for rollouts", 18.0, None)
     output = invoke(profile, tmp_path, "--no-picture")
     assert "tail_batching" not in output
     assert "reward_timeout" not in output
     with pytest.raises(RlAccelError, match="wanted a run whose rollouts end with their step, found responses of older"):
-        setup_of(found, {})
+        setup_of(run_profile, {})
     assert ("use_dynamic_bsz" in output) == (framework != "slime"), "slime has no such key"
 
 

@@ -38,12 +38,14 @@ def test_a_log_of_verl_lies_beside_other_lines_of_json_and_two_are_refused_by_na
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "1.jsonl").write_text('{"input": "a", "output": "b", "step": 1}\n')
     (tmp_path / "rl_accel_telemetry.jsonl").write_text('{"step": 1, "responses": []}\n')
-    found = read(str(tmp_path))
-    assert (found.source, list(found.steps)) == ("verl's file logger", [1, 2, 3])
-    assert found.steps[2] == metrics(2)
+    run_log = read(str(tmp_path))
+    assert (run_log.source, list(run_log.steps)) == ("verl's file logger", [1, 2, 3])
+    assert run_log.steps[2] == metrics(2)
     log = tmp_path / "project" / "run.jsonl"
     log.write_text("\nno record\n" + log.read_text() + '{"step": 3, "da')
-    assert read(str(log)).steps == found.steps, "lines that are no records are left out, as half a line of a killed run"
+    assert read(str(log)).steps == run_log.steps, (
+        "lines that are no records are left out, as half a line of a killed run"
+    )
 
     write_verl(tmp_path / "other" / "metrics.jsonl", [1])
     several = r"holds several runs, wanted one of .*other/metrics\.jsonl, .*project/run\.jsonl"
@@ -66,10 +68,10 @@ def test_a_log_that_grows_gives_each_complete_line_once_and_counts_lines_that_ar
 def test_several_starts_of_a_run_are_one_of_which_the_later_wins_and_a_late_validation_is_none(tmp_path):
     first, second = write_verl(tmp_path / "1.jsonl", range(1, 8)), tmp_path / "2.jsonl"
     second.write_text("".join(json.dumps({"step": step, "data": {REWARD: 9.0}}) + "\n" for step in (5, 6)))
-    found = read(str(first), str(second))
-    assert found.restarts == [5]
-    assert [its[REWARD] for its in found.steps.values()] == [0.1, 0.2, 0.3, 0.4, 9.0, 9.0]
-    assert "timing_s/step" not in found.steps[5], "what the first start logged of it is of other weights"
+    log = read(str(first), str(second))
+    assert log.restarts == [5]
+    assert [values[REWARD] for values in log.steps.values()] == [0.1, 0.2, 0.3, 0.4, 9.0, 9.0]
+    assert "timing_s/step" not in log.steps[5], "what the first start logged of it is of other weights"
     records = [(1, {"a": 1.0}), (1, {"val": 2.0}), (2, {"a": 2.0}), (3, {"a": 3.0})]
     records += [(2, {"val": 5.0}), (3, {"train/x": 1})]
     assert merged(records) == ({1: {"a": 1.0, "val": 2.0}, 2: {"a": 2.0, "val": 5.0}, 3: {"a": 3.0}}, [])
@@ -85,19 +87,19 @@ def test_tensorboard_as_verl_writes_it_and_again_after_a_restart(tmp_path):
             writer.add_scalar("rollout/raw_reward", math.nan if step == 2 else 1.0, step)
         writer.add_text("val/generations", "text is no metric", 3)
         writer.close()
-    found = read(str(tmp_path))
-    assert (found.source, found.restarts) == ("TensorBoard", [9])
-    assert [its[REWARD] for its in found.steps.values()] == [1, 2, 3, 4, 5, 6, 7, 8, 59, 60]
-    assert math.isnan(found.steps[2]["rollout/raw_reward"])
-    assert {name for its in found.steps.values() for name in its} == {REWARD, "rollout/raw_reward"}
-    assert not any("damaged" in note for note in found.notes)
+    log = read(str(tmp_path))
+    assert (log.source, log.restarts) == ("TensorBoard", [9])
+    assert [values[REWARD] for values in log.steps.values()] == [1, 2, 3, 4, 5, 6, 7, 8, 59, 60]
+    assert math.isnan(log.steps[2]["rollout/raw_reward"])
+    assert {name for values in log.steps.values() for name in values} == {REWARD, "rollout/raw_reward"}
+    assert not any("damaged" in note for note in log.notes)
     file = sorted(tmp_path.glob("log/*"))[0]
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 255
     file.write_bytes(data)
-    found = read(str(file))
-    assert 1 < len(found.steps) < 12
-    assert re.search(f"{re.escape(str(file))}: [\\d,]+ bytes are damaged or cut off", found.notes[-1])
+    log = read(str(file))
+    assert 1 < len(log.steps) < 12
+    assert re.search(f"{re.escape(str(file))}: [\\d,]+ bytes are damaged or cut off", log.notes[-1])
 
 
 @pytest.mark.slow
@@ -120,14 +122,14 @@ def test_wandb_offline_as_verl_and_slime_call_it_and_as_a_killed_run_leaves_it(t
     run.finish()
     wandb.teardown()
 
-    found = read(str(verl))
-    assert (found.source, list(found.steps), found.restarts) == ("W&B", list(range(31)), [])
-    assert found.steps[30] == metrics(30)
-    assert found.config["data"] == {"train_batch_size": 16, "seed": 7}
+    log = read(str(verl))
+    assert (log.source, list(log.steps), log.restarts) == ("W&B", list(range(31)), [])
+    assert log.steps[30] == metrics(30)
+    assert log.config["data"] == {"train_batch_size": 16, "seed": 7}
 
-    found = read(str(slime))
-    assert found.steps[3] == {"rollout/raw_reward": 1.5, "perf/step_time": 2.0, "eval/aime": 0.5}
-    assert (found.config["seed"], found.config["rollout_batch_size"]) == (3, 32)
+    log = read(str(slime))
+    assert log.steps[3] == {"rollout/raw_reward": 1.5, "perf/step_time": 2.0, "eval/aime": 0.5}
+    assert (log.config["seed"], log.config["rollout_batch_size"]) == (3, 32)
 
     (file,) = verl.glob("**/*.wandb")
     (tmp_path / "run-x.wandb").write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -150,14 +152,14 @@ def test_a_csv_of_a_history_is_a_run_one_of_a_chart_wants_the_name_of_a_run_and_
     columns = [f'"{run} - {REWARD}{part}"' for run in ("stock-0", "tail-0") for part in ("", "__MIN", "__MAX")]
     rows = ['1,"0.5","0.5","0.5","0.7","0.7","0.7"', '2,"0.6","0.6","0.6","","",""']
     chart.write_text("\n".join([",".join(['"Step"', *columns]), *rows]) + "\n")
-    found = read(f"{chart}:stock-0")
-    assert {step: its[REWARD] for step, its in found.steps.items()} == {1: 0.5, 2: 0.6}
-    assert {step: its[REWARD] for step, its in read(f"{chart}:tail-0").steps.items()} == {1: 0.7}
+    log = read(f"{chart}:stock-0")
+    assert {step: values[REWARD] for step, values in log.steps.items()} == {1: 0.5, 2: 0.6}
+    assert {step: values[REWARD] for step, values in read(f"{chart}:tail-0").steps.items()} == {1: 0.7}
     for name in (str(chart), f"{chart}:tail-9"):
         with pytest.raises(RlAccelError, match=r"wants a column .* one run, or .*csv:RUN .*found Step, stock-0 -"):
             read(name)
     (tmp_path / "h.csv").write_text(f"training/global_step,{REWARD}\n3,0.5\n4,0.75\n")
-    assert {step: its[REWARD] for step, its in read(str(tmp_path / "h.csv")).steps.items()} == {3: 0.5, 4: 0.75}
+    assert {step: values[REWARD] for step, values in read(str(tmp_path / "h.csv")).steps.items()} == {3: 0.5, 4: 0.75}
     (tmp_path / "h.csv").write_text(f"Step,{REWARD},name\n1,0.5,a\n2,oops,b\n3,0.75,c\n")
     assert read(str(tmp_path / "h.csv")).steps == {1: {REWARD: 0.5}, 3: {REWARD: 0.75}}, "only the cell is left out"
     (tmp_path / "h.csv").write_text(f"Step,exp:1 - {REWARD},exp:2 - {REWARD}\n1,0.5,0.6\n")
@@ -174,11 +176,11 @@ def test_the_console_of_slime(tmp_path):
         f"{head} rollout 2: {{'rollout/raw_reward'",
     ]
     (tmp_path / "train.log").write_text("\n".join(lines))
-    found = read(str(tmp_path))
+    log = read(str(tmp_path))
     first = {"rollout/response_len/mean": 12.5, "rollout/truncated_ratio": 0.25, "rollout/raw_reward": 0.5}
-    assert (found.source, found.steps) == ("slime's console", {0: first, 1: {"eval/aime": 0.25}})
+    assert (log.source, log.steps) == ("slime's console", {0: first, 1: {"eval/aime": 0.25}})
     (tmp_path / "slurm-1.txt").write_text("\n".join(lines))
-    assert read(str(tmp_path / "slurm-1.txt")).steps == found.steps, "any name will do for a file"
+    assert read(str(tmp_path / "slurm-1.txt")).steps == log.steps, "any name will do for a file"
 
 
 @pytest.mark.parametrize(
@@ -218,8 +220,8 @@ def test_a_summary_of_wandb_is_the_last_step(tmp_path):
     (tmp_path / "files").mkdir()
     summary = {"_step": 7, "timing_s/step": 2.5, "val/generations": {"_type": "table-file"}}
     (tmp_path / "files" / "wandb-summary.json").write_text(json.dumps(summary))
-    found = read(str(tmp_path))
-    assert (str(found), found.steps) == (
+    log = read(str(tmp_path))
+    assert (str(log), log.steps) == (
         "W&B's rows in JSON, 1 step, no telemetry",
         {7: {"timing_s/step": 2.5}},
     )
@@ -318,9 +320,9 @@ def test_the_file_of_verl_s_file_logger_may_have_any_name(tmp_path, monkeypatch,
         tracking.log({**metrics(step), "of/numpy": np.float32(0.5)}, step)
     tracking.finish()
     (tmp_path / name).write_text(mark + (tmp_path / name).read_text(), encoding="utf-8")
-    found = read(str(tmp_path / name))
-    assert found.source == "verl's file logger"
-    assert found.steps == {step: {**metrics(step), "of/numpy": 0.5} for step in (1, 2, 3)}
+    log = read(str(tmp_path / name))
+    assert log.source == "verl's file logger"
+    assert log.steps == {step: {**metrics(step), "of/numpy": 0.5} for step in (1, 2, 3)}
 
 
 def test_a_link_to_a_log_is_no_other_run(tmp_path):
@@ -336,8 +338,8 @@ def test_the_size_of_a_batch_is_never_that_of_another_run(tmp_path):
         line = f"data.train_batch_size={prompts} actor_rollout_ref.rollout.n={responses}"
         (tmp_path / f"{run}.log").write_text(f"python -m verl.trainer.main_ppo {line}\n")
     write_verl(tmp_path / "c.jsonl", range(1, 4))
-    found = {run: read(str(tmp_path / f"{run}.jsonl")).batch() for run in "abc"}
-    assert found == {"a": (2, 16), "b": (8, 4), "c": (None, None)}
+    result = {run: read(str(tmp_path / f"{run}.jsonl")).batch() for run in "abc"}
+    assert result == {"a": (2, 16), "b": (8, 4), "c": (None, None)}
     (tmp_path / "a.log").unlink()
     assert read(str(tmp_path / "a.jsonl")).batch() == (8, 4), "one console beside a log is taken for its own"
 
@@ -379,7 +381,7 @@ def test_a_damaged_wandb_file_is_read_where_it_can_be_and_nested_metrics_keep_th
     assert read(str(tmp_path)).steps == {**whole, 7: {**whole[7], "only/here": 3.0}}
     (file,) = tmp_path.glob("**/*.wandb")
     (tmp_path / "run-x.wandb").write_bytes(file.read_bytes().replace(b"only/here", b"only/\xffere"))  # no UTF-8
-    assert read(str(tmp_path / "run-x.wandb")).steps == {step: its for step, its in whole.items() if step != 7}
+    assert read(str(tmp_path / "run-x.wandb")).steps == {step: values for step, values in whole.items() if step != 7}
 
 
 @pytest.mark.parametrize("cut", [str, str.rstrip], ids=["as it is", "without trailing spaces"])
@@ -444,5 +446,5 @@ def test_a_csv_of_another_country_is_never_read_as_other_numbers(tmp_path, text,
 
 def test_a_csv_may_have_thousands_and_begin_with_the_newest_step(tmp_path):
     (tmp_path / "h.csv").write_text(f'Step,{REWARD}\n3,0.75\n2,"1,026.5"\n1,0.25\n')
-    found = read(str(tmp_path / "h.csv"))
-    assert (found.steps, found.restarts) == ({1: {REWARD: 0.25}, 2: {REWARD: 1026.5}, 3: {REWARD: 0.75}}, [])
+    log = read(str(tmp_path / "h.csv"))
+    assert (log.steps, log.restarts) == ({1: {REWARD: 0.25}, 2: {REWARD: 1026.5}, 3: {REWARD: 0.75}}, [])

@@ -21,9 +21,9 @@ def response(began, generated, rewarded=None, ended=None, tokens=None, server=No
 def test_stages_add_up_to_the_step_and_what_no_timer_covers_is_other_and_what_is_no_step_has_none():
     logged = {"timing_s/step": 10.0, "timing_s/gen": 6.0, "timing_s/adv": 1.0, "timing_s/update_actor": 2.0}
     logged |= {"timing_s/testing": 99.0, "timing_s/gen/part": 3.0, "loss": 5.0}
-    found = stage_clock.stages(logged)
-    assert found == {"gen": 6.0, "adv": 1.0, "update_actor": 2.0, "other": 1.0}
-    assert stage_clock.shares(found) == {"gen": 0.6, "adv": 0.1, "update_actor": 0.2, "other": 0.1}
+    stages = stage_clock.stages(logged)
+    assert stages == {"gen": 6.0, "adv": 1.0, "update_actor": 2.0, "other": 1.0}
+    assert stage_clock.shares(stages) == {"gen": 0.6, "adv": 0.1, "update_actor": 0.2, "other": 0.1}
     for logged in ({}, {"val/acc": 1.0}, {"timing_s/gen": 1.0}, {"timing_s/step": math.nan}):
         assert stage_clock.stages(logged) == {}
 
@@ -31,11 +31,11 @@ def test_stages_add_up_to_the_step_and_what_no_timer_covers_is_other_and_what_is
 def test_a_generation_is_cut_into_four_parts_that_follow_each_other():
     ten = [response(100.0, 101.0 + i, tokens=10 * (i + 1)) for i in range(9)]
     ten.append(response(100.0, 115.0, rewarded=117.0, tokens=150))
-    found = stage_clock.generation(ten, 20.0)
-    assert [found[part] for part in PARTS] == [9.0, 6.0, 2.0, 3.0]
-    assert (found["after_half_seconds"], found["concurrency"]) == (10.0, 10)
-    assert found["idle_share"] == pytest.approx(1 - (45 + 15) / (10 * 20))
-    assert found["seconds_per_token"] == pytest.approx(0.1)
+    parts = stage_clock.generation(ten, 20.0)
+    assert [parts[part] for part in PARTS] == [9.0, 6.0, 2.0, 3.0]
+    assert (parts["after_half_seconds"], parts["concurrency"]) == (10.0, 10)
+    assert parts["idle_share"] == pytest.approx(1 - (45 + 15) / (10 * 20))
+    assert parts["seconds_per_token"] == pytest.approx(0.1)
     seconds = {"p50": 5.0, "p90": 9.0, "p99": 17.0, "longest": 17.0}
     completion = {f"completion_{name}_seconds": value for name, value in seconds.items()}
     assert stage_clock.completion(ten) == {"responses": 10, "tokens": 600, **completion}
@@ -53,17 +53,17 @@ def test_a_generation_is_cut_into_four_parts_that_follow_each_other():
     ],
 )
 def test_the_idle_share_of_four_seconds(moments, more, concurrency, idle):
-    found = stage_clock.generation([response(*moment) for moment in moments], 4.0, **more)
-    assert (found["concurrency"], found["idle_share"]) == (concurrency, pytest.approx(idle))
+    parts = stage_clock.generation([response(*moment) for moment in moments], 4.0, **more)
+    assert (parts["concurrency"], parts["idle_share"]) == (concurrency, pytest.approx(idle))
 
 
 def test_cancelled_and_failed_responses_take_places_but_do_not_complete():
     responses = [response(0.0, 2.0, tokens=20), response(0.0, None, ended=1.0, outcome=FAILED)]
     responses.append(response(0.0, None, ended=3.0, outcome=CANCELLED, tokens=25))
-    found = stage_clock.generation(responses, 3.0)
-    assert found["cancelled"] == 1
-    assert [found[part] for part in PARTS] == [2.0, 0.0, 0.0, 1.0]
-    assert found["idle_share"] == pytest.approx(1 - 6 / 9)
+    parts = stage_clock.generation(responses, 3.0)
+    assert parts["cancelled"] == 1
+    assert [parts[part] for part in PARTS] == [2.0, 0.0, 0.0, 1.0]
+    assert parts["idle_share"] == pytest.approx(1 - 6 / 9)
     counts = stage_clock.completion(responses)
     assert (counts["responses"], counts["tokens"], counts["completion_longest_seconds"]) == (3, 45, 2.0)
 
@@ -88,24 +88,24 @@ def noted(draw):
 @settings(max_examples=200)
 @given(st.lists(noted(), min_size=1, max_size=12), st.floats(0.01, 200), st.randoms(), st.integers(1, 5))
 def test_any_generation(responses, seconds, chance, slots):
-    found = stage_clock.generation(responses, seconds)
+    parts = stage_clock.generation(responses, seconds)
     if any(each.outcome == COMPLETED for each in responses):
-        assert all(found[part] >= 0 for part in PARTS)
-        assert sum(found[part] for part in PARTS) == pytest.approx(seconds)
-    assert 0 <= found.get("idle_share", 0) <= 1
+        assert all(parts[part] >= 0 for part in PARTS)
+        assert sum(parts[part] for part in PARTS) == pytest.approx(seconds)
+    assert 0 <= parts.get("idle_share", 0) <= 1
     assert 0 <= stage_clock.generation(responses, seconds, slots=slots).get("idle_share", 0) <= 1
 
     shuffled = list(responses)
     chance.shuffle(shuffled)
-    assert stage_clock.generation(shuffled, seconds) == found
+    assert stage_clock.generation(shuffled, seconds) == parts
 
 
 @given(st.dictionaries(st.sampled_from(list(stage_clock.STAGES)), st.floats(0, 1e4)), st.floats(0, 1e4))
 def test_shares_of_any_step_add_up_to_one(timed, other):
     whole = sum(timed.values()) + other
-    found = stage_clock.stages({"timing_s/step": whole, **{f"timing_s/{s}": v for s, v in timed.items()}})
-    assert sum(found.values()) == pytest.approx(whole)
-    assert sum(stage_clock.shares(found).values()) == pytest.approx(1.0 if sum(found.values()) > 0 else 0.0)
+    stages = stage_clock.stages({"timing_s/step": whole, **{f"timing_s/{s}": v for s, v in timed.items()}})
+    assert sum(stages.values()) == pytest.approx(whole)
+    assert sum(stage_clock.shares(stages).values()) == pytest.approx(1.0 if sum(stages.values()) > 0 else 0.0)
 
 
 def test_responses_that_are_kept_are_read_back_with_times_since_the_first_of_them(tmp_path):

@@ -75,55 +75,55 @@ def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> di
     return {axis: (x, values) for axis, x in places.items()}
 
 
-def _test(paired: bool, base: Array, ours: Array, alternative: str = "two-sided") -> Any:
+def _test(paired: bool, base: Array, other: Array, alternative: str = "two-sided") -> Any:
     from scipy.stats import ttest_ind, ttest_rel
 
     test = ttest_rel if paired else functools.partial(ttest_ind, equal_var=False)
     with warnings.catch_warnings(), np.errstate(all="ignore"):  # identical runs have no variance
         warnings.simplefilter("ignore", RuntimeWarning)
-        return test(ours, base, axis=-1, alternative=alternative)
+        return test(other, base, axis=-1, alternative=alternative)
 
 
-def decide(base: Array, ours: Array, margin: Array, paired: bool) -> npt.NDArray[np.str_]:
+def decide(base: Array, other: Array, margin: Array, paired: bool) -> npt.NDArray[np.str_]:
     """Returns the answer of each of several comparisons: ``EQUAL``, ``DIFFERENT`` or ``NOT_ENOUGH``, shape [...].
 
     Args:
-        base, ours: float64 [..., runs], levels (final metric values) of the runs of the baseline and of the other arm.
+        base, other: float64 [..., runs], levels (final metric values) of the runs of the baseline and of the other arm.
         margin: float64, shape of ``base``: largest difference that counts as equal, in units of the metric, for each run of the
             baseline. The values differ between runs if the margin is a share of the gain of each run.
-        paired: True if ``base`` and ``ours`` have the same seeds in the same order (paired t tests instead of Welch's).
+        paired: True if ``base`` and ``other`` have the same seeds in the same order (paired t tests instead of Welch's).
     """
-    if min(base.shape[-1], ours.shape[-1]) < MIN_SEEDS:
+    if min(base.shape[-1], other.shape[-1]) < MIN_SEEDS:
         return np.full(base.shape[:-1], NOT_ENOUGH)
-    above_low, below_high = _test(paired, base - margin, ours, "greater"), _test(paired, base + margin, ours, "less")
-    below_low, above_high = _test(paired, base - margin, ours, "less"), _test(paired, base + margin, ours, "greater")
+    above_low, below_high = _test(paired, base - margin, other, "greater"), _test(paired, base + margin, other, "less")
+    below_low, above_high = _test(paired, base - margin, other, "less"), _test(paired, base + margin, other, "greater")
     is_margin = margin.mean(axis=-1) > 0
     equal = is_margin & (np.maximum(above_low.pvalue, below_high.pvalue) <= ALPHA)
     different = is_margin & (np.minimum(below_low.pvalue, above_high.pvalue) <= ALPHA / 2)
     return np.where(equal, EQUAL, np.where(different, DIFFERENT, NOT_ENOUGH))
 
 
-def interval(base: Array, ours: Array, paired: bool) -> tuple[float, float]:
-    """Returns the bounds of the 95% t confidence interval of mean(``ours``) - mean(``base``); Welch's interval if not paired. Both
-    bounds are NaN if ``base`` or ``ours`` has fewer than 3 runs."""
-    if min(len(base), len(ours)) < MIN_SEEDS:
+def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
+    """Returns the bounds of the 95% t confidence interval of mean(``other``) - mean(``base``); Welch's interval if not paired. Both
+    bounds are NaN if ``base`` or ``other`` has fewer than 3 runs."""
+    if min(len(base), len(other)) < MIN_SEEDS:
         return math.nan, math.nan
-    bounds = _test(paired, base, ours).confidence_interval(1 - ALPHA)
+    bounds = _test(paired, base, other).confidence_interval(1 - ALPHA)
     return float(bounds.low), float(bounds.high)
 
 
-def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: float = 0.0) -> float:
+def seeds_enough(base: Array, other: Array, margin: float, paired: bool, true: float = 0.0) -> float:
     """Returns the number of seeds per arm that an equivalence test with ``margin`` needs to answer "equal" with probability 0.8.
 
     Returns inf if more than 1,000 seeds are needed. The standard deviation is estimated from the levels (final metric values)
-    ``base`` and ``ours`` of the runs so far. This estimate is uncertain, so the probability is an average over possible standard
+    ``base`` and ``other`` of the runs so far. This estimate is uncertain, so the probability is an average over possible standard
     deviations (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005, with the prior 1/sigma). ``true`` is
     the assumed true difference of the arms, as a multiple of the margin.
     """
     from scipy.stats import chi2, norm, t
 
-    spread = np.std(ours - base, ddof=1) if paired else math.hypot(np.std(base, ddof=1), np.std(ours, ddof=1))
-    known = len(base) - 1 if paired else len(base) + len(ours) - 2
+    spread = np.std(other - base, ddof=1) if paired else math.hypot(np.std(base, ddof=1), np.std(other, ddof=1))
+    known = len(base) - 1 if paired else len(base) + len(other) - 2
     middle = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     sigma = (float(spread) / margin * np.sqrt(known / chi2.ppf(middle, known)))[:, None]
 
@@ -138,18 +138,18 @@ def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: fl
     return found if found <= _MOST_SEEDS else math.inf
 
 
-def matched(base: Sequence[RunData], ours: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:
+def matched(base: Sequence[RunData], other: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:
     """Returns the runs of both arms that are compared, and whether these runs are paired by seed.
 
     Runs are paired if all seeds are known and the two arms have the same seeds or at least three seeds in common. Runs with
     other seeds are left out then. Without pairing, all runs are returned.
     """
-    of_base, of_ours = ({run.seed: run for run in runs if run.seed is not None} for runs in (base, ours))
-    shared = sorted(of_base.keys() & of_ours.keys())
-    known = len(of_base) + len(of_ours) == len(base) + len(ours)
-    if known and len(shared) >= min(MIN_SEEDS, max(len(base), len(ours))):
-        return [of_base[seed] for seed in shared], [of_ours[seed] for seed in shared], True
-    return base, ours, False
+    of_base, of_other = ({run.seed: run for run in runs if run.seed is not None} for runs in (base, other))
+    shared = sorted(of_base.keys() & of_other.keys())
+    known = len(of_base) + len(of_other) == len(base) + len(other)
+    if known and len(shared) >= min(MIN_SEEDS, max(len(base), len(other))):
+        return [of_base[seed] for seed in shared], [of_other[seed] for seed in shared], True
+    return base, other, False
 
 
 def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names: Metrics) -> dict[str, Any]:
@@ -182,15 +182,15 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
             notes.append(f"{metric} is not in {listed(lacking, runs)}")
         for arm in arms:
             sides = [[run for run in runs if run.arm == name and known[run.name]] for name in (baseline, arm)]
-            base, ours, paired = matched(*sides)
-            if arm == baseline or not base or not ours:
+            base, other, paired = matched(*sides)
+            if arm == baseline or not base or not other:
                 continue
-            if unpaired := {run.name for side in sides for run in side} - {run.name for run in (*base, *ours)}:
+            if unpaired := {run.name for side in sides for run in side} - {run.name for run in (*base, *other)}:
                 notes.append(
                     f"{metric} of {arm}: left out for want of a run of the same seed: {listed(unpaired, runs)}"
                 )
-            for axis in (axis for axis in axes if all(axis in known[run.name] for run in (*base, *ours))):
-                first, second = ([known[run.name][axis] for run in side] for side in (base, ours))
+            for axis in (axis for axis in axes if all(axis in known[run.name] for run in (*base, *other))):
+                first, second = ([known[run.name][axis] for run in side] for side in (base, other))
                 if row := _row(first, second, paired, names, metric == names.reward):
                     rows.append({"arm": arm, "metric": metric, "axis": axis, **row})
                 elif axis == "steps":
@@ -226,18 +226,18 @@ def levels(runs: Curves, end: float) -> Array:
     return np.array([before_and_after(y[x <= end]) or (math.nan, math.nan) for x, y in runs]).T
 
 
-def _row(base: Curves, ours: Curves, paired: bool, names: Metrics, is_reward: bool) -> dict[str, Any] | None:
-    ends = [float(x[-1]) for x, _ in (*base, *ours)]
-    (before, after), (_, value) = (levels(side, min(ends)) for side in (base, ours))
+def _row(base: Curves, other: Curves, paired: bool, names: Metrics, is_reward: bool) -> dict[str, Any] | None:
+    ends = [float(x[-1]) for x, _ in (*base, *other)]
+    (before, after), (_, value) = (levels(side, min(ends)) for side in (base, other))
     if not np.isfinite([*after, *value]).all():
         return None
     size, is_share = parse_margin(names.margin)
     margins = size * (after - before) if is_share else np.full(len(after), size)
     low, high = interval(after, value, paired)
-    row: dict[str, Any] = {"end": min(ends), "longest": max(ends), "runs": [len(base), len(ours)], "paired": paired}
+    row: dict[str, Any] = {"end": min(ends), "longest": max(ends), "runs": [len(base), len(other)], "paired": paired}
     row |= {"baseline": float(after.mean()), "value": float(value.mean()), "low": low, "high": high, "enough": []}
     row |= {"margin": float(margins.mean()), "answer": str(decide(after, value, margins, paired))}
-    if len(base) == len(ours) and all(map(np.array_equal, itertools.chain(*base), itertools.chain(*ours))):
+    if len(base) == len(other) and all(map(np.array_equal, itertools.chain(*base), itertools.chain(*other))):
         row["answer"] = IDENTICAL
     row["difference"] = row["value"] - row["baseline"]
     if row["answer"] == NOT_ENOUGH and min(row["runs"]) >= MIN_SEEDS and row["margin"] > 0:
@@ -245,11 +245,11 @@ def _row(base: Curves, ours: Curves, paired: bool, names: Metrics, is_reward: bo
     if is_reward:
         first, last = levels(base, math.inf).mean(axis=1)
         level = float(first + _REACH * (last - first)) if names.reach is None else names.reach
-        row["reach"] = times_to_reach(base, ours, paired, level)
+        row["reach"] = times_to_reach(base, other, paired, level)
     return row
 
 
-def times_to_reach(base: Curves, ours: Curves, paired: bool, level: float) -> dict[str, Any]:
+def times_to_reach(base: Curves, other: Curves, paired: bool, level: float) -> dict[str, Any]:
     """Compares how early (in steps, prompts or time) the runs of two arms reach the metric value ``level``.
 
     A run reaches the level at the first position at which the moving average of the last five values is at least ``level``.
@@ -258,14 +258,14 @@ def times_to_reach(base: Curves, ours: Curves, paired: bool, level: float) -> di
     95% interval of this ratio. Ratio and interval are NaN unless all runs reach the level.
     """
     logs = []
-    for side in (base, ours):
+    for side in (base, other):
         whole = [
             (x[_WINDOW - 1 :], np.convolve(y, np.full(_WINDOW, 1 / _WINDOW))[_WINDOW - 1 : len(y)]) for x, y in side
         ]
         logs.append(np.log(np.concatenate([x[y >= level][:1] for x, y in whole])))
     reached = [len(log) for log in logs]
     first, second = (float(log.mean()) if len(log) else math.nan for log in logs)
-    all_do = reached == [len(base), len(ours)]
+    all_do = reached == [len(base), len(other)]
     bounds = (first - second, *interval(logs[1], logs[0], paired)) if all_do else [math.nan] * 3
     numbers = map(math.exp, (first, second, *bounds))
     names = ("baseline", "value", "ratio", "low", "high")
@@ -276,8 +276,8 @@ def sentence(row: Mapping[str, Any], baseline: str, margin: str) -> str:
     """Returns the conclusion of one comparison (a row of :func:`converge`) as an English sentence for the report."""
     bounds = f", 95% interval {row['low']:+.3g} to {row['high']:+.3g}" if min(row["runs"]) >= MIN_SEEDS else ""
     share = f", {margin} of {baseline}'s gain" if margin.endswith("%") else ""
-    base, ours = row["runs"]
-    runs = f"{base} seed{'s' * (base > 1)}, paired" if row["paired"] else f"{base} and {ours} runs, not paired"
+    base, other = row["runs"]
+    runs = f"{base} seed{'s' * (base > 1)}, paired" if row["paired"] else f"{base} and {other} runs, not paired"
     text = f"{row['arm']} and {baseline}, {row['metric']} against {AXES[row['axis']]}: {row['answer']} (difference "
     text += f"{row['difference']:+.3g}{bounds}; margin {row['margin']:.3g}{share}; {runs})"
     if row["answer"] != NOT_ENOUGH:

@@ -214,9 +214,9 @@ def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
         for stage, label in ((recipe.metrics.step, "a step"), ("adv", "the advantage stage")):
             ratio = rows.get(stage, {}).get("ratios", {}).get(arm)
             if ratio and ratio["ratio"]:
-                base, ours = (rows[stage]["arms"][name][recipe.metrics.average] for name in (recipe.baseline, arm))
+                base, seconds = (rows[stage]["arms"][name][recipe.metrics.average] for name in (recipe.baseline, arm))
                 parts.append(
-                    f"{label} takes {format_seconds(ours)} instead of {format_seconds(base)} ({ratio['ratio']:.2f}x)"
+                    f"{label} takes {format_seconds(seconds)} instead of {format_seconds(base)} ({ratio['ratio']:.2f}x)"
                 )
         if parts:
             lines.append(f"{arm} against {recipe.baseline}: {', '.join(parts)}.")
@@ -241,8 +241,8 @@ def _rollout_lines(rollout: dict[str, Any], baseline: str) -> list[str]:
     for arm, row in rows.items():
         if arm == baseline or row.get("ratio") is None:
             continue
-        ours, base = (format_seconds(rows[name]["seconds"]) for name in (arm, baseline))
-        line = f"{arm}: rollouts take {ours} a step instead of {base}"
+        seconds, base = (format_seconds(rows[name]["seconds"]) for name in (arm, baseline))
+        line = f"{arm}: rollouts take {seconds} a step instead of {base}"
         line += f" ({row['ratio']:.2f}x"
         line += f", 95% interval {row['low']:.2f}-{row['high']:.2f})" if row["low"] is not None else ")"
         line += f"; {row['wasted']:.0%} of the tokens are wasted" if row["wasted"] is not None else ""

@@ -135,7 +135,9 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
                 numbers = {"median": float(np.median(values)), "mean": float(np.mean(values)), "steps": len(values)}
                 row["arms"][arm] = numbers
         for arm in (arm for arm in arms if arm != baseline):
-            couples = [(times[base.name], times[ours.name]) for base, ours in pairs(runs, baseline) if ours.arm == arm]
+            couples = [
+                (times[base.name], times[other.name]) for base, other in pairs(runs, baseline) if other.arm == arm
+            ]
             both = _paired_times(couples, stage)
             if len(both):
                 speedup = ratio(both[:, 0], both[:, 1], average, paired=True)
@@ -175,20 +177,20 @@ def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, Run
 
 
 def _paired_times(couples: Iterable[tuple[Any, Any]], stage: str) -> npt.NDArray[np.float64]:
-    stages = [(base.get(stage, {}), ours.get(stage, {})) for base, ours in couples]
-    both = [(base[step], ours[step]) for base, ours in stages for step in sorted(base.keys() & ours.keys())]
+    stages = [(base.get(stage, {}), other.get(stage, {})) for base, other in couples]
+    both = [(base[step], other[step]) for base, other in stages for step in sorted(base.keys() & other.keys())]
     return np.array(both, dtype=np.float64).reshape(-1, 2)
 
 
-def ratio(base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
-    """Returns ``ratio``, which is ``average(base) / average(ours)``, and the bounds ``low`` and ``high`` of its 95% interval.
+def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
+    """Returns ``ratio``, which is ``average(base) / average(other)``, and the bounds ``low`` and ``high`` of its 95% interval.
 
     The interval is a bootstrap with a fixed seed. The bounds are None if no values differ, or if there are too few values: below
-    5 pairs if ``paired``, else below 2 values in ``base`` or ``ours``.
+    5 pairs if ``paired``, else below 2 values in ``base`` or ``other``.
     """
     from scipy.stats import bootstrap
 
-    first, second = np.asarray(base, dtype=float), np.asarray(ours, dtype=float)
+    first, second = np.asarray(base, dtype=float), np.asarray(other, dtype=float)
     result: dict[str, Any] = {"ratio": None, "low": None, "high": None}
     if len(first) and len(second) and average(second) > 0:
         result["ratio"] = float(average(first) / average(second))
@@ -309,15 +311,15 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
     seconds = {arm: list(itertools.chain(*by_kind.values())) for arm, by_kind in kinds.items()}
     rows = []
     for arm in arms:
-        ours = [run for run in runs if run.arm == arm]
+        runs_of_arm = [run for run in runs if run.arm == arm]
         row: dict[str, Any] = {"arm": arm, "seconds": float(np.mean(seconds[arm])) if seconds[arm] else None}
         of_kinds = [(kind, kinds[arm][kind]) for kind in (*KINDS, ALL) if kind in kinds[arm]]
         row["kinds"] = {kind: {"steps": len(s), "seconds": float(np.mean(s))} for kind, s in of_kinds}
         base = seconds.get(recipe.baseline, []) if arm != recipe.baseline else []
         row |= ratio(base, seconds[arm], np.mean, paired=False)
-        row |= _tokens(ours)
-        row["lost"] = max(_logged(ours, _LOST), default=None)
-        row["lengths"] = length_distribution(file for run in ours for file in run.files("rollouts/*.jsonl"))
+        row |= _tokens(runs_of_arm)
+        row["lost"] = max(_logged(runs_of_arm, _LOST), default=None)
+        row["lengths"] = length_distribution(file for run in runs_of_arm for file in run.files("rollouts/*.jsonl"))
         rows.append(row)
     ledgers = {run.name: file for run in runs for file in run.files(LEDGER)}
     in_rounds = [run.name for run in runs if any(kind_of(metrics) != ALL for metrics in run.steps.values())]

@@ -110,18 +110,18 @@ def samples(model, llm):
     """How often each response was sampled, by proposer, beside its exact probability."""
     prompt = [1, 2, 0, 1, 2, 2, 1]
     expected = exact(model, prompt)
-    found = {}
+    result = {}
     each = {"n": 100, "temperature": 1.0, "max_tokens": TOKENS, "stop_token_ids": [STOP], "detokenize": False}
     for name in ("Eager", "with seeds", "Always", "AlwaysStop"):
         proposer, count, seed = ("Eager", SEEDED, 7) if name == "with seeds" else (name, SAMPLES, None)
         begin(llm, proposer)
         requests = generate(llm, [prompt] * (count // 100), seed=seed, **each)
         seen = Counter(tuple(response) for response in tokens(requests))
-        found[name] = [seen[response] for response in expected]
+        result[name] = [seen[response] for response in expected]
         if name == "Eager":
-            found["accepted"] = counts(llm)["accepted"]
+            result["accepted"] = counts(llm)["accepted"]
         assert set(seen) <= set(expected), set(seen) - set(expected)
-    return {"expected": list(expected.values()), **found}
+    return {"expected": list(expected.values()), **result}
 
 
 def greedy(stock, ours, folder):

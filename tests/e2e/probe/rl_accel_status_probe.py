@@ -18,9 +18,9 @@ def _report(folder: Path) -> None:
     target = folder / f"{os.getpid()}.json"
     while folder.exists():
         title = " ".join(psutil.Process().cmdline())
-        found = {"title": title, "status": rl_accel.status().to_dict()}
+        result = {"title": title, "status": rl_accel.status().to_dict()}
         part = target.with_suffix(".part")
-        part.write_text(json.dumps(found))
+        part.write_text(json.dumps(result))
         part.replace(target)
         time.sleep(1.0)
 

@@ -58,18 +58,18 @@ report("off")
 rl_accel.enable(gae=True)
 report("on")
 """
-    found = reports(script, FOLDER=str(short_tmp))
-    before = found["before"]
-    assert gae_states(before["own"]) == gae_states(before["child"]) == gae_states(found["on"]["own"]) == APPLIED
+    result = reports(script, FOLDER=str(short_tmp))
+    before = result["before"]
+    assert gae_states(before["own"]) == gae_states(before["child"]) == gae_states(result["on"]["own"]) == APPLIED
     assert before["own"]["pid"] != before["child"]["pid"]
-    assert gae_states(found["off"]["own"]) == ("off", [])
+    assert gae_states(result["off"]["own"]) == ("off", [])
 
 
 @pytest.mark.slow
 def test_enable_then_connect_to_a_cluster_started_before(reports, ray_address):
     connect = 'ray.init(address=os.environ["CLUSTER"], runtime_env={"env_vars": {"MINE": "1"}})'
-    found = reports(f'rl_accel.enable(gae=True)\n{connect}\nreport("far")', CLUSTER=ray_address)
-    assert gae_states(found["far"]["own"]) == APPLIED
+    result = reports(f'rl_accel.enable(gae=True)\n{connect}\nreport("far")', CLUSTER=ray_address)
+    assert gae_states(result["far"]["own"]) == APPLIED
 
     other_job = reports('ray.init(address=os.environ["CLUSTER"])\nreport("other")', CLUSTER=ray_address)
     assert gae_states(other_job["other"]["own"]) == ("off", []), "flags must not leak into another job"

@@ -53,10 +53,10 @@ def all_know(count, *workers):
 def store_holds(count):
     try:
         store = ray.get_actor(reward_anchors.store_name())
-        found = ray.get(store.exchange.remote(reward_anchors.AnchorDelta()), timeout=5).anchors
+        result = ray.get(store.exchange.remote(reward_anchors.AnchorDelta()), timeout=5).anchors
     except (ray.exceptions.RayError, ValueError):  # dead, or none of that name yet
         return None
-    return found if len(found) == count else None
+    return result if len(result) == count else None
 
 
 def test_anchors_are_shared_and_saved_and_outlive_the_owner_of_the_store(job, wait_for, tmp_path):

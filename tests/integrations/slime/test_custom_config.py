@@ -234,9 +234,9 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "docs")
     from corpus_slime import verdicts
 
-    found = [(feature, outcome, told, read(line)) for line, feature, outcome, told in verdicts(slime_root) if feature]
-    assert len(found) > 7 * 70
-    for feature, outcome, told, line in found:
+    results = [(feature, outcome, told, read(line)) for line, feature, outcome, told in verdicts(slime_root) if feature]
+    assert len(results) > 7 * 70
+    for feature, outcome, told, line in results:
         estimator, size = line.get("advantage_estimator", "grpo"), line["rollout_batch_size"]
         refused = {"rollout_function_path", "partial_rollout", "buffer_filter_path"} & {*line}
         refused |= {size} - {line.get("over_sampling_batch_size", size)}

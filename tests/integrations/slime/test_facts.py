@@ -131,8 +131,8 @@ def test_the_slime_that_is_imported_fits_and_one_that_has_changed_is_refused_by_
         assert check.state() is SwitchState.APPLIED
         check.revert()
     monkeypatch.setattr(sglang_rollout, "generate_and_rm", lambda args, samples: None)
-    found = r"generate_and_rm\(args, sample, sampling_params, evaluation=False\), found \(args, samp"
-    with pytest.raises(PatchRefused, match=found):
+    pattern = r"generate_and_rm\(args, sample, sampling_params, evaluation=False\), found \(args, samp"
+    with pytest.raises(PatchRefused, match=pattern):
         CHECKS[0].apply(None)
 
 

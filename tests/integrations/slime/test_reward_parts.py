@@ -25,8 +25,8 @@ def test_the_program_is_the_last_block_of_python(response, program):
 
 
 def test_test_cases_are_read_in_the_forms_that_data_has_them():
-    found = cases_of({"inputs": ["1\n", ["2", "3"]], "outputs": ["1", ["2", 3]]})
-    assert found == ([Case("stdin", "1\n", "1"), Case("stdin", "2\n3", "2\n3")], "")
+    result = cases_of({"inputs": ["1\n", ["2", "3"]], "outputs": ["1", ["2", 3]]})
+    assert result == ([Case("stdin", "1\n", "1"), Case("stdin", "2\n3", "2\n3")], "")
     cases, addition = cases_of(json.dumps({"fn_name": "add", "inputs": [[1, 2], "[1]\n[2]"], "outputs": [3, "[1, 2]"]}))
     assert cases == [Case("call", '["add", [1, 2]]', "3"), Case("call", '["add", [[1], [2]]]', "[1, 2]")]
     space = {"Solution": type("Solution", (), {"add": lambda self, a, b: a + b})}

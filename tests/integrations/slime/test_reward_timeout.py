@@ -102,8 +102,8 @@ def test_off_ends_what_grades_and_later_flags_begin_anew(judged, sample_of):
 )
 def test_a_grader_of_any_kind_gives_what_it_gives(judged, sample_of, grader):
     judge = judged(grader)
-    found = [judge(sample_of(score=score)) for score in (0.0, 0.25)]
-    assert [each["score"] if isinstance(each, dict) else each for each in found] == [0.0, 0.25]
+    results = [judge(sample_of(score=score)) for score in (0.0, 0.25)]
+    assert [each["score"] if isinstance(each, dict) else each for each in results] == [0.0, 0.25]
     assert counts()["executions"] == 2
 
 
@@ -207,8 +207,8 @@ def test_each_sample_of_a_list_is_judged_on_its_own(judged, sample_of):
     given = [sample_of(score=score) for score in (0.25, 0.5, 0.75, 1.0)]
     given[1].metadata["does"], given[3].metadata["does"] = "hang", "exit"
     assert judge(given) == [0.25, 0.0, 0.75, 0.0]
-    found = counts()
-    assert (found["timeouts"], found["killed"]) == (1, 1)
+    counted = counts()
+    assert (counted["timeouts"], counted["killed"]) == (1, 1)
     assert judge([]) == []
 
 
@@ -285,11 +285,11 @@ def test_the_graders_of_an_event_loop_that_was_closed_end(judged, sample_of):
     """Such as one event loop for each rollout of a rollout function of the user's."""
 
     def workers():
-        found = 0
+        count = 0
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                found += "rl_accel/reward/worker" in " ".join(process.cmdline())
-        return found
+                count += "rl_accel/reward/worker" in " ".join(process.cmdline())
+        return count
 
     def eventually(number):
         end = time.monotonic() + 60
@@ -323,10 +323,10 @@ def test_a_limit_is_learned_from_right_answers_for_a_prompt_and_not_for_its_neig
     for _ in range(3):
         assert judge(sample_of("known")) == 1.0
     assert [judge(sample_of(prompt, does="hang")) for prompt in ("known", "unknown")] == [0.0, 0.0]
-    found = counts()
-    assert (found["timeouts"], found["timeouts_full"]) == (2, 1)
-    assert found["saved_seconds"] > 2
-    assert found["anchors"] == 1
+    counted = counts()
+    assert (counted["timeouts"], counted["timeouts_full"]) == (2, 1)
+    assert counted["saved_seconds"] > 2
+    assert counted["anchors"] == 1
 
 
 def test_cancelling_kills(judged, sample_of, gone, wait_for, tmp_path):
@@ -413,8 +413,8 @@ def test_programs_are_judged_by_the_share_of_test_cases_they_pass(judged, sample
     calls = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 8]}
     assert judge(sample_of(response=f"```python\n{method}\n```", test_cases=json.dumps(calls))) == 0.5
     assert judge(sample_of(response=f"```python\n{right}\n```", test_cases={"inputs": []})) == 0.0
-    found = counts()
-    assert (found["executions"], found["timeouts"], found["errors"]) == (14, 1, 1)
+    counted = counts()
+    assert (counted["executions"], counted["timeouts"], counted["errors"]) == (14, 1, 1)
 
 
 @pytest.fixture
@@ -446,8 +446,8 @@ def test_hanging_and_raising_graders_do_not_stall_slimes_own_rollout(start, gone
     assert by_row.pop(2) == by_row.pop(5) == [0.0] * 4
     assert all(sorted(rewards) == [0.0, 0.0, 1.0, 1.0] for rewards in by_row.values())
     assert gone(tmp_path / "pids")
-    found = counts()
-    assert (found["executions"], found["timeouts"], found["errors"], found["anchors"]) == (32, 4, 4, 6)
+    counted = counts()
+    assert (counted["executions"], counted["timeouts"], counted["errors"], counted["anchors"]) == (32, 4, 4, 6)
 
 
 def test_a_group_is_judged_in_slimes_own_rollout(start, tmp_path):
@@ -469,14 +469,19 @@ def test_an_evaluation_is_held_to_what_training_taught_and_teaches_nothing(start
     *_, rollout = start(prompt_data=rows_file(train, hanging=[]), flags=flags, **evaluation)
     before = rollout(0, evaluation=True)
     assert len(before.data["few"]["rewards"]) == 80
-    found = counts()
-    assert (found["eval_executions"], found["eval_errors"], found["executions"], found["anchors"]) == (80, 2, 0, 0)
+    counted = counts()
+    assert (counted["eval_executions"], counted["eval_errors"], counted["executions"], counted["anchors"]) == (
+        80,
+        2,
+        0,
+        0,
+    )
     rollout(0)
     assert counts()["anchors"] == 7
     after = rollout(1, evaluation=True)
     assert after.data["few"]["rewards"] == before.data["few"]["rewards"]
-    found = counts()
-    assert (found["eval_executions"], found["executions"], found["anchors"]) == (80, 0, 7)
+    counted = counts()
+    assert (counted["eval_executions"], counted["executions"], counted["anchors"]) == (80, 0, 7)
 
 
 def test_tail_batching_has_the_graders_of_dropped_responses_killed_at_once(start, gone, tmp_path):

@@ -31,11 +31,11 @@ def test_doctor_tries_every_patch_in_the_checkout(slime_root, clean_environment)
     command = [sys.executable, "-m", "rl_accel", "doctor", "--json"]
     environment = {**clean_environment, "SLIME_ROOT": str(slime_root)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    found = json.loads(done.stdout[done.stdout.index("{") :])
-    assert done.returncode == any(check["verdict"] == "cannot" for check in found["checks"]), done.stderr
-    assert found["sandbox"].startswith(("bubblewrap", "process ("))
-    assert found["versions"]["slime"] == str(slime_root / "slime")
-    verdicts = {check["switch"]: (check["verdict"], check["reason"]) for check in found["checks"]}
+    document = json.loads(done.stdout[done.stdout.index("{") :])
+    assert done.returncode == any(check["verdict"] == "cannot" for check in document["checks"]), done.stderr
+    assert document["sandbox"].startswith(("bubblewrap", "process ("))
+    assert document["versions"]["slime"] == str(slime_root / "slime")
+    verdicts = {check["switch"]: (check["verdict"], check["reason"]) for check in document["checks"]}
     assert verdicts["slime.requests"] == verdicts["slime.abort"] == ("works", "")
     for name in ("slime.gae", "slime.reinforce_plus_plus"):
         assert verdicts[name] in [("works", ""), ("cannot", "No module named 'megatron'")]

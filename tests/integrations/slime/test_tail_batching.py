@@ -81,14 +81,14 @@ def kinds(output):
 
 def test_rounds_return_exact_batches_and_train_every_prompt_once(start, requests_on):
     args, source, rollout = start(num_rollout=15)
-    found = []
+    results = []
     for rollout_id in range(15):
         output = rollout(rollout_id)
         check_batch(args, output)
         assert requests_on(args.server) == 0, "nothing of the round is left on the server"
-        found.append(kinds(output))
-    assert {"short", "long"} <= set(found)
-    assert found[-1] in ("long", "final"), "the run ends with nothing left"
+        results.append(kinds(output))
+    assert {"short", "long"} <= set(results)
+    assert results[-1] in ("long", "final"), "the run ends with nothing left"
     check_every_prompt_trained_once(args)
     assert source.supply.payloads == {}
     assert output.metrics["rl_accel/preemptions"] == 0.0

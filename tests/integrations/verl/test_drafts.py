@@ -50,9 +50,9 @@ def test_the_first_steps_are_compared_with_the_trainer_and_stop_the_training_if_
 def test_numbers_of_a_step():
     counted = {"steps": 10, "tokens": 60, "drafted": 40, "accepted": 30, "accepted_sibling": 20, "drafted_sibling": 22}
     counted |= {"tokens_from_16": 20, "row_steps_from_16": 20, "tokens_from_32": 40, "row_steps_from_32": 10}
-    found = drafts.numbers(Counter(counted))
+    result = drafts.numbers(Counter(counted))
     wanted = {"acceptance": 0.75, "acceptance_sibling": 20 / 22, "tokens_a_step": 2.0, "tokens_an_engine_step": 6.0}
     wanted |= {"tokens_a_step_from_32": 4.0, "accepted_sibling": 20, "drafted_own": 0}
-    assert found.items() >= {f"drafts/{name}": value for name, value in wanted.items()}.items()
-    assert "drafts/acceptance_own" not in found
+    assert result.items() >= {f"drafts/{name}": value for name, value in wanted.items()}.items()
+    assert "drafts/acceptance_own" not in result
     assert set(drafts.numbers(Counter()).values()) == {0.0}

@@ -49,17 +49,17 @@ def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(kill, tmp_path,
     workers, balancer = [start(Worker, name) for name in "ab"], start(Balancer)
     config = configuration(use_v1=True, v1={"trainer_mode": "sync"}, rl_accel_telemetry=str(tmp_path / "kept.jsonl"))
     observer = Observer(config, workers, SimpleNamespace(_load_balancer=balancer))
-    found = [observer(1, TIMINGS)]
+    results = [observer(1, TIMINGS)]
     kill(workers[1])
-    found += [observer(2, TIMINGS), observer(3, TIMINGS)]
+    results += [observer(2, TIMINGS), observer(3, TIMINGS)]
     kill(balancer)
     kill(workers[0])
-    found += [observer(4, TIMINGS)]
+    results += [observer(4, TIMINGS)]
 
-    assert [numbers.get("telemetry/responses") for numbers in found] == [2, 1, 1, None]
-    assert found[0]["telemetry/idle_share"] == 0.5
-    assert all(numbers["telemetry/share/gen"] == 0.5 for numbers in found)
-    assert not any("telemetry/preemptions" in numbers for numbers in found), "unknown is not zero"
+    assert [numbers.get("telemetry/responses") for numbers in results] == [2, 1, 1, None]
+    assert results[0]["telemetry/idle_share"] == 0.5
+    assert all(numbers["telemetry/share/gen"] == 0.5 for numbers in results)
+    assert not any("telemetry/preemptions" in numbers for numbers in results), "unknown is not zero"
     assert caplog.text.count("preemptions are unknown, http://gone:1/metrics") == 1
     assert caplog.text.count("notes of an agent-loop worker are missing") == 1
     kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]

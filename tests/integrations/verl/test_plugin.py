@@ -223,8 +223,8 @@ def test_variables_of_a_runtime_env_count_beside_the_flags_of_the_driver(python,
     script = "import json, verl, rl_accel\nprint(json.dumps(rl_accel.status().to_dict()))"
     done = python(script, fork=True, RL_ACCEL_SOURCES=json.dumps(drivers), **variables)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])["features"]
-    assert [feature["name"] for feature in found if feature["requested"] == "by name"] == on
+    result = json.loads(done.stdout.splitlines()[-1])["features"]
+    assert [feature["name"] for feature in result if feature["requested"] == "by name"] == on
 
 
 @pytest.mark.slow

@@ -92,8 +92,8 @@ async def test_responses_at_once_do_not_mix(worker):
     trajectory = {"validate": False, "sample_index": 0}
     runs = [worker._run_agent_loop({}, trajectory, agent_name=name, uid=name) for name in ("plain", "broken")]
     await asyncio.gather(*runs, return_exceptions=True)
-    found = {note.prompt: (note.outcome, note.tokens) for note in await worker.take_responses()}
-    assert found == {"plain": ("completed", 3), "broken": ("failed", None)}
+    result = {note.prompt: (note.outcome, note.tokens) for note in await worker.take_responses()}
+    assert result == {"plain": ("completed", 3), "broken": ("failed", None)}
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def observer_of(tmp_path):
 )
 def test_parts_of_generation_are_told_only_where_it_begins_with_its_stage(trainer, known, observer_of):
     observer = observer_of(trainer, lambda: [Response("p", 10.0, 12.0, 13.0, 13.0, 20)])
-    found = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
-    assert (found["telemetry/completion_p50_seconds"], "telemetry/idle_share" in found) == (3.0, known)
+    metrics = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
+    assert (metrics["telemetry/completion_p50_seconds"], "telemetry/idle_share" in metrics) == (3.0, known)
 
 
 def test_slots_of_all_servers_limit_the_places_in_the_batch(observer_of):
@@ -132,9 +132,9 @@ def test_slots_of_all_servers_limit_the_places_in_the_batch(observer_of):
     responses = [Response("p", 0.0, 2.0, 2.0, 2.0, 20)] * 6 + [Response("p", 0.0, 4.0, 4.0, 4.0, 20)] * 2
     observer = observer_of({"use_v1": False}, lambda: responses, max_num_seqs=3)
     observer._servers = lambda: ["a", "b"]
-    found = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
-    assert (found["telemetry/concurrency"], found["telemetry/slots"]) == (8, 3)
-    assert found["telemetry/idle_share"] == pytest.approx(1 - (6 * 2 + 2 * 2) / (6 * 4))
+    metrics = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
+    assert (metrics["telemetry/concurrency"], metrics["telemetry/slots"]) == (8, 3)
+    assert metrics["telemetry/idle_share"] == pytest.approx(1 - (6 * 2 + 2 * 2) / (6 * 4))
 
 
 def test_a_file_that_cannot_be_written_costs_one_warning_and_no_number(observer_of, tmp_path, caplog):
@@ -156,6 +156,6 @@ def test_servers_that_never_say_how_often_they_preempt_are_not_asked_for_ever(mo
     monkeypatch.setattr(telemetry, "read_servers", read)
     observer = observer_of({}, list)
     observer._servers = lambda: ["a"]
-    found = [observer(step, {"timing_s/step": 8.0, "timing_s/gen": 4.0}) for step in range(8)]
-    assert [numbers.get("telemetry/preemptions") for numbers in found] == [None, None, 0.0, *[None] * 5]
+    results = [observer(step, {"timing_s/step": 8.0, "timing_s/gen": 4.0}) for step in range(8)]
+    assert [numbers.get("telemetry/preemptions") for numbers in results] == [None, None, 0.0, *[None] * 5]
     assert asked == [["a"]] * (3 + telemetry.ATTEMPTS)

@@ -418,9 +418,9 @@ def test_the_corpus_takes_launch_lines_from_scripts_that_do_nothing_else(repo, m
         ray job submit --address=a -- python3 recipe/mine/main_mine.py trainer.nnodes=2 ~key
         """
     )
-    found = [corpus.main_and_overrides(words) for words in corpus.launch_lines(tmp_path / "checkout", corpus.GIVEN)]
+    results = [corpus.main_and_overrides(words) for words in corpus.launch_lines(tmp_path / "checkout", corpus.GIVEN)]
     grpo = ["algorithm.adv_estimator=grpo", "+x=['a b']", "n=8", "name=qwen"]
-    assert found == [
+    assert results == [
         ("verl.trainer.main_ppo", grpo, "", "other"),
         ("recipe.mine.main_mine", ["trainer.nnodes=2", "~key"], "", ""),
     ]

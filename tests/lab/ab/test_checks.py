@@ -68,8 +68,8 @@ ONE = {"stock": [STEP]}
     ],
 )
 def test_a_check_turns_green_red_or_skipped_or_is_left_out(judge, name, arms, keys, status, detail):
-    found = judge(name, arms, **keys)
-    assert status == (found and found["status"])
-    if found is not None:
-        assert detail in found["detail"]
-        assert found["failed"] == (status == "red" and "warn_only" not in keys)
+    result = judge(name, arms, **keys)
+    assert status == (result and result["status"])
+    if result is not None:
+        assert detail in result["detail"]
+        assert result["failed"] == (status == "red" and "warn_only" not in keys)

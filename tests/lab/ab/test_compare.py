@@ -236,14 +236,14 @@ def test_it_says_of_the_arms_of_an_ab_what_the_ab_said(recipe_file, call_ab, cal
     call_ab(recipe, "--out", tmp_path / "ab")
     said = json.loads((tmp_path / "ab" / "summary.json").read_text())
     runs = [[tmp_path / "ab" / f"{arm}-seed{seed}" for seed in range(3)] for arm in arms]
-    _, found = call(*runs[0], "--against", *runs[1])
+    _, result = call(*runs[0], "--against", *runs[1])
     busy = [line for line in said["headline"] if "busy" in line or "check" in line]
-    assert found["headline"] == [line for line in said["headline"] if line not in busy]
-    assert "equal within the margin (difference +0.001" in " ".join(found["headline"])
+    assert result["headline"] == [line for line in said["headline"] if line not in busy]
+    assert "equal within the margin (difference +0.001" in " ".join(result["headline"])
     for key in ("stages", "rollout", "differences", "curves", "data"):
-        assert found[key] == said[key], key
-    assert found["convergence"]["rows"] == said["convergence"]["rows"]
-    assert math.isclose(rows_of(found)["accelerated"]["difference"], 0.001, rel_tol=1e-6)
+        assert result[key] == said[key], key
+    assert result["convergence"]["rows"] == said["convergence"]["rows"]
+    assert math.isclose(rows_of(result)["accelerated"]["difference"], 0.001, rel_tol=1e-6)
 
 
 @pytest.mark.parametrize("odd", ["NaN", "Infinity", "-Infinity"])

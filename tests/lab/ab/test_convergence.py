@@ -83,7 +83,7 @@ def test_the_seeds_it_asks_for_are_enough_in_four_of_five(paired, true, supposed
         example = np.array([-1.0, 0.0, 1.0] if pilot == 3 else [-1.5, -0.5, 0.0, 0.5, 1.5])
         unit = example / example.std(ddof=1)
         zero = np.zeros(pilot)
-        pairs = [(zero, its * unit) if paired else (its * unit / 2**0.5,) * 2 for its in grid]
+        pairs = [(zero, differences * unit) if paired else (differences * unit / 2**0.5,) * 2 for differences in grid]
         wanted = [seeds_enough(*pair, MARGIN, paired, supposed) for pair in pairs]
         asked = np.minimum(np.array(wanted)[np.searchsorted(grid, deviations, side="right") - 1], 1001).astype(int)
         decided = 0
@@ -169,7 +169,7 @@ def test_runs_pair_by_seed_where_all_are_known():
     def names(base, ours):
         runs = [[run(arm, seed, [0]) for seed in seeds] for arm, seeds in (("a", base), ("b", ours))]
         first, second, paired = convergence.matched(*runs)
-        return [its.seed for its in first], [its.seed for its in second], paired
+        return [run.seed for run in first], [run.seed for run in second], paired
 
     assert names([0, 1, 2], [2, 1, 0]) == ([0, 1, 2], [0, 1, 2], True)
     assert names([0, 1, 2, 3], [1, 2, 3, 4, 5]) == ([1, 2, 3], [1, 2, 3], True)
@@ -202,17 +202,17 @@ def test_the_whole_says_levels_answers_axes_and_what_is_missing():
     fast = {seed: (ramp + seed / 10)[: 50 - 4 * (seed == 1)] for seed in range(3)}
     runs += [run("fast", seed, values, seconds=1800.0, batch=4) for seed, values in fast.items()]
     runs[0].steps[50]["val-core/x/acc/mean@1"] = 1.0
-    found = converge(runs, ["stock", "fast"], "stock", Metrics())
-    by_axis = {row["axis"]: row for row in found["rows"]}
+    section = converge(runs, ["stock", "fast"], "stock", Metrics())
+    by_axis = {row["axis"]: row for row in section["rows"]}
     answers = {axis: row["answer"] for axis, row in by_axis.items()}
     assert answers == {"steps": EQUAL, "prompts": EQUAL, "hours": DIFFERENT}
     assert (by_axis["steps"]["end"], by_axis["steps"]["longest"], by_axis["prompts"]["end"]) == (46, 50, 184)
     assert (by_axis["steps"]["difference"], by_axis["hours"]["end"]) == (0, 23)
     assert by_axis["steps"]["reach"]["ratio"] == pytest.approx(1)
     assert by_axis["hours"]["reach"]["ratio"] == pytest.approx(2)
-    assert "val-core/x/acc/mean@1 is not in stock-seed1, stock-seed2, all runs of fast" in found["notes"]
-    assert list(found["curves"]) == [REWARD, "val-core/x/acc/mean@1"]
-    assert found["curves"]["val-core/x/acc/mean@1"]["prompts"] == {"stock-seed0": [[200.0], [1.0]]}
+    assert "val-core/x/acc/mean@1 is not in stock-seed1, stock-seed2, all runs of fast" in section["notes"]
+    assert list(section["curves"]) == [REWARD, "val-core/x/acc/mean@1"]
+    assert section["curves"]["val-core/x/acc/mean@1"]["prompts"] == {"stock-seed0": [[200.0], [1.0]]}
     text = convergence.sentence(by_axis["steps"], "stock", "2%")
     start = "fast and stock, critic/score/mean against training steps: equal within the margin (difference +0"
     assert text.startswith(start)

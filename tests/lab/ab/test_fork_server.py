@@ -90,10 +90,10 @@ def told(folder):
 
 
 def test_a_program_and_its_children_find_the_libraries_imported_and_all_else_as_in_a_new_process(told, folder):
-    found = [about for about, _ in told["process"]]
+    results = [about for about, _ in told["process"]]
     same = {"name": "__main__", "folder": str(folder), "marker": "x", "threads": 2, "leads group": True}
     words = (["driver"], ["child", "1"], ["child", "2 3"])
-    assert found == [same | {"words": item, "inherited": ["torch", "transformers"]} for item in words]
+    assert results == [same | {"words": item, "inherited": ["torch", "transformers"]} for item in words]
     draws = [draw for _, draws in told["process"] for draw in draws]
     assert len(set(draws)) == len(draws) == 9
 

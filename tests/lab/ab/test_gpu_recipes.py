@@ -90,9 +90,9 @@ def test_hydra_s_flags_choose_the_configuration(flags):
 
     config = Path(verl.__file__).parent / "trainer" / "config"
     words = ("python", "-m", "verl.trainer.main_ppo", *flags.format(config=config).split(), "~data.train_files")
-    found = preflight.compose_verl(replace(plans_of("verl_gsm8k")[0], command=words))
-    assert found.actor_rollout_ref.actor.strategy == "megatron"
-    assert "train_files" not in found.data
+    result = preflight.compose_verl(replace(plans_of("verl_gsm8k")[0], command=words))
+    assert result.actor_rollout_ref.actor.strategy == "megatron"
+    assert "train_files" not in result.data
 
 
 @pytest.mark.parametrize("main", ["train.py", "train_async.py"])
@@ -105,10 +105,10 @@ def test_a_launch_line_of_slime_may_have_values_in_words_of_their_own(tmp_path, 
         plan = replace(plans_of("verl_gsm8k")[0], command=("python", str(tmp_path / main), *words.split()))
         return {what: verdict for what, *verdict in preflight._rows(recipe, [plan], False)}
 
-    found = rows("--hf-checkpoint /nowhere/m --prompt-data /nowhere/d --tensor-model-parallel-size 2")
-    assert found["model /nowhere/m"][0] == found["file /nowhere/d"][0] == "missing"
-    found = rows("--hf-checkpoint=m --tensor-model-parallel-size two")
-    assert found["arguments of stock"] == ["wrong", "--tensor-model-parallel-size wants a number, found 'two'"]
+    result = rows("--hf-checkpoint /nowhere/m --prompt-data /nowhere/d --tensor-model-parallel-size 2")
+    assert result["model /nowhere/m"][0] == result["file /nowhere/d"][0] == "missing"
+    result = rows("--hf-checkpoint=m --tensor-model-parallel-size two")
+    assert result["arguments of stock"] == ["wrong", "--tensor-model-parallel-size wants a number, found 'two'"]
 
 
 def test_a_feature_that_has_nothing_to_do_in_a_run_is_idle(verl):
@@ -159,11 +159,11 @@ def test_slimes_own_parser_takes_every_argument(arm, slime_places):
     env = {**os.environ, "PYTHONPATH": SLIME_ROOT}
     done = subprocess.run([sys.executable, "-c", PARSE, words], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["tp"], found["share"]) == (2, 0.7)
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert (document["tp"], document["share"]) == (2, 0.7)
     scripts = [Path(SLIME_ROOT, "scripts", name).read_text() for name in ("run-qwen3-4B.sh", "models/qwen3-4B.sh")]
     known = set("\n".join(scripts).replace("=", " ").split())
-    left = {flag for flag in flags_in(found["others"]) if not flag.startswith("--sglang-")}
+    left = {flag for flag in flags_in(document["others"]) if not flag.startswith("--sglang-")}
     assert left <= known | {"--seed", "--no-save-optim"}  # Megatron's own
     assert len(left) > 20
 

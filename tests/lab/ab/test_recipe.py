@@ -26,13 +26,13 @@ def test_every_section_is_read_placeholders_stay_and_the_first_arm_is_the_baseli
     overrides = ["a=${run_dir}/x", "b=${data.train_batch_size}", "c=${oc.env:HOME}", "d=5"]
     checks = {"faster": {"adv": 2}, "warn_only": ["faster"], "rollout_probs_diff": None}
     env, metrics = {"A": 1, "B": True, "C": None}, {"reward": "r", "warmup_steps": 0}
-    found = recipe(seeds=[3, 4], env=env, metrics=metrics, checks=checks, overrides=overrides, baseline="")
-    assert (list(found.arms), found.baseline) == (["stock", "accelerated"], "stock")
-    assert found.arms["accelerated"].overrides == ["adv=0.1"]
-    assert (found.seeds, found.env, found.overrides) == ([3, 4], env, overrides)
-    assert (found.metrics.reward, found.metrics.warmup_steps) == ("r", 0)
-    assert "gen" in found.metrics.stages
-    assert (found.checks.faster, found.checks.rollout_probs_diff) == ({"adv": 2.0}, None)
+    effective = recipe(seeds=[3, 4], env=env, metrics=metrics, checks=checks, overrides=overrides, baseline="")
+    assert (list(effective.arms), effective.baseline) == (["stock", "accelerated"], "stock")
+    assert effective.arms["accelerated"].overrides == ["adv=0.1"]
+    assert (effective.seeds, effective.env, effective.overrides) == ([3, 4], env, overrides)
+    assert (effective.metrics.reward, effective.metrics.warmup_steps) == ("r", 0)
+    assert "gen" in effective.metrics.stages
+    assert (effective.checks.faster, effective.checks.rollout_probs_diff) == ({"adv": 2.0}, None)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_a_recipe_extends_another(recipe_file, tmp_path):
     changes = {"name": "other", "overrides": ["a=2", "x=${now:%Y}"], "env": {"B": 3}}
     changes |= {"arms": {"only": {}}, "baseline": "only"}
     recipe_file(**base)
-    found = load(recipe_file("other.yaml", extends="recipe.yaml", checks={"warn_only": ["faster"]}, **changes))
-    assert (found.name, list(found.arms), found.env) == ("other", ["only"], {"A": 1, "B": 3})
-    assert found.overrides == ["a=1", "b=${seed}", "a=2", "x=${now:%Y}"], "the later one of equal overrides counts"
-    assert (found.checks.reward_gain, found.checks.warn_only) == (0.1, ["faster"])
-    assert (found.seeds, found.steps) == ([1, 2], 8), "what is not named is the other recipe's"
-    save(found, tmp_path / "kept.yaml")
-    assert load(tmp_path / "kept.yaml") == found, "a kept recipe no longer needs what it extended"
+    extended = load(recipe_file("other.yaml", extends="recipe.yaml", checks={"warn_only": ["faster"]}, **changes))
+    assert (extended.name, list(extended.arms), extended.env) == ("other", ["only"], {"A": 1, "B": 3})
+    assert extended.overrides == ["a=1", "b=${seed}", "a=2", "x=${now:%Y}"], "the later one of equal overrides counts"
+    assert (extended.checks.reward_gain, extended.checks.warn_only) == (0.1, ["faster"])
+    assert (extended.seeds, extended.steps) == ([1, 2], 8), "what is not named is the other recipe's"
+    save(extended, tmp_path / "kept.yaml")
+    assert load(tmp_path / "kept.yaml") == extended, "a kept recipe no longer needs what it extended"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class _Page(html.parser.HTMLParser):
 
 def test_the_page_is_whole_and_loads_nothing_and_the_console_shows_stages_checks_and_verdicts(build, tmp_path):
     runs = {"stock-seed0": records(0.5), "accelerated-seed0": records(0.1)}
-    found = build(runs, description="<script>alert(1)</script>", checks={"faster": {"adv": 50}})
+    summary = build(runs, description="<script>alert(1)</script>", checks={"faster": {"adv": 50}})
     text = (tmp_path / "report.html").read_text()
     page = _Page(text)
     assert (page.open, len(page.links)) == ([], 2)
@@ -71,7 +71,7 @@ def test_the_page_is_whole_and_loads_nothing_and_the_console_shows_stages_checks
     assert "E=1 p &#39;a=[1, 2]&#39;" in text
     for name in ("reward", "step_time"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    text = shown(found)
+    text = shown(summary)
     assert "Median time of each stage, steps 3-6; the first 2 of each run are warm-up" in text
     assert re.search(r"adv +\S +0\.5 s +\S +0\.1 s +\S +5\.00x", text)
     assert re.search(r"faster +\S +red", text)
@@ -80,8 +80,8 @@ def test_the_page_is_whole_and_loads_nothing_and_the_console_shows_stages_checks
 
 def test_the_summary_holds_all_numbers_and_is_strict_json(build, tmp_path):
     nan = float("nan")
-    found = build({"stock-seed0": records(0.5, x=nan), "accelerated-seed0": records(0.1, x=nan)}, load=1000.0)
-    assert any("busy when stock-seed0 started (load 1000.0 on" in line for line in found["headline"])
+    result = build({"stock-seed0": records(0.5, x=nan), "accelerated-seed0": records(0.1, x=nan)}, load=1000.0)
+    assert any("busy when stock-seed0 started (load 1000.0 on" in line for line in result["headline"])
     text = (tmp_path / "summary.json").read_text()
     assert not re.search(r"\b(NaN|Infinity)\b", text)
     summary = json.loads(text)
@@ -98,8 +98,8 @@ def test_a_difference_is_listed_with_its_step_and_size(build, tmp_path):
     other[3]["actor/grad_norm"] = 1.0
     base = records(0.5)
     base[3]["actor/grad_norm"] = 1.25
-    found = build({"stock-seed0": base, "accelerated-seed0": other})
-    (verdict,) = found["differences"]
+    summary = build({"stock-seed0": base, "accelerated-seed0": other})
+    (verdict,) = summary["differences"]
     assert verdict["parts_at"] == 4
     assert "parts at step 4 (0.4 and 0.5)" in verdict["text"]
     first = "2 of 3 training metrics differ somewhere, first actor/grad_norm at step 3 by 2.5e-01 (update)"
@@ -111,8 +111,8 @@ def test_a_difference_is_listed_with_its_step_and_size(build, tmp_path):
 
 def test_several_seeds_and_arms_each_get_a_verdict(build):
     runs = {f"{arm}-seed{seed}": records(0.1) for seed in (0, 1) for arm in ("stock", "accelerated", "third")}
-    found = build(runs, arms={"stock": {}, "accelerated": {}, "third": {}})
-    verdicts = [(verdict["arm"], verdict["seed"]) for verdict in found["differences"]]
+    summary = build(runs, arms={"stock": {}, "accelerated": {}, "third": {}})
+    verdicts = [(verdict["arm"], verdict["seed"]) for verdict in summary["differences"]]
     assert verdicts == [("accelerated", 0), ("third", 0), ("accelerated", 1), ("third", 1)]
 
 
@@ -130,9 +130,9 @@ def test_several_seeds_and_arms_each_get_a_verdict(build):
 )
 def test_thin_data_still_make_a_report(build, tmp_path, runs):
     (tmp_path / "reward.png").write_bytes(b"old")
-    found = build(runs)
+    summary = build(runs)
     assert runs or not (tmp_path / "reward.png").exists(), "a stale plot is removed when there is nothing to draw"
-    shown(found)
+    shown(summary)
     assert _Page((tmp_path / "report.html").read_text()).open == []
     assert json.loads((tmp_path / "summary.json").read_text())["differences"] == []
 
@@ -144,7 +144,7 @@ def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build
         metrics |= {prefix + "tokens_generated": 100.0, prefix + "tokens_wasted": 30.0}
     files = {"accelerated-seed0": {"tail_batching/ledger.jsonl": json.dumps({"step": 1, "trained": ["1:1", "1:2"]})}}
     rollout = {"report": True, "faster": {"accelerated": 2.0}}
-    found = build({"stock-seed0": records(0.5), "accelerated-seed0": ours}, files=files, rollout=rollout)
+    summary = build({"stock-seed0": records(0.5), "accelerated-seed0": ours}, files=files, rollout=rollout)
     text = (tmp_path / "report.html").read_text()
     assert _Page(text).open == []
     assert "2.50x" in text
@@ -153,4 +153,4 @@ def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build
     for name in ("rollout_seconds", "queue", "reward"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "lengths.png").exists(), "nothing was dumped"
-    assert "Mean rollout seconds a step" in shown(found)
+    assert "Mean rollout seconds a step" in shown(summary)

@@ -14,14 +14,14 @@ ROUNDS = {"short": 1.0, "long": 4.0}
 
 
 def metrics(gen, reward, kind=None, generated=0, wasted=0):
-    found = {"timing_s/gen": gen, "timing_s/step": gen + 1, "critic/score/mean": reward}
+    values = {"timing_s/gen": gen, "timing_s/step": gen + 1, "critic/score/mean": reward}
     if kind is None:
-        return found
+        return values
     ours = {f"{name}_round": float(name == kind) for name in KINDS}
     ours |= {"queue_length": 3.0, "tokens_generated": generated, "tokens_wasted": wasted}
     if kind == "short":
         ours |= {"accepted_tokens_mean": 10.0, "cancelled_tokens_mean": 16.0}
-    return found | {f"rl_accel/tail_batching/{name}": value for name, value in ours.items()}
+    return values | {f"rl_accel/tail_batching/{name}": value for name, value in ours.items()}
 
 
 def lines(rows):
@@ -51,8 +51,8 @@ BOTH = ONE | {"accelerated-seed0": STOCK}
 
 def test_seconds_by_kind_the_ratio_of_means_and_series(summarise):
     dump = {"rollouts/1.jsonl": lines({"output": text} for text in ("abc", "a", ""))}
-    found, _ = summarise(RUNS, {"stock-seed0": dump})
-    stock, ours = found["arms"]
+    section, _ = summarise(RUNS, {"stock-seed0": dump})
+    stock, ours = section["arms"]
     assert stock["kinds"] == {"all": {"steps": 4, "seconds": 4.0}}
     assert ours["kinds"] == {"short": {"steps": 3, "seconds": 1.0}, "long": {"steps": 1, "seconds": 4.0}}
     assert ours["ratio"] == pytest.approx(4.0 / 1.75)
@@ -63,10 +63,10 @@ def test_seconds_by_kind_the_ratio_of_means_and_series(summarise):
     lengths = stock["lengths"]
     assert (lengths["responses"], lengths["mean"]) == (3, 4 / 3)
     assert (lengths["quantiles"][0], lengths["quantiles"][-1]) == (0, 3)
-    series = found["series"]["accelerated-seed0"]
+    series = section["series"]["accelerated-seed0"]
     assert (series["kind"], series["seconds"]) == (["short"] * 3 + ["long"], [1.0, 1.0, 1.0, 4.0])
     assert series["queue"] == [3.0] * 4
-    assert found["series"]["stock-seed0"]["queue"] == [None] * 4
+    assert section["series"]["stock-seed0"]["queue"] == [None] * 4
 
 
 def test_what_an_engine_counts_goes_before_what_tail_batching_reports_and_lost_prompts_are_judged(summarise):
@@ -77,8 +77,8 @@ def test_what_an_engine_counts_goes_before_what_tail_batching_reports_and_lost_p
     stock = [counted(lost, 20, metrics(2.0, 0.5)) for lost in (4, 8)]
     ours = [counted(0, 30, metrics(1.0, 0.5, "short", generated=90, wasted=1)) for _ in range(2)]
     runs = {"stock-seed0": stock, "accelerated-seed0": ours}
-    found, checks = summarise(runs, ledger(["1:1", "1:2", "1:3", "1:4"]), prompts_lost={"accelerated": 0, "stock": 5})
-    assert [(row["wasted"], row["lost"]) for row in found["arms"]] == [(0.2, 8.0), (0.3, 0.0)]
+    section, checks = summarise(runs, ledger(["1:1", "1:2", "1:3", "1:4"]), prompts_lost={"accelerated": 0, "stock": 5})
+    assert [(row["wasted"], row["lost"]) for row in section["arms"]] == [(0.2, 8.0), (0.3, 0.0)]
     assert checks["prompts_lost"]["status"] == "red"
     assert checks["prompts_lost"]["detail"].startswith("stock 8, wanted 5")
 
@@ -96,9 +96,9 @@ def test_what_an_engine_counts_goes_before_what_tail_batching_reports_and_lost_p
     ],
 )
 def test_speed_and_waste_are_judged_where_both_were_measured(summarise, runs, wanted, check, status, detail):
-    _, found = summarise(runs, **{name: {"accelerated": value} for name, value in wanted.items()})
-    assert found[check]["status"] == status
-    assert not detail or found[check]["detail"] == detail
+    _, checks = summarise(runs, **{name: {"accelerated": value} for name, value in wanted.items()})
+    assert checks[check]["status"] == status
+    assert not detail or checks[check]["detail"] == detail
 
 
 def rewards(*finals):
@@ -122,10 +122,10 @@ FEW = {"extra-seed0": [metrics(1.0, reward) for reward in (0.5, 0.6, 0.7, 0.1)]}
 )
 def test_the_final_reward_must_be_the_same_within_an_interval(summarise, finals, bound, more, status):
     recipe = {"arms": {"stock": {}, "accelerated": {}, "extra": {"seeds": [0]}}, "seeds": [*range(len(finals))]}
-    found, checks = summarise(rewards(*finals) | more, recipe=recipe, same_reward=bound)
+    section, checks = summarise(rewards(*finals) | more, recipe=recipe, same_reward=bound)
     assert checks["same_reward"]["status"] == status
     assert "extra" not in checks["same_reward"]["detail"]
-    assert found["reward"][0]["difference"] == pytest.approx(sum(finals) / len(finals) - 0.8)
+    assert section["reward"][0]["difference"] == pytest.approx(sum(finals) / len(finals) - 0.8)
 
 
 def ledger(*steps):
@@ -138,9 +138,9 @@ def test_in_a_ledger_a_rejected_prompt_is_not_missing_and_half_a_line_of_a_kille
     rows = [{"step": 1, "trained": {"1:1": 7, "1:3": 8, "1:4": 2, "2:2": 0}, "rejected": {"1:2": 3}}]
     rows.append({"step": 2, "trained": {"2:1": 1, "1:5": 0, "2:3": 5, "2:4": 6}})
     files = {"accelerated-seed0": {LEDGER: lines(rows)}}
-    found, checks = summarise(RUNS, {**files, "stock-seed0": {"rollouts/1.jsonl": lines([{"output": "abc"}])}})
+    section, checks = summarise(RUNS, {**files, "stock-seed0": {"rollouts/1.jsonl": lines([{"output": "abc"}])}})
     assert checks["ledger"]["status"] == "green"
-    epochs = [(e["epoch"], e["prompts"], e["once"], e["rejected"]) for e in found["ledgers"][0]["epochs"]]
+    epochs = [(e["epoch"], e["prompts"], e["once"], e["rejected"]) for e in section["ledgers"][0]["epochs"]]
     assert epochs == [(1, 5, 4, 1), (2, 4, 4, 0)]
     dump, path = tmp_path / "stock-seed0/rollouts/1.jsonl", tmp_path / "accelerated-seed0" / LEDGER
     for file in (dump, path):
@@ -166,8 +166,8 @@ def test_a_ledger_with_a_prompt_lost_or_trained_twice_or_no_ledger_is_red(summar
 
 
 def test_a_run_without_any_of_it_has_an_empty_part(summarise):
-    found, checks = summarise({"stock-seed0": [{"timing_s/step": 1.0}]})
-    assert (found["arms"][0]["seconds"], found["arms"][0]["lengths"], found["ledgers"]) == (None, None, [])
+    section, checks = summarise({"stock-seed0": [{"timing_s/step": 1.0}]})
+    assert (section["arms"][0]["seconds"], section["arms"][0]["lengths"], section["ledgers"]) == (None, None, [])
     assert "ledger" not in checks
 
 

@@ -103,9 +103,9 @@ def test_metrics_belong_to_parts_of_a_step_the_earlier_is_named_first_and_those_
     assert [row["metric"] for row in differences(base, other)["rows"]] == list(parts)
     base = run("stock", [(1, 1, 2)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [0.0], "actor/loss": [1.0]})
     other = run("fast", [(9, 9, 9)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [1e-9], "actor/loss": [1.0]})
-    found = differences(base, other)
-    assert (found["metrics_compared"], len(found["rows"])) == (3, 1)
-    assert found["identical_phases"] == ["rollout and reward", "update"]
+    result = differences(base, other)
+    assert (result["metrics_compared"], len(result["rows"])) == (3, 1)
+    assert result["identical_phases"] == ["rollout and reward", "update"]
     free = ["timing_s/gen", "timing_per_token_ms/gen", "perf/throughput", "actor/perf/max_memory_allocated_gb"]
     free += ["rl_accel/gae/seconds", "perf/mfu/actor"]
     assert stats.compared([*free, "actor/pg_loss"]) == ["actor/pg_loss"]
@@ -113,7 +113,7 @@ def test_metrics_belong_to_parts_of_a_step_the_earlier_is_named_first_and_those_
 
 def test_nan_equals_nan_a_missing_value_differs_and_steps_of_one_run_alone_are_not_compared():
     def rows(ours, base=(math.nan, math.nan)):
-        return differences(*(run("a", [(1, 1, 2)] * len(its), a=its) for its in (base, ours)))["rows"]
+        return differences(*(run("a", [(1, 1, 2)] * len(values), a=values) for values in (base, ours)))["rows"]
 
     assert rows([math.nan, math.nan]) == []
     (row,) = rows([math.nan, 1.0])

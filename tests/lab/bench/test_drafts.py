@@ -16,8 +16,8 @@ def test_a_second_epoch_of_like_responses_takes_fewer_steps(tmp_path, invoke):
     rng = random.Random(0)
     alike = {name: text(rng, 400) for name in ("question a", "question b")}
     rows = list(alike.items())
-    for step, its in enumerate([rows, rows, [("another", "\u2028" + text(rng, 50))]], 1):  # as verl writes them
-        lines = [{"input": p, "output": answer, "score": 0.0, "step": step} for p, answer in its]
+    for step, pairs in enumerate([rows, rows, [("another", "\u2028" + text(rng, 50))]], 1):  # as verl writes them
+        lines = [{"input": p, "output": answer, "score": 0.0, "step": step} for p, answer in pairs]
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in lines]
         (tmp_path / f"{step}.jsonl").write_text("".join(lines), encoding="utf-8")
     output = invoke(bench_drafts, *sorted(tmp_path.glob("*.jsonl")))

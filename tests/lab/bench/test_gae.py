@@ -18,10 +18,10 @@ def test_prints_table_goals_and_files(monkeypatch, tmp_path, invoke):
     monkeypatch.setattr(bench, "TOKENS", (4096,))
     output = invoke(bench.bench_gae, "--out", tmp_path)
     assert "correct: rl-accel numba equals the loop bit for bit" in output
-    found = json.loads((tmp_path / "gae.json").read_text())
-    assert [(row["batch"], row["tokens"]) for row in found["shapes"]] == [(8, 4096), (64, 4096)]
-    assert all(row["seconds"]["plain copy"]["median"] > 0 for row in found["shapes"])
-    last = found["shapes"][-1]
+    document = json.loads((tmp_path / "gae.json").read_text())
+    assert [(row["batch"], row["tokens"]) for row in document["shapes"]] == [(8, 4096), (64, 4096)]
+    assert all(row["seconds"]["plain copy"]["median"] > 0 for row in document["shapes"])
+    last = document["shapes"][-1]
     assert all(timing["peak_extra_bytes"] is not None for timing in last["seconds"].values())
     assert last["seconds"]["rl-accel numba"]["peak_extra_bytes"] < 1.5 * last["output_bytes"]
     assert (tmp_path / "gae.png").read_bytes().startswith(b"\x89PNG")

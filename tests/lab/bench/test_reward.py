@@ -94,11 +94,11 @@ def test_a_tiny_run_prints_a_table_and_writes_files(tiny, tmp_path):
     output = CliRunner().invoke(bench.bench_reward, [*TINY, "--out", str(tmp_path / "deep")]).output
     assert "correct: all verdicts of 72 executions" in output, output
     assert "waits for a processor; goal 3" in output
-    found = json.loads((tmp_path / "deep" / "reward.json").read_text())
-    fixed, ours = (found["found"]["quiet"]["arms"][name] for name in ("fixed", "adaptive"))
+    document = json.loads((tmp_path / "deep" / "reward.json").read_text())
+    fixed, ours = (document["found"]["quiet"]["arms"][name] for name in ("fixed", "adaptive"))
     assert fixed["executions"] == ours["executions"] == 36
-    assert found["policies"]["fixed"]["min_correct"] > 10**6
-    assert found["policies"]["adaptive"]["maximum"] == pytest.approx(0.9)
+    assert document["policies"]["fixed"]["min_correct"] > 10**6
+    assert document["policies"]["adaptive"]["maximum"] == pytest.approx(0.9)
     assert 0 < fixed["full_budget"] == fixed["timeouts"]
 
 

@@ -65,18 +65,18 @@ def test_preempted_requests_give_what_they_would_have_and_a_budget_that_suffices
     requests = [request_of(rng, seed=i, ignore_eos=True, **_KINDS[i % 4]) for i in range(32)]
     free, enough, tight = (engine_for(model, kv_tokens=budget) for budget in (None, 10_000, 130))
     watch(tight)
-    expected, same, found = (
+    expected, same, result = (
         [future.result(60) for future in [engine.submit(f"r{i}", *request) for i, request in enumerate(requests)]]
         for engine in (free, enough, tight)
     )
     assert same == expected
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         assert_same(one, other)
-    assert {i % 4 for i, generation in enumerate(found) if generation.preemptions} == {0, 1, 2, 3}, "of every kind"
+    assert {i % 4 for i, generation in enumerate(result) if generation.preemptions} == {0, 1, 2, 3}, "of every kind"
     stats = tight.stats().result(10)
-    assert stats.preemptions == sum(generation.preemptions for generation in found) >= 5
+    assert stats.preemptions == sum(generation.preemptions for generation in result) >= 5
     assert stats.prefills == len(requests) + stats.preemptions
-    assert stats.tokens == sum(len(generation.token_ids) for generation in found)
+    assert stats.tokens == sum(len(generation.token_ids) for generation in result)
     assert free.stats().result(10).preemptions == 0
 
 
@@ -106,13 +106,13 @@ def test_whatever_arrives_and_is_aborted_the_rest_is_as_without_a_budget(model, 
         if future.cancelled():
             assert (i, "cancelled") in ways_out
             continue
-        found = future.result(60)
-        if found.stop_reason == "aborted":
+        result = future.result(60)
+        if result.stop_reason == "aborted":
             assert (i, "aborted") in ways_out
-            assert found.token_ids == whole.token_ids[: len(found.token_ids)]
-            assert len(found.logprobs) == len(found.token_ids)
+            assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+            assert len(result.logprobs) == len(result.token_ids)
         else:
-            assert_same(found, whole)
+            assert_same(result, whole)
     stats = engines[1].stats().result(10)
     assert stats.preemptions > 0
     assert (stats.running, stats.waiting, stats.failed) == (0, 0, 0)
@@ -169,10 +169,10 @@ def test_a_request_that_is_away_can_be_aborted_cancelled_or_fail_alone(model, en
     whole = engine_for(model, max_model_len=200).submit("r", [5] * 40, endless(2)).result(30)
     engine, (old, failing, aborted, cancelled) = away(model, 40, 40, 40, 40)
     assert engine.abort("r2").result(10) == 1
-    found = aborted.result(10)
-    assert (found.stop_reason, found.preemptions) == ("aborted", 1)
-    assert 20 < len(found.token_ids) < 32, "what it has"
-    assert found.token_ids == whole.token_ids[: len(found.token_ids)]
+    result = aborted.result(10)
+    assert (result.stop_reason, result.preemptions) == ("aborted", 1)
+    assert 20 < len(result.token_ids) < 32, "what it has"
+    assert result.token_ids == whole.token_ids[: len(result.token_ids)]
 
     assert cancelled.cancel()
     wait_for(lambda: engine.stats().result(10).waiting == 1, "the cancelled request to be forgotten")

@@ -17,8 +17,8 @@ def draw(logits, params, seeds, positions):
 def test_uniforms_are_the_published_splitmix64_stream_and_seeds_do_not_depend_on_hash_randomisation():
     # First outputs of SplitMix64 with seed 1234567, from the reference implementation.
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    found = uniforms(np.full(3, 1234567, dtype=np.uint64), np.arange(3))
-    assert found.tolist() == [(value >> 11) * 2.0**-53 for value in expected]
+    result = uniforms(np.full(3, 1234567, dtype=np.uint64), np.arange(3))
+    assert result.tolist() == [(value >> 11) * 2.0**-53 for value in expected]
     assert derive_seed(0, "a", None) == 10994160445515956199
     assert len({derive_seed(a, b) for a in range(50) for b in range(50)}) == 2500
 

@@ -47,12 +47,12 @@ def test_returns_put_the_reward_on_the_last_token_that_counts(gamma):
     masks = [torch.ones(n, dtype=torch.int) for n in LENGTHS]
     masks[2][100:] = 0
     masks[4][::2] = 0
-    found = reinforce_plus_plus.packed_returns(scores, kl, masks, 0.1, gamma)
+    result = reinforce_plus_plus.packed_returns(scores, kl, masks, 0.1, gamma)
     for i, mask in enumerate(masks):
         token_rewards = (-0.1 * kl[i] * mask).double()
         token_rewards[int(mask.nonzero()[-1])] += scores[i].double()
         wanted = looped(token_rewards, torch.zeros(LENGTHS[i]), gamma, 1.0)
-        torch.testing.assert_close(found[i].double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result[i].double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_lists_that_do_not_belong_together_are_refused_and_a_masked_sequence_is_named_as_slime_does():

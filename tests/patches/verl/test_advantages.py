@@ -41,8 +41,8 @@ def advantages_of(c: SimpleNamespace, estimator: str) -> tuple[torch.Tensor, tor
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": index})
     config = None if estimator == "gdpo" else CONFIG
-    found = compute_advantage(data, adv_estimator=estimator, config=config).batch
-    return found["advantages"], found["returns"]
+    result = compute_advantage(data, adv_estimator=estimator, config=config).batch
+    return result["advantages"], result["returns"]
 
 
 @pytest.mark.slow  # imports verl's Ray trainer
@@ -63,8 +63,8 @@ def test_a_whole_number_on_the_command_line_is_a_discount(apply):
     expected = [outcome_of("reinforce_plus_plus", {**given, "config": config}) for config in configs]
     apply()
     for config, wanted in zip(configs, expected, strict=True):
-        found = outcome_of("reinforce_plus_plus", {**given, "config": config})
-        assert all(map(torch.equal, found, wanted))
+        result = outcome_of("reinforce_plus_plus", {**given, "config": config})
+        assert all(map(torch.equal, result, wanted))
     assert metrics.drain() == {}
 
 
@@ -93,7 +93,7 @@ def test_outside_the_domain_verls_own_function_does_the_work_and_its_errors_are_
     arguments |= {"index": np.array([0, 0, 1, 1]), "config": CONFIG, **change}
     expected = outcome_of(name, arguments)
     apply()
-    found = outcome_of(name, arguments)
+    result = outcome_of(name, arguments)
     assert metrics.drain()["rl_accel/advantages/stock_calls"] >= 1
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(result, expected, strict=True):
         assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs

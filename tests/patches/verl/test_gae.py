@@ -90,8 +90,8 @@ def test_left_to_verl_outside_the_proven_domain(original, same_bits, arguments, 
     wanted = original(*arguments)
     with caplog.at_level(logging.WARNING, logger="rl_accel"):
         for _ in range(2):
-            found = core_algos.compute_gae_advantage_return(*arguments)
-            assert [*map(same_bits, found, wanted)] == [True, True]
+            result = core_algos.compute_gae_advantage_return(*arguments)
+            assert [*map(same_bits, result, wanted)] == [True, True]
     assert [reason in record.message for record in caplog.records] == [True]
     assert metrics.drain() == {"rl_accel/gae/stock_calls": 2}
 

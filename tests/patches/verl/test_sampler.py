@@ -56,9 +56,9 @@ def test_waits_milliseconds_and_leaves_the_interval_alone_even_if_interrupted(ki
         debug = made._wait_for_next_poll("train", debug)
     assert debug == start
     assert made.poll_interval == 600.0
-    found = metrics.drain()
-    assert found["rl_accel/sampler/polls"] == 5
-    assert found["rl_accel/sampler/wait_seconds"] < 600
+    drained = metrics.drain()
+    assert drained["rl_accel/sampler/polls"] == 5
+    assert drained["rl_accel/sampler/wait_seconds"] < 600
     monkeypatch.setattr(replay_buffer.time, "sleep", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         made._wait_for_next_poll("train", debug)

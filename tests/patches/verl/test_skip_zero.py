@@ -177,9 +177,9 @@ def test_gradients_are_verls_for_every_loss_and_aggregation(skipping, mode, aggr
     loss = ppo(mode, aggregation)
     batch = make_batch([9, 20, 3, 14, 30, 7], [0.7, 0, -1.2, 0, 0, 2.0], DYNAMIC, holes=0.2)
     wanted, theirs, _ = update(stock, batch, loss)
-    found, ours, computed = update(skipping, batch, loss)
+    result, ours, computed = update(skipping, batch, loss)
     assert sum(computed) == 3
-    assert apart(found, wanted) < ROUNDING[torch.float32]
+    assert apart(result, wanted) < ROUNDING[torch.float32]
     assert sum(ours["loss"]) == pytest.approx(sum(theirs["loss"]), rel=1e-5)
     assert {*ours["metrics"]} == {*theirs["metrics"]} | {
         f"rl_accel/skip_zero/{name}" for name in ("rows", "tokens", "seconds_saved")
@@ -194,9 +194,9 @@ def test_equal_packing_gives_equal_bits(skipping, size, remove_padding, dtype):
     packing = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": size, "use_remove_padding": remove_padding}
     batch = make_batch([9, 20, 3, 14, 30, 7, 8, 5], [0.7, -0.1, 0, 0, -1.2, 0.4, 0, 0], packing, holes=0.2)
     wanted, theirs, _ = update(stock, batch, ppo(), dtype)
-    found, ours, computed = update(skipping, batch, ppo(), dtype)
+    result, ours, computed = update(skipping, batch, ppo(), dtype)
     assert len(computed) == 4 // size
-    assert equal(found, wanted)
+    assert equal(result, wanted)
     assert sum(ours["loss"]) == sum(theirs["loss"])
     assert ours["metrics"]["actor/pg_loss"].aggregate() == theirs["metrics"]["actor/pg_loss"].aggregate()
 
@@ -219,25 +219,25 @@ def test_random_shapes_and_masks(skipping, packing, remove_padding, rows, holes,
     batch = make_batch(lengths, advantages, packing, seed=seed, holes=holes)
     for dtype, rounding in ROUNDING.items():
         wanted, theirs, _ = update(stock, batch, ppo(aggregation="token-sum"), dtype)
-        found, ours, _ = update(skipping, batch, ppo(aggregation="token-sum"), dtype)
-        assert apart(found, wanted) < rounding
+        result, ours, _ = update(skipping, batch, ppo(aggregation="token-sum"), dtype)
+        assert apart(result, wanted) < rounding
         assert sum(ours["loss"]) == pytest.approx(sum(theirs["loss"]), rel=1e-4, abs=1e-4)
 
 
 def test_a_mini_batch_of_zero_rows_keeps_its_shortest_rows_and_its_optimiser_step(skipping):
     batch = make_batch([9, 20, 3, 14], [0, 0, 0, 0], FIXED_2)
-    found, _, computed = update(skipping, batch, ppo())
+    result, _, computed = update(skipping, batch, ppo())
     assert len(computed) == 1
-    assert all(gradient is not None and not gradient.any() for gradient in found.values())
+    assert all(gradient is not None and not gradient.any() for gradient in result.values())
     assert skip_zero._choose_rows([True] * 4, [9, 20, 3, 14], 2) == [0, 2]
 
 
 def test_a_mini_batch_without_zero_rows_is_verls(skipping):
     batch = make_batch([9, 20, 3, 14], [1, -1, 0.5, 2], DYNAMIC)
     wanted, theirs, rows = update(stock, batch, ppo())
-    found, ours, computed = update(skipping, batch, ppo())
+    result, ours, computed = update(skipping, batch, ppo())
     assert computed == rows
-    assert equal(found, wanted)
+    assert equal(result, wanted)
     ours = {name: value for name, value in ours["metrics"].items() if not name.startswith("rl_accel/")}
     assert {name: value.values for name, value in ours.items()} == {
         name: value.values for name, value in theirs["metrics"].items()
@@ -401,7 +401,7 @@ def two_ranks(rank, folder):
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     ours = skip_zero._make(FSDPEngine.forward_backward_batch, SkipZeroFlags(enable=True))
-    found = {}
+    result = {}
     # Rank 1 has one trained row, or none; rank 0 has long ones, which need more micro-batches than rank 1 has such rows.
     rows = {
         "some": [[0.7, 0, 1.0, -1.0, 0, 0], [0, 0, 0, 0.3, 0, 0]],
@@ -422,9 +422,9 @@ def two_ranks(rank, folder):
             metrics = {key: value.aggregate() for key, value in output["metrics"].items()}
             counts = [len(computed), sum(computed)]
             wanted, gradients = both
-            found[f"{name} {packing['use_dynamic_bsz']}"] = [apart(gradients, wanted), counts, metrics]
+            result[f"{name} {packing['use_dynamic_bsz']}"] = [apart(gradients, wanted), counts, metrics]
     with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump(found, file)
+        json.dump(result, file)
     torch.distributed.destroy_process_group()
 
 

@@ -24,8 +24,8 @@ def held_by(patch) -> list:
     held = []
     for where in (patch.target, *patch.bindings):
         name, _, key = where.rstrip("]").partition("[")
-        found = pkgutil.resolve_name(name)
-        held.append(found[key] if key else found)
+        result = pkgutil.resolve_name(name)
+        held.append(result[key] if key else result)
     return held
 
 
@@ -50,10 +50,10 @@ def test_a_twin_that_disagrees_by_one_bit_is_refused(patch):
         good = patch.make(original, settings)
 
         def replacement(*args, **kwargs):
-            found = good(*args, **kwargs)
-            if isinstance(found, tuple):
-                return torch.nextafter(found[0], torch.tensor(torch.inf)), found[1]
-            return torch.nextafter(found, torch.tensor(torch.inf))
+            result = good(*args, **kwargs)
+            if isinstance(result, tuple):
+                return torch.nextafter(result[0], torch.tensor(torch.inf)), result[1]
+            return torch.nextafter(result, torch.tensor(torch.inf))
 
         return replacement
 

@@ -53,7 +53,7 @@ def responses(tokenizer: Any) -> Callable[..., list[Any]]:
     """``responses("a", "b", ground_truth=..., **columns)``: one DataProto for each text, as an agent loop sends it."""
 
     def make(*texts: str, ground_truth: Any = "7", validation: bool = False, **columns: Any) -> list[Any]:
-        found = []
+        results = []
         for text in texts:
             prompt = torch.tensor([tokenizer.encode("q1", add_special_tokens=False)])
             answer = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
@@ -67,8 +67,8 @@ def responses(tokenizer: Any) -> Callable[..., list[Any]]:
             arrays = {name: np.empty(1, dtype=object) for name in row}
             for name, value in row.items():
                 arrays[name][0] = value
-            found.append(DataProto(batch=batch, non_tensor_batch=arrays))
-        return found
+            results.append(DataProto(batch=batch, non_tensor_batch=arrays))
+        return results
 
     return make
 

@@ -100,8 +100,8 @@ def test_each_kind_of_grader_is_as_in_stock(both, responses, subtests):
     namespace: dict = {}
     exec(KINDS, namespace)
     kinds = [*namespace["KINDS"], "mutate"]
-    found = both(KINDS, lambda: [responses("7", ground_truth=kind)[0] for kind in kinds])
-    for kind, stock, pack in zip(kinds, *found, strict=True):
+    result = both(KINDS, lambda: [responses("7", ground_truth=kind)[0] for kind in kinds])
+    for kind, stock, pack in zip(kinds, *result, strict=True):
         with subtests.test(kind):
             assert pack == stock
 

@@ -64,9 +64,9 @@ def stock(configured, manager_of, tmp_path):
 def test_a_hang_costs_its_own_reward_only_and_errors_are_as_in_verl(configure, manager_of, responses, score, stock):
     manager = manager_of(configure(SYNC, QUICK))
     texts = ("7", "8", "raise", "nan", "none")
-    *found, dies, hangs, sleeps = score(manager, responses(*texts, "die", "hang", "sleep"))
-    assert list(map(repr, found)) == list(map(repr, score(stock(), responses(*texts))))
-    assert repr(found[2]) == "ValueError('no such thing')"
+    *scores, dies, hangs, sleeps = score(manager, responses(*texts, "die", "hang", "sleep"))
+    assert list(map(repr, scores)) == list(map(repr, score(stock(), responses(*texts))))
+    assert repr(scores[2]) == "ValueError('no such thing')"
     assert (type(dies).__name__, str(dies)[-24:]) == ("GraderError", "its process ended with 3")
     assert hangs["reward_score"] == sleeps["reward_score"] == -1.0
     counted = manager.anchors.take_delta().counts
@@ -76,8 +76,8 @@ def test_a_hang_costs_its_own_reward_only_and_errors_are_as_in_verl(configure, m
 
 def test_errors_may_be_scores(configure, manager_of, responses, score, caplog):
     manager = manager_of(configure(SYNC, {**QUICK, "score_errors": True}))
-    found = score(manager, responses("7", "die", "raise", "nan", "none"))
-    assert [item["reward_score"] for item in found] == [1.0, -1.0, -1.0, -1.0, -1.0]
+    scores = score(manager, responses("7", "die", "raise", "nan", "none"))
+    assert [item["reward_score"] for item in scores] == [1.0, -1.0, -1.0, -1.0, -1.0]
     warnings = [record.message for record in caplog.records if "no reward for" in record.message]
     assert len(warnings) == 4, "the first of each kind"
     assert any("ValueError: no such thing" in line for line in warnings)
@@ -86,8 +86,8 @@ def test_errors_may_be_scores(configure, manager_of, responses, score, caplog):
 def test_the_full_budget_is_the_frameworks_or_the_users(configure, manager_of):
     limited = {"reward.reward_manager.name": "rate_limited"}
     budgets = [({}, {}), ({}, limited), ({}, {**limited, "reward.timeout": 77.0}), ({"maximum": 12.0}, limited)]
-    found = [manager_of(configure(ASYNC, *given))._executor._maximum for given in budgets]
-    assert found == [300.0, 300.0, 77.0, 12.0]
+    results = [manager_of(configure(ASYNC, *given))._executor._maximum for given in budgets]
+    assert results == [300.0, 300.0, 77.0, 12.0]
 
 
 @pytest.mark.parametrize("name", ["naive", "dapo", "gdpo", "rate_limited", "remote"])
@@ -110,9 +110,9 @@ def test_every_manager_of_verls_gives_the_rewards_of_stock(configure, manager_of
 def test_an_async_function_is_cancelled_at_its_limit(configure, manager_of, responses, score):
     manager = manager_of(configure(ASYNC, {**QUICK, "maximum": 0.5}))
     began = time.monotonic()
-    *found, raised = score(manager, responses("7", "8", "hang", "stubborn", "raise"))
+    *scores, raised = score(manager, responses("7", "8", "hang", "stubborn", "raise"))
     assert time.monotonic() - began < 10
-    assert [item["reward_score"] for item in found] == [1.0, 0.0, -1.0, -1.0]
+    assert [item["reward_score"] for item in scores] == [1.0, 0.0, -1.0, -1.0]
     assert repr(raised) == "TimeoutError('of an http client')"
     told = manager.anchors.take_delta().counts
     assert (told["timeouts"], told["errors"], told["correct"]) == (2, 1, 1), "a TimeoutError of its own is an error"
@@ -208,11 +208,11 @@ def test_what_is_the_same_in_all_calls_is_the_same_object_as_in_verl(
     ours = configure(KEEPS, keys=keys)
     stock = configured({"reward.custom_reward_function.path": ours.reward.custom_reward_function.path, **keys})
     given = {"reward_router_address": "localhost:1", "reward_model_tokenizer": tokenizer}
-    found = [
+    results = [
         score(load_reward_manager(config, tokenizer, **given), responses("7", "7", "7")) for config in (stock, ours)
     ]
-    assert found[0] == found[1]
-    assert [item["reward_score"] for item in found[0]] == [1.5] * 3
+    assert results[0] == results[1]
+    assert [item["reward_score"] for item in results[0]] == [1.5] * 3
 
 
 CHANGES = """
@@ -241,8 +241,8 @@ def test_a_module_may_change_the_working_folder_and_the_environment_when_it_is_i
         monkeypatch.setenv("RLA_SECRET", "6789")
         monkeypatch.setattr(process_start, "_FOLDER", str(tmp_path))
         monkeypatch.setattr(process_start, "_VARIABLES", dict(os.environ))
-        (found,) = score(of, responses("7"))
-        assert found["reward_score"] == 9.0
+        (scores,) = score(of, responses("7"))
+        assert scores["reward_score"] == 9.0
 
 
 CUSTOM = """
@@ -305,8 +305,8 @@ class Mine(RewardManagerBase):
 
 def test_each_call_that_a_manager_makes_for_a_response_has_its_own_limit(configure, manager_of, responses, score, mine):
     manager = manager_of(configure(PARTS, {"minimum": 0.5, "slack": 0.2, "probe_share": 0.0}, mine(TWO_CALLS)))
-    found = score(manager, responses(*["8"] * 3))
-    assert [item["reward_score"] for item in found] == [2.0] * 3
+    scores = score(manager, responses(*["8"] * 3))
+    assert [item["reward_score"] for item in scores] == [2.0] * 3
     assert sorted(round(wall) for wall, _, _ in manager.anchors.timeout.anchors().values()) == [0, 3]
 
 
@@ -329,8 +329,8 @@ def test_a_manager_of_the_users_may_call_a_function_of_its_own_kind(configure, r
     function = "def compute_score(one, two, three, four, five, notes):\n    notes['four'] = four\n    return five"
     keys = mine(OWN_PARAMETERS)
     data = responses("8", reward_model="rule", extra_info=["a list"], raw_prompt=None)
-    found = score(configure(function, keys=keys), data)
-    assert found == score(stock(keys), data) == [{"reward_score": 5, "reward_extra_info": {"four": None}}]
+    scores = score(configure(function, keys=keys), data)
+    assert scores == score(stock(keys), data) == [{"reward_score": 5, "reward_extra_info": {"four": None}}]
 
 
 HELPERS = """

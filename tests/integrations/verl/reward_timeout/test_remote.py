@@ -59,10 +59,10 @@ def test_scoring_goes_on_whatever_is_killed(configure, responses, kill, model_fo
         async with asyncio.timeout(60):
             while not wanted(total):
                 await asyncio.sleep(0.5)
-                found = await asyncio.to_thread(collect, 1, {})
+                result = await asyncio.to_thread(collect, 1, {})
                 known = total["anchors"]
-                total.update({name.removeprefix("reward_timeout/"): value for name, value in found.items()})
-                total["anchors"] = found.get("reward_timeout/anchors", known)
+                total.update({name.removeprefix("reward_timeout/"): value for name, value in result.items()})
+                total["anchors"] = result.get("reward_timeout/anchors", known)
         return total
 
     async def main():
