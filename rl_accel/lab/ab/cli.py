@@ -117,31 +117,45 @@ def ab(
             if not launch:  # the output of --launch must be a pure shell script
                 console.print(f"Logs and report go to {out}; --out names another folder")
         out = out.resolve()
-        plans = plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps)
-        for name, arm in spec.arms.items():
-            if arm.needs and not is_installed(arm.needs):
-                plans = [plan for plan in plans if plan.arm != name]
-                click.echo(f"arm {name} is left out: there is no module {arm.needs}", err=True)
+        plans = _that_can_run(plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps), spec)
         if launch:
             options = {"--out": out, "--platform": platform, "--arms": arms, "--seeds": seeds, "--steps": steps}
-            call = ["rl-accel", "ab", str(recipe.resolve())]
-            for option, value in options.items():
-                if value is not None:
-                    call += [option, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-            click.echo(launching.script(launch, spec, plans, call, out))
+            click.echo(launching.script(launch, spec, plans, _command(recipe.resolve(), options), out))
             return
         if ray_address is not None:
             plans = [replace(plan, env={**plan.env, "RAY_ADDRESS": ray_address}) for plan in plans]
         if dry_run:
-            for plan in plans:
-                env = " ".join(f"{key}={shlex.quote(value)}" for key, value in plan.env.items() if value is not None)
-                click.echo(f"# {plan.name}\n{env} {shlex.join(plan.command)}".replace("\n ", "\n"))
+            _show_commands(plans)
             return
         sys.exit(_run(spec, recipe.resolve(), out, plans, only, resume, overwrite, console))
     except RecipeError:  # sets exit code 2, as all user errors do
         raise
     except (RlAccelError, OSError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def _that_can_run(plans: list[RunPlan], spec: Recipe) -> list[RunPlan]:
+    """Returns ``plans`` without the arms that need a missing module. Prints a line for each of these arms."""
+    for name, arm in spec.arms.items():
+        if arm.needs and not is_installed(arm.needs):
+            plans = [plan for plan in plans if plan.arm != name]
+            click.echo(f"arm {name} is left out: there is no module {arm.needs}", err=True)
+    return plans
+
+
+def _command(recipe: Path, options: dict[str, Any]) -> list[str]:
+    """Returns the words of the command that runs ``recipe`` with those ``options`` that are not None."""
+    words = ["rl-accel", "ab", str(recipe)]
+    for option, value in options.items():
+        if value is not None:
+            words += [option, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return words
+
+
+def _show_commands(plans: list[RunPlan]) -> None:
+    for plan in plans:
+        env = " ".join(f"{key}={shlex.quote(value)}" for key, value in plan.env.items() if value is not None)
+        click.echo(f"# {plan.name}\n{env} {shlex.join(plan.command)}".replace("\n ", "\n"))
 
 
 def _run(
