@@ -20,8 +20,8 @@ from launch_lines import launch_lines
 
 from rl_accel import config
 from rl_accel.errors import ConfigError
-from rl_accel.integrations.slime.custom_config import HOOKS, make, parsed
-from rl_accel.integrations.slime.launch_line import put_in_place, put_init_in_place, read
+from rl_accel.integrations.slime.custom_config import SLIME_ARGUMENTS, make, parsed
+from rl_accel.integrations.slime.launch_line import read_flags, restore_init_function, set_arguments
 
 GIVEN = {"MASTER_ADDR": "127.0.0.1", "BASE_DIR": "/h", "BASE_FOLDER": "/h", "WANDB_KEY": "k"}
 """Variables that some scripts expect of their user."""
@@ -76,7 +76,7 @@ def verdicts(root: Path) -> Iterator[tuple[list[str], str, str, str]]:
                 yield line, "", "refused", errors.getvalue().strip().splitlines()[-1]
                 continue
             yield line, "", "accepted", "; ".join(messages)
-            for feature in HOOKS:
+            for feature in SLIME_ARGUMENTS:
                 yield line, feature, *_verdict(copy.deepcopy(args), feature, line)
 
 
@@ -85,8 +85,8 @@ def _verdict(args: object, feature: str, line: list[str]) -> tuple[str, str]:
     vars(args).update(content)
     try:
         flags = config.resolve([("file", content["rl_accel"])])
-        named = read([*line, "--custom-config-path=ours"])
-        messages = [*put_init_in_place(args, flags, named), *put_in_place(args, flags, named)]
+        named = read_flags([*line, "--custom-config-path=ours"])
+        messages = [*restore_init_function(args, flags, named), *set_arguments(args, flags, named)]
     except ConfigError as error:
         return "refused", str(error)
     except Exception as error:

@@ -28,18 +28,19 @@ from rl_accel.features import FEATURES, SLIME_MEGATRON
 from rl_accel.integrations.slime.hooks import require_values
 from rl_accel.integrations.slime.launch_line import (
     STOCK,
+    enabled_features,
     flag_of,
-    flags_on,
-    hooks_of_features_that_are_on,
-    put_in_place,
-    put_init_in_place,
-    read,
+    read_flags,
+    restore_init_function,
+    set_arguments,
+    words_of_flags,
 )
 from rl_accel.runtime import is_installed
 
 SECTION = "rl_accel"
 STOPS = "train.py itself stops"
-HOOKS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
+"""Beginning of a message about an error of slime itself."""
+SLIME_ARGUMENTS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
 """slime's arguments that each feature sets, by feature name, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
 _DEFAULTS = {
     **STOCK,
@@ -68,15 +69,15 @@ def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
     for name, values in settings.items():
         flags.setdefault(name, {}).update(values)
     for name in flags:
-        if name not in HOOKS:
+        if name not in SLIME_ARGUMENTS:
             is_other = name in {feature.name for feature in FEATURES}
-            unknown = f"unknown feature {name!r}{did_you_mean(name, HOOKS)}"
+            unknown = f"unknown feature {name!r}{did_you_mean(name, SLIME_ARGUMENTS)}"
             problem = f"{name} has no part for slime" if is_other else unknown
-            raise ConfigError(f"{problem}; there are {', '.join(HOOKS)}")
+            raise ConfigError(f"{problem}; there are {', '.join(SLIME_ARGUMENTS)}")
     resolved = cfg.resolve([("slime-config", flags)])
     require_values(resolved)
     content: dict[str, Any] = {}
-    for _, section, hooks in hooks_of_features_that_are_on(resolved):
+    for _, section, hooks in enabled_features(resolved):
         content.update({**hooks.file, **hooks.engine(section)})
     return {**content, SECTION: flags}
 
@@ -106,22 +107,22 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
         raise ConfigError(f"{path} has no {SECTION} section" + (f"; is {close[0]} meant for it?" if close else ""))
     flags = cfg.resolve([(str(path), content[SECTION])])
     require_values(flags)
-    for name, section, hooks in hooks_of_features_that_are_on(flags):
+    for name, section, hooks in enabled_features(flags):
         for key, wanted in {**hooks.file, **hooks.engine(section)}.items():
             if content.get(key) != wanted:
                 raise ConfigError(f"{path}: {SECTION}.{name} wants {key}: {wanted}, found {content.get(key)}")
     if line is None:
-        warnings = put_in_place(SimpleNamespace(**{**_DEFAULTS, **content}), flags, {})
+        warnings = set_arguments(SimpleNamespace(**{**_DEFAULTS, **content}), flags, {})
     else:
-        named = read(line)
+        named = read_flags(line)
         named_file = named.setdefault("custom_config_path", str(path))
         if not _is_file(named_file, path):
             raise ConfigError(
                 f"slime reads one --custom-config-path, found {named_file} and {path}: put their keys into one"
             )
         args, warnings = parsed([*line, f"--custom-config-path={path}"], content)
-        warnings += [*put_init_in_place(args, flags, named), *put_in_place(args, flags, named)]
-        if SLIME_MEGATRON in [hooks.file for *_, hooks in hooks_of_features_that_are_on(flags)]:
+        warnings += [*restore_init_function(args, flags, named), *set_arguments(args, flags, named)]
+        if SLIME_MEGATRON in [hooks.file for *_, hooks in enabled_features(flags)]:
             warnings += _inits_of_roles(args)
     known = arguments_of(slime_root) if slime_root else {*keys}
     return warnings + [
@@ -251,7 +252,7 @@ def require_checkout(slime_root: str | Path) -> Path:
 
 
 @click.command("slime-config")
-@click.option("--enable", default="", help="Features, with commas between them: " + ",".join(HOOKS))
+@click.option("--enable", default="", help="Features, with commas between them: " + ",".join(SLIME_ARGUMENTS))
 @click.option(
     "--set", "settings", multiple=True, help="A further flag, such as tail_batching.prompt_ratio=1.5. May repeat."
 )
@@ -270,7 +271,7 @@ def slime_config(enable: str, settings: tuple[str, ...], file: Path | None, line
         root = os.environ.get("SLIME_ROOT")
         if root and root not in sys.path:
             sys.path.insert(0, root)
-        warnings = check(file, Path(root) if root else None, flags_on(line) if line else None)
+        warnings = check(file, Path(root) if root else None, words_of_flags(line) if line else None)
         for warning in warnings:
             click.echo(f"{file}: {warning}", err=True)
         if any(warning.startswith(STOPS) for warning in warnings):
@@ -281,7 +282,7 @@ def slime_config(enable: str, settings: tuple[str, ...], file: Path | None, line
         raise ConfigError("a launch line goes with --check FILE")
     features = [name.strip() for name in enable.split(",") if name.strip()]
     if not features:
-        raise ConfigError(f"--enable wants features to turn on: {', '.join(HOOKS)}")
+        raise ConfigError(f"--enable wants features to turn on: {', '.join(SLIME_ARGUMENTS)}")
     content = make(features, _parse(settings))
     click.echo("# For slime's --custom-config-path. These keys override the command line's.")
     click.echo(OmegaConf.to_yaml(OmegaConf.create(content)), nl=False)

@@ -7,7 +7,7 @@ from rl_accel.config import Flags
 from rl_accel.errors import ConfigError, refuse
 from rl_accel.features import SLIME_MEGATRON
 from rl_accel.integrations.slime import launch_line
-from rl_accel.integrations.slime.launch_line import flag_of, function_at, put_in_place, put_init_in_place
+from rl_accel.integrations.slime.launch_line import flag_of, function_at, restore_init_function, set_arguments
 from rl_accel.runtime import FRAMEWORK, RUNTIME
 
 logger = logging.getLogger("rl_accel")
@@ -31,7 +31,7 @@ def flags_of(args: Any) -> Flags:
 
 def require_values(flags: Flags) -> None:
     """Raises ConfigError for flag values that rl-accel supports on other frameworks, but not on slime."""
-    for feature, section, hooks in launch_line.hooks_of_features_that_are_on(flags):
+    for feature, section, hooks in launch_line.enabled_features(flags):
         for name, values in hooks.values.items():
             if (value := getattr(section, name)) not in values:
                 wanted = " or ".join(map(str, values))
@@ -46,7 +46,7 @@ def require_file(args: Any, flags: Flags) -> None:
     Raises:
         ConfigError: an argument of a feature that is enabled by name is absent, or is a setting of SGLang with another value.
     """
-    for feature, section, hooks in launch_line.hooks_of_features_that_are_on(flags):
+    for feature, section, hooks in launch_line.enabled_features(flags):
         engine = hooks.engine(section)
         for key, wanted in {**hooks.file, **engine}.items():
             found = getattr(args, key, None)
@@ -58,7 +58,7 @@ def require_file(args: Any, flags: Flags) -> None:
 def idle_notes(args: Any, flags: Flags) -> list[str]:
     """Returns a line for the log for each named feature that has nothing to do in slime's modes for debugging."""
     notes = []
-    for feature, section, hooks in launch_line.hooks_of_features_that_are_on(flags):
+    for feature, section, hooks in launch_line.enabled_features(flags):
         mode = "debug_rollout_only" if hooks.file == SLIME_MEGATRON else "debug_train_only"
         if section.enable and getattr(args, mode, False):
             notes.append(f"{feature} has nothing to do with {flag_of(mode)}")
@@ -74,9 +74,9 @@ def data_source(args: Any) -> Any:
     """
     flags = flags_of(args)
     require_file(args, flags)
-    for note in [*idle_notes(args, flags), *put_in_place(args, flags, launch_line.of_this_job())]:
+    for note in [*idle_notes(args, flags), *set_arguments(args, flags, launch_line.flags_of_this_job())]:
         logger.info("rl-accel: %s", note)
-    flags_of(args)  # put_in_place may have changed args.rl_accel
+    flags_of(args)  # set_arguments may have changed args.rl_accel
     return function_at(args.data_source_path)(args)
 
 
@@ -87,7 +87,7 @@ def megatron_init(args: Any) -> None:
     """
     flags = RUNTIME.flags() if getattr(args, "rl_accel", None) is None else flags_of(args)
     before = getattr(args, "custom_megatron_init_path", None)
-    notes = put_init_in_place(args, flags, launch_line.of_this_job())
+    notes = restore_init_function(args, flags, launch_line.flags_of_this_job())
     for note in notes if getattr(args, "rank", 0) == 0 else ():
         logger.info("rl-accel: %s", note)
     if (user_path := getattr(args, "custom_megatron_init_path", None)) != before:

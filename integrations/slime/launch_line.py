@@ -34,14 +34,14 @@ _UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
 
 
-def of_this_job() -> dict[str, str]:
-    """Returns the flags on the command line that started this job, as :func:`read` does.
+def flags_of_this_job() -> dict[str, str]:
+    """Returns the flags on the command line that started this job, as :func:`read_flags` does.
 
     In a Ray job, the command may have run on another node, so Ray is asked for the command. Returns {} if Ray does not answer.
     """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
-        return read(sys.argv)
+        return read_flags(sys.argv)
     try:
         from ray._private.state import jobs
 
@@ -52,10 +52,10 @@ def of_this_job() -> dict[str, str]:
     except Exception as error:  # a private Ray API without guarantees
         logger.warning("rl-accel: the launch line is unknown, and not compared with the file of keys: %r", error)
         return {}
-    return read(words)
+    return read_flags(words)
 
 
-def flags_on(words: Sequence[str]) -> Sequence[str]:
+def words_of_flags(words: Sequence[str]) -> Sequence[str]:
     """Returns the words of a launch line that follow the script, the first word after the last ``--`` that ends in ``.py``.
 
     Without a script, returns all words after the last ``--``.
@@ -80,7 +80,7 @@ def flags_on(words: Sequence[str]) -> Sequence[str]:
     return words[script:]
 
 
-def read(words: Sequence[str]) -> dict[str, str]:
+def read_flags(words: Sequence[str]) -> dict[str, str]:
     """Returns the flags on a launch line, as a mapping from the name of slime's argument to the value of the flag.
 
     Raises:
@@ -99,23 +99,23 @@ def read(words: Sequence[str]) -> dict[str, str]:
     return line
 
 
-def hooks_of_features_that_are_on(flags: Flags) -> Iterator[tuple[str, Any, SlimeHooks]]:
+def enabled_features(flags: Flags) -> Iterator[tuple[str, Any, SlimeHooks]]:
     """Yields ``(name, flags, slime hooks)`` of each feature that is turned on and supports slime."""
     for feature in FEATURES:
         if feature.slime and flags.requested(feature) != "off":
             yield feature.name, flags[feature], feature.slime
 
 
-def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
+def restore_init_function(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Restores the user's ``--custom-megatron-init-path`` in slime's ``args`` if the YAML file has overwritten this argument.
 
-    ``line`` are the flags on the launch line, from :func:`read`. Returns lines for the log: one if the argument was restored, and
-    one for each feature that the user has enabled by name but that does not support the advantage estimator of this run.
+    ``line`` is the result of :func:`read_flags`. Returns lines for the log: one if the argument was restored, and one for each
+    feature that the user has enabled by name but that does not support the advantage estimator of this run.
     """
     notes, estimator = [], getattr(args, "advantage_estimator", None)
     if path := getattr(args, "custom_advantage_function_path", None):
         estimator = f"--custom-advantage-function-path {path} in its place"
-    for name, section, hooks in hooks_of_features_that_are_on(flags):
+    for name, section, hooks in enabled_features(flags):
         if section.enable and hooks.estimators and estimator not in (None, *hooks.estimators):
             wanted = f"--advantage-estimator {' or '.join(hooks.estimators)}"
             notes.append(f"{name} has nothing to do: it serves {wanted}, found {estimator}")
@@ -126,12 +126,11 @@ def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[
     return notes
 
 
-def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
+def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Sets slime's arguments ``args`` to the values that the enabled features need.
 
-    ``line`` are the flags on the launch line, from :func:`read`. Returns lines for the log: one for each flag without effect, one
-    for each user's function that slime no longer calls directly, and one for each automatic feature that this call turns off in
-    ``args.rl_accel``.
+    ``line`` is the result of :func:`read_flags`. Returns lines for the log: one for each flag without effect, one for each user's
+    function that slime no longer calls directly, and one for each automatic feature that this call turns off in ``args.rl_accel``.
 
     Raises:
         ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.
@@ -139,7 +138,7 @@ def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     notes = [*flags.warnings]
     source = line.get("data_source_path")
     args.data_source_path = STOCK["data_source_path"] if source in (None, *SLIME_DATA.values()) else source
-    for name, section, hooks in hooks_of_features_that_are_on(flags):
+    for name, section, hooks in enabled_features(flags):
         if not section.enable and (keys := [key for key in hooks.only_named_with if getattr(args, key, None)]):
             args.rl_accel = {**(getattr(args, "rl_accel", None) or {}), name: False}
             notes.append(f"{name} stays off with {flag_of(keys[0])}; rl_accel.{name}.enable turns it on")
@@ -159,9 +158,9 @@ def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
                 notes.append(f"{flag_of(key)} {user_path} is called after ours")
             elif key == "custom_rm_path" and flags[REWARD_TIMEOUT].grader in (None, user_path):
                 sections = getattr(args, "rl_accel", None) or {}
-                given = sections.get(name) or {}
-                given = given if isinstance(given, Mapping) else {"enable": given}
-                args.rl_accel = {**sections, name: {**given, "grader": user_path}}
+                values = sections.get(name) or {}
+                values = values if isinstance(values, Mapping) else {"enable": values}
+                args.rl_accel = {**sections, name: {**values, "grader": user_path}}
                 section = replace(section, grader=user_path)
                 notes.append(f"{flag_of(key)} {user_path} is now rl_accel.reward_timeout.grader")
             else:

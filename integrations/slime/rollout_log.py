@@ -6,7 +6,7 @@ from typing import Any
 
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.interfaces import LoggingUtils, MetricUtils, RolloutMetrics, Sample
-from rl_accel.integrations.slime.launch_line import LOG_FUNCTIONS, function_at, hooks_of_features_that_are_on
+from rl_accel.integrations.slime.launch_line import LOG_FUNCTIONS, enabled_features, function_at
 
 LOG_INTERFACES = (RolloutMetrics, LoggingUtils, MetricUtils)
 """Protocols of the parts of slime that call :func:`log` or that :func:`log` uses."""
@@ -31,7 +31,7 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
     extra = rollout_extra_metrics if isinstance(rollout_extra_metrics, dict) else None
     rollout = Rollout(rollout_id, args, samples, extra or {}, rollout_time)
     numbers: dict[str, float] = {}
-    for *_, hooks in hooks_of_features_that_are_on(flags_of(args)):
+    for *_, hooks in enabled_features(flags_of(args)):
         if hooks.metrics:
             numbers |= function_at(hooks.metrics)(rollout)
     if extra is not None:
@@ -47,7 +47,7 @@ def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) ->
     slime calls this function through ``--custom-eval-rollout-log-function-path``. Returns whether slime should skip the default
     log.
     """
-    for *_, hooks in hooks_of_features_that_are_on(flags_of(args)):
+    for *_, hooks in enabled_features(flags_of(args)):
         if hooks.after_evaluation:
             function_at(hooks.after_evaluation)(args)
     return _theirs(args, LOG_FUNCTIONS[1], rollout_id, args, data, extra_metrics)

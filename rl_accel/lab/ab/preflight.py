@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_accel.config import resolve
 from rl_accel.console import aligned
 from rl_accel.doctor import quiet
-from rl_accel.integrations.slime.launch_line import flag_of, read
+from rl_accel.integrations.slime.launch_line import flag_of, read_flags
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs
 from rl_accel.parallel.model_memory import MIN_SEQUENCES, read_configuration, read_memory
 from rl_accel.patches.verl.verl_run import MAINS, VerlRun
@@ -213,7 +213,7 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
         return
     yield "slime", "works", str(root)
     yield from map(_package, ("sglang", "sglang_router", "megatron.core", "megatron.training"))
-    flags = read(arguments)
+    flags = read_flags(arguments)
     if is_installed("megatron.training"):
         parse = [sys.executable, "-c", _SLIME_PARSE, *arguments]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}

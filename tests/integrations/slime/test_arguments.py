@@ -121,7 +121,7 @@ def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launche
     args = launched([feature], **given)
     assert hooks.data_source(args) == "the source"
     assert caplog.messages == ([f"rl-accel: {says}"] if says else [])
-    for key, ours in custom_config.HOOKS[feature].items():
+    for key, ours in custom_config.SLIME_ARGUMENTS[feature].items():
         assert getattr(args, key) == ([*given.get(key, []), *ours] if isinstance(ours, list) else ours)
     assert hooks.flags_of(args)[REWARD_TIMEOUT].grader == given.get("custom_rm_path")
     for key in {"rollout_function_path", "eval_function_path"} & {*given}:
@@ -218,7 +218,7 @@ def test_sampler_stays_off_where_further_requests_may_follow_an_abort_unless_nam
     assert (line in caplog.text) == (requested == "off")
 
 
-def test_tail_batching_is_put_in_place(launched, monkeypatch):
+def test_tail_batching_sets_its_arguments(launched, monkeypatch):
     args = launched(["tail_batching"], eval_function_path="my.eval")
     monkeypatch.setattr(hooks, "function_at", lambda path: lambda args: path)
     assert hooks.data_source(args) == TAIL_BATCHING.slime.arguments["data_source_path"]
@@ -259,9 +259,9 @@ import json, os, sys
 if len(sys.argv) == 1:
     os.execv(sys.executable, [sys.executable, __file__, *{words!r}])
 import ray
-from rl_accel.integrations.slime.launch_line import of_this_job
+from rl_accel.integrations.slime.launch_line import flags_of_this_job
 ray.init(address={ray_address!r})
-print(json.dumps(ray.get(ray.remote(num_cpus=0)(of_this_job).remote())))
+print(json.dumps(ray.get(ray.remote(num_cpus=0)(flags_of_this_job).remote())))
 """
     )
     found = {"a": 'a "b" c', "b": "it's", "c": '{"d": 1}', "e": "", "data_source_path": "my.Source"}

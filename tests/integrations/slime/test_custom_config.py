@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.slime import custom_config, hooks
-from rl_accel.integrations.slime.launch_line import flags_on, read
+from rl_accel.integrations.slime.launch_line import read_flags, words_of_flags
 
 LINE = "python3 train.py --rollout-batch-size 8 --num-rollout 3 --hf-checkpoint m --actor-num-gpus-per-node 1 --num-layers 2"
 
@@ -40,7 +40,7 @@ def test_the_file_holds_the_paths_that_its_features_need(check):
 def test_every_path_can_be_imported_as_slime_does(slime_root):
     from slime.utils.misc import load_function
 
-    for paths in (custom_config.make(custom_config.HOOKS, {}), *custom_config.HOOKS.values()):
+    for paths in (custom_config.make(custom_config.SLIME_ARGUMENTS, {}), *custom_config.SLIME_ARGUMENTS.values()):
         for path in [path for key, path in paths.items() if key.endswith("_path")]:
             assert all(callable(load_function(each)) for each in (path if isinstance(path, list) else [path]))
 
@@ -194,7 +194,7 @@ def test_a_launch_line_is_read_by_slimes_own_parser(slime_root, tmp_path, monkey
     ],
 )
 def test_flags_begin_after_the_script(line, flags):
-    assert list(flags_on(line.split())) == flags.split()
+    assert list(words_of_flags(line.split())) == flags.split()
 
 
 def test_a_launch_line_wants_slime_and_a_file(check, monkeypatch):
@@ -223,8 +223,8 @@ def test_a_launch_line_wants_slime_and_a_file(check, monkeypatch):
 )
 def test_a_launch_line_that_hides_its_flags_is_refused_in_one_line(words, message):
     with pytest.raises(ConfigError, match=message):
-        flags_on(words)
-    assert list(flags_on(["python3", "train.py", "--save", "$X/y", "--a=b c"])) == ["--save", "$X/y", "--a=b c"]
+        words_of_flags(words)
+    assert list(words_of_flags(["python3", "train.py", "--save", "$X/y", "--a=b c"])) == ["--save", "$X/y", "--a=b c"]
 
 
 @pytest.mark.slow
@@ -234,7 +234,9 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "docs")
     from corpus_slime import verdicts
 
-    results = [(feature, outcome, told, read(line)) for line, feature, outcome, told in verdicts(slime_root) if feature]
+    results = [
+        (feature, outcome, told, read_flags(line)) for line, feature, outcome, told in verdicts(slime_root) if feature
+    ]
     assert len(results) > 7 * 70
     for feature, outcome, told, line in results:
         estimator, size = line.get("advantage_estimator", "grpo"), line["rollout_batch_size"]

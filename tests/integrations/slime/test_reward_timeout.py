@@ -14,7 +14,7 @@ import pytest
 import rl_accel
 from rl_accel.errors import ConfigError
 from rl_accel.features import TAIL_BATCHING
-from rl_accel.integrations.slime.custom_config import HOOKS
+from rl_accel.integrations.slime.custom_config import SLIME_ARGUMENTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("end_grading")]
 
@@ -50,7 +50,7 @@ def judged(end_grading):
         unset = dict.fromkeys(("rm_url", "reward_key", "eval_reward_key", "save"))
         args = SimpleNamespace(rm_type=rm_type, rm_note="a note", unpicklable=threading.Lock(), **unset)
         args.rl_accel = {"reward_timeout": {**FAST, "grader": path, **flags}}
-        args.__dict__.update({**HOOKS["reward_timeout"], **(arguments or {})})
+        args.__dict__.update({**SLIME_ARGUMENTS["reward_timeout"], **(arguments or {})})
 
         def judge(given):
             return run((batched_async_rm if isinstance(given, list) else async_rm)(args, given))
@@ -424,7 +424,7 @@ def start(start, serve):
     def make(flags=None, **changes):
         section = {**FAST, "grader": f"{GRADERS}.by_row", "score_errors": True, **(flags or {})}
         changes["rl_accel"] = {**changes.get("rl_accel", {}), "reward_timeout": section}
-        return start(serve(), **{**HOOKS["reward_timeout"], "rollout_max_response_len": 16, **changes})
+        return start(serve(), **{**SLIME_ARGUMENTS["reward_timeout"], "rollout_max_response_len": 16, **changes})
 
     return make
 
