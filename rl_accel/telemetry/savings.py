@@ -1,4 +1,8 @@
-"""Estimates the seconds that each feature of rl-accel, and settings of verl, would save in the training steps of a run."""
+"""Estimates the seconds that each feature of rl-accel, and settings of verl, would save in the training steps of a run.
+
+The estimates assume that the speed of an engine does not depend on its number of requests. :mod:`rl_accel.plan` has a model of
+this speed, and simulates the same features with other settings, replicas and slots.
+"""
 
 import statistics
 from collections.abc import Sequence

@@ -99,7 +99,7 @@ class ServerLost(RuntimeError):
     """
 
 
-def _in_one_line(error: BaseException) -> str:
+def _cause_of(error: BaseException) -> str:
     return first_line(getattr(error, "cause", None) or error)
 
 
@@ -207,7 +207,7 @@ class CancellableServer:
         except RayError as error:
             if not is_death(error, self._engine):
                 raise
-            line = _in_one_line(error)
+            line = _cause_of(error)
             await self._on_death(line)
             raise ServerDied(line) from error
 
@@ -323,7 +323,7 @@ class RolloutServers:
             if isinstance(error, BaseException):
                 if not is_death(error, self._engine):
                     raise error
-                logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, _in_one_line(error))
+                logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, _cause_of(error))
 
     def reach_all(self, call: Callable[[], None]) -> None:
         """Restarts dead servers, then runs ``call``, which reaches every server. Repeats these steps if a server dies meanwhile.
