@@ -32,15 +32,15 @@ def require_agreement(
         PatchRefused: outputs differ. The message names the output, the position and the difference.
         TypeError, ValueError, BackendMissing: ``replacement`` does not support these arguments.
     """
-    wanted = _call(original, arguments)
+    expected = _call(original, arguments)
     token = PROBING.set(True)
     try:
-        found = _call(replacement, arguments)
+        outputs = _call(replacement, arguments)
     finally:
         PROBING.reset(token)
-    if len(wanted) != len(found):
-        raise PatchRefused(f"wanted {len(wanted)} outputs, found {len(found)}")
-    for i, (want, got) in enumerate(zip(wanted, found, strict=True)):
+    if len(expected) != len(outputs):
+        raise PatchRefused(f"wanted {len(expected)} outputs, found {len(outputs)}")
+    for i, (want, got) in enumerate(zip(expected, outputs, strict=True)):
         if (want.shape, want.dtype, want.device) != (got.shape, got.dtype, got.device):
             raise PatchRefused(
                 f"output {i}: wanted {tuple(want.shape)} {want.dtype} on {want.device}, "
@@ -53,17 +53,17 @@ def require_agreement(
             raise PatchRefused(f"output {i} differs by {float(apart[at]):.3g} at {at}")
 
 
-def with_fallback(ours: Callable[..., Any], original: Callable[..., Any], feature: str) -> Callable[..., Any]:
-    """Returns a function that calls ``ours``, and calls ``original`` instead if ``ours`` refuses the arguments.
+def with_fallback(function: Callable[..., Any], original: Callable[..., Any], feature: str) -> Callable[..., Any]:
+    """Returns a function that calls ``function``, and calls ``original`` instead if ``function`` refuses the arguments.
 
-    A TypeError, ValueError or BackendMissing from ``ours`` means that ``ours`` does not support the arguments. Each error message
-    is logged once as a warning. The metric ``<feature>/stock_calls`` counts the calls that went to ``original``.
+    A TypeError, ValueError or BackendMissing from ``function`` means that it does not support the arguments. Each error message is
+    logged once as a warning. The metric ``<feature>/stock_calls`` counts the calls that went to ``original``.
     """
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         try:
-            return ours(*args, **kwargs)
+            return function(*args, **kwargs)
         except (TypeError, ValueError, BackendMissing) as error:
             if PROBING.get():
                 raise

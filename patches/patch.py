@@ -88,8 +88,8 @@ class Patch:
             written = self._record()
             if not written:
                 return SwitchState.WAITING
-            ours = all(w.location.read() is w.new for w in written)
-            return SwitchState.APPLIED if ours else SwitchState.FOREIGN
+            is_ours = all(w.location.read() is w.new for w in written)
+            return SwitchState.APPLIED if is_ours else SwitchState.FOREIGN
 
     def revert(self) -> None:
         """Restores the identical original objects, also in framework modules that have imported the replacement by name.
@@ -115,8 +115,8 @@ class Patch:
         state = self.state()
         if state is SwitchState.FOREIGN:
             other = next(w.location for w in self._record() if w.location.read() is not w.new)
-            found = upstream.describe(other.read())
-            raise PatchRefused(f"{self.name}: applied, but {other} now holds {found}; undo that first")
+            holder = upstream.describe(other.read())
+            raise PatchRefused(f"{self.name}: applied, but {other} now holds {holder}; undo that first")
         return state is SwitchState.APPLIED
 
     def _inspect(self) -> tuple[list[Location], Any]:

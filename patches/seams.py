@@ -50,9 +50,9 @@ def interface_of(*targets: str) -> Callable[[C], C]:
 def extends(interface: Any) -> Callable[[C], C]:
     """Declares that the decorated class extends the framework class described by ``interface``, as a subclass or as a mixin."""
 
-    def mark(ours: C) -> C:
-        _extended[ours] = interface
-        return ours
+    def mark(cls: C) -> C:
+        _extended[cls] = interface
+        return cls
 
     return mark
 
@@ -96,26 +96,26 @@ def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
 
     Interfaces that occur only as types of the members of other interfaces are included.
     """
-    found: dict[Any, list[Any]] = {}
+    users: dict[Any, list[Any]] = {}
 
-    def add(interface: Any, *ours: Any) -> None:
+    def add(interface: Any, *classes: Any) -> None:
         for base in filter(_targets.__contains__, interface.__mro__):
-            if base not in found:
-                found[base] = []
+            if base not in users:
+                users[base] = []
                 for item in (base, *filter(None, _members(base).values())):
                     for hint in typing.get_type_hints(item).values():
                         for part in _interfaces_in(hint):
                             add(part)
-            found[base] += ours
+            users[base] += classes
 
     for module in modules:
-        for cls in map(_plain, vars(module).values()):
-            for base in getattr(cls, "__mro__", ()):
+        for candidate in map(_plain, vars(module).values()):
+            for base in getattr(candidate, "__mro__", ()):
                 if base in _targets:
                     add(base)
                 elif base in _extended:
-                    add(_extended[base], cls)
-    return found
+                    add(_extended[base], candidate)
+    return users
 
 
 def require(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
@@ -128,32 +128,32 @@ def require(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
     Raises:
         PatchRefused: members are absent or different. The message names each member, with the wanted and the found signature.
     """
-    problems = [problem for interface, ours in interfaces.items() for problem in _differences(interface, ours)]
+    problems = [problem for interface, classes in interfaces.items() for problem in _differences(interface, classes)]
     if problems:
         raise PatchRefused(f"{name} wants {'; '.join(dict.fromkeys(problems))}")
 
 
-def _differences(interface: Any, ours: Iterable[Any]) -> Iterator[str]:
+def _differences(interface: Any, classes: Iterable[Any]) -> Iterator[str]:
     for number, target in enumerate(_targets[interface]):
         is_class = ":" in target
         try:
-            theirs = _plain(pkgutil.resolve_name(target if is_class else f"{target}:"))
+            framework_object = _plain(pkgutil.resolve_name(target if is_class else f"{target}:"))
         except Exception as error:
             if not (number and isinstance(error, ModuleNotFoundError)):
                 yield f"{target}, which is not there ({error})"
             continue
-        present = _attributes(theirs)
+        present = _attributes(framework_object)
         for name, wanted in _members(interface).items():
             where = f"{target}{'.' if is_class else ':'}{name}"
-            found = getattr(theirs, name, None)
+            member = getattr(framework_object, name, None)
             if name not in present:
                 yield f"{where}, which is not there"
-            elif inspect.isroutine(found) if wanted is None else not callable(found):
+            elif inspect.isroutine(member) if wanted is None else not callable(member):
                 yield f"{where} to be {'a function' if wanted else 'an attribute'}, which it is not"
             elif wanted:
-                overrides = {f" as {cls.__qualname__} has it": vars(cls)[name] for cls in ours if name in vars(cls)}
-                is_method = is_class and isinstance(inspect.getattr_static(theirs, name), FunctionType)
-                expected = _signature(found, is_method)
+                overrides = {f" as {cls.__qualname__} has it": vars(cls)[name] for cls in classes if name in vars(cls)}
+                is_method = is_class and isinstance(inspect.getattr_static(framework_object, name), FunctionType)
+                expected = _signature(member, is_method)
                 for note, function in {"": wanted, **overrides}.items():
                     takes = _signature(function, True)
                     if note:  # our override must accept the calls of the framework
@@ -163,7 +163,7 @@ def _differences(interface: Any, ours: Iterable[Any]) -> Iterator[str]:
                     if not fits:
                         yield f"{where}{takes}{note}, found {expected}"
                     is_async = inspect.iscoroutinefunction(function)
-                    if wanted not in _remote and inspect.iscoroutinefunction(found) is not is_async:
+                    if wanted not in _remote and inspect.iscoroutinefunction(member) is not is_async:
                         yield f"{where} to be {'async' if is_async else 'a plain function'}, which it is not"
 
 
@@ -200,8 +200,8 @@ def _plain(item: Any) -> Any:
 
 def _signature(function: Any, is_method: bool) -> Signature:
     """Returns the signature of ``function`` without annotations, ``self``, and the parameter that Ray adds to actor methods."""
-    found = [p for p in inspect.signature(function).parameters.values() if p.name != "_ray_trace_ctx"]
-    return Signature([p.replace(annotation=Parameter.empty) for p in found[is_method:]])
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "_ray_trace_ctx"]
+    return Signature([p.replace(annotation=Parameter.empty) for p in parameters[is_method:]])
 
 
 def _accepts(function: Signature, caller: Signature) -> bool:
@@ -273,10 +273,10 @@ class Registration:
         """Returns FOREIGN if the registry holds another object under our name, APPLIED if it holds ours, else WAITING."""
         if self.target.partition(":")[0] not in sys.modules:
             return SwitchState.WAITING
-        found = self.find()
-        if found is None:
+        entry = self.find()
+        if entry is None:
             return SwitchState.WAITING
-        return SwitchState.APPLIED if getattr(found, "__module__", None) == self.owner else SwitchState.FOREIGN
+        return SwitchState.APPLIED if getattr(entry, "__module__", None) == self.owner else SwitchState.FOREIGN
 
     def apply(self, settings: Any) -> None:
         """Adds the entry to the registry. A second call does nothing.

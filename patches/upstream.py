@@ -121,9 +121,9 @@ def require_own(function: Any, target: str) -> None:
 
 def require_params(function: Callable[..., Any], params: tuple[str, ...], target: str) -> None:
     """Raises PatchRefused unless the parameter names of ``function`` are ``params``, in this order. A final "*" allows more."""
-    found = tuple(inspect.signature(function).parameters)
-    if (*found[: len(params) - 1], "*") != params and found != params:
-        raise PatchRefused(f"{target} takes ({', '.join(found)}), wanted ({', '.join(params)})")
+    names = tuple(inspect.signature(function).parameters)
+    if (*names[: len(params) - 1], "*") != params and names != params:
+        raise PatchRefused(f"{target} takes ({', '.join(names)}), wanted ({', '.join(params)})")
 
 
 def require_version(supports: str, target: str) -> None:
@@ -139,14 +139,14 @@ def require_version(supports: str, target: str) -> None:
         return
     wanted = Requirement(supports)
     root = _package(target)
-    found = getattr(sys.modules.get(root), "__version__", None)
+    version = getattr(sys.modules.get(root), "__version__", None)
     try:
-        found = found if isinstance(found, str) else importlib.metadata.version(wanted.name)
-        fits = wanted.specifier.contains(found, prereleases=True)
+        version = version if isinstance(version, str) else importlib.metadata.version(wanted.name)
+        fits = wanted.specifier.contains(version, prereleases=True)
     except (importlib.metadata.PackageNotFoundError, InvalidVersion) as error:
         raise PatchRefused(f"supports {supports}, but the version of {root} is unknown ({error})") from error
     if not fits:
-        raise NotInThisVersion(f"supports {supports}, running {found}")
+        raise NotInThisVersion(f"supports {supports}, running {version}")
 
 
 def fingerprint(function: Callable[..., Any]) -> str | None:

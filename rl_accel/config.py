@@ -58,8 +58,8 @@ def resolve(sources: Sequence[Source]) -> Flags:
         ConfigError: a key is unknown, a value has the wrong type or is out of range, or flags contradict each other.
     """
     auto = False
-    given: dict[str, dict[str, Any]] = {feature.name: {} for feature in FEATURES}
-    given_by: dict[str, list[str]] = {feature.name: [] for feature in FEATURES}
+    values_of: dict[str, dict[str, Any]] = {feature.name: {} for feature in FEATURES}
+    sources_of: dict[str, list[str]] = {feature.name: [] for feature in FEATURES}
     for source, flags in sources:
         for key, value in as_mapping(flags, source).items():
             if key == AUTO:
@@ -68,17 +68,17 @@ def resolve(sources: Sequence[Source]) -> Flags:
                 auto = value
                 continue
             name, dot, flag = key.partition(".")  # {"gae.backend": "numba"} is {"gae": {"backend": "numba"}}
-            if name not in given:
-                raise ConfigError(f"{source}: unknown key {_unknown('rl_accel', key, (AUTO, *given))}")
-            given[name] |= _checked_section(name, {flag: value} if dot else value, source)
-            given_by[name].append(source)
-    sections = {feature.name: feature.flags(**given[feature.name]) for feature in FEATURES}
+            if name not in values_of:
+                raise ConfigError(f"{source}: unknown key {_unknown('rl_accel', key, (AUTO, *values_of))}")
+            values_of[name] |= _checked_section(name, {flag: value} if dot else value, source)
+            sources_of[name].append(source)
+    sections = {feature.name: feature.flags(**values_of[feature.name]) for feature in FEATURES}
     for name, section in sections.items():
         if hasattr(section, "validate"):
             try:
                 section.validate()
             except ValueError as error:
-                named = " and ".join(dict.fromkeys(given_by[name]))
+                named = " and ".join(dict.fromkeys(sources_of[name]))
                 raise ConfigError(f"{named}: rl_accel.{name}: {error}") from error
     merged = Flags(auto, sections)
     idle = [
@@ -87,7 +87,7 @@ def resolve(sources: Sequence[Source]) -> Flags:
     warnings = [
         f"rl_accel.{feature.name}.{flag} has no effect without rl_accel.{feature.name}.enable"
         for feature in idle
-        for flag in given[feature.name]
+        for flag in values_of[feature.name]
         if flag != "enable"
     ]
     return replace(merged, warnings=tuple(warnings))

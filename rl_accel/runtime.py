@@ -158,8 +158,8 @@ class Runtime:
 
     def _replace_sources(self, sources: FlagSources, publish: bool) -> None:
         before = self._sources, self._flags
-        given = sources or {}
-        flags = cfg.resolve([(source, given[source]) for source in _PRECEDENCE if source in given])
+        by_source = sources or {}
+        flags = cfg.resolve([(source, by_source[source]) for source in _PRECEDENCE if source in by_source])
         self._sources, self._flags = sources, flags
         try:
             self._bring_in_line()

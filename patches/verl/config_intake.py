@@ -172,21 +172,21 @@ def _require_section_name(config: Any) -> None:
             else:
                 yield from misplaced(value, f"{path}{key}.")
 
-    for found in misplaced(OmegaConf.to_container(config) if OmegaConf.is_dict(config) else {}):
-        raise ConfigError(f"{FRAMEWORK}: flags of rl-accel belong in {SECTION}, found {found}")
+    for key in misplaced(OmegaConf.to_container(config) if OmegaConf.is_dict(config) else {}):
+        raise ConfigError(f"{FRAMEWORK}: flags of rl-accel belong in {SECTION}, found {key}")
 
 
 def _take_in(run: VerlRun) -> None:
     if run.in_driver:
         _require_section_name(run.config)
     try:
-        given = run.get(SECTION)
+        section = run.get(SECTION)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{FRAMEWORK}: {SECTION}: {first_line(error)}") from error
-    if given is None and run.in_driver and FRAMEWORK in (RUNTIME.sources() or {}):
-        given = {}  # flags of an earlier run of this process (hydra's --multirun) end with that run
-    if given is not None:
-        RUNTIME.set_source(FRAMEWORK, given)
+    if section is None and run.in_driver and FRAMEWORK in (RUNTIME.sources() or {}):
+        section = {}  # flags of an earlier run of this process (hydra's --multirun) end with that run
+    if section is not None:
+        RUNTIME.set_source(FRAMEWORK, section)
     flags = RUNTIME.flags()
     for warning in flags.warnings if run.in_driver else ():
         warn_once(warning, "rl-accel: %s", warning)
@@ -194,9 +194,11 @@ def _take_in(run: VerlRun) -> None:
         if run.in_driver or not run.is_v1:  # else verl's V1 driver has logged it
             message = "rl-accel: %s is on and has nothing to do in this run: %s"
             warn_once((feature, reason), message, feature, reason)
-    left = run.checkpoint_to_resume if run.in_driver and not flags[TAIL_BATCHING].enable else None
-    if left is not None and (left / "tail_batching").is_dir():
-        logger.warning("rl-accel: tail_batching is off, and prompts that it had deferred in %s are not trained", left)
+    checkpoint = run.checkpoint_to_resume if run.in_driver and not flags[TAIL_BATCHING].enable else None
+    if checkpoint is not None and (checkpoint / "tail_batching").is_dir():
+        logger.warning(
+            "rl-accel: tail_batching is off, and prompts that it had deferred in %s are not trained", checkpoint
+        )
 
 
 def take_in_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:

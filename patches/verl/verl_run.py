@@ -145,9 +145,9 @@ class VerlRun:
             names = [name for name in wanted if name != "V1 tail_batching"]  # our own wiring chooses this mode
             if self.is_v1:
                 refuse(flag, "trainer.v1.trainer_mode", names[0].removeprefix("V1 "), self.trainer[3:])
-            found = self.trainer if self.built is None else f"{self.trainer} ({type(self.built).__name__})"
+            trainer = self.trainer if self.built is None else f"{self.trainer} ({type(self.built).__name__})"
             reason = "trainer.use_v1 = False" if self.get("trainer.use_v1") is False else ""
-            refuse(flag, "the trainer", " or ".join(names), found, reason)
+            refuse(flag, "the trainer", " or ".join(names), trainer, reason)
         if feature in ENGINES and self.get(f"{ROLLOUT}.name") != ENGINES[feature]:
             refuse(flag, f"{ROLLOUT}.name", ENGINES[feature], self.get(f"{ROLLOUT}.name"))
 

@@ -164,7 +164,7 @@ def test_with_a_tail_tail_batching_is_best_of_equal_gains_the_simplest_and_witho
     assert answers.best_of([tails, much_more]) is much_more
     _, *results = answer(EQUAL, options_of(EQUAL), draws=3, rounds=5)
     assert answers.best_of(results) is None
-    assert all(answer_.is_nothing for answer_ in results if answer_.option.ours)
+    assert all(priced.is_nothing for priced in results if priced.option.ours)
 
 
 def test_equal_draws_give_equal_answers_and_more_replicas_or_a_lower_limit_less_seconds():

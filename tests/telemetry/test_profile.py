@@ -355,12 +355,12 @@ def write_overlapping(path, framework):
             tokens = {"rollout/response_len/mean": 90.0, "rollout/response_len/max": longest, "perf/rollout_time": 90.0}
             times = {"perf/train_wait_time": 20.0, "perf/train_time": 80.0, "perf/step_time": 100.0}
             times |= {"perf/update_weights_time": 2.0, "perf/actor_train_time": 79.0}
-            lines += [f"x.py:1 - perf {step}: {seconds_}" for seconds_ in (tokens, times)]
+            lines += [f"x.py:1 - perf {step}: {numbers}" for numbers in (tokens, times)]
         else:
-            seconds_ = {"timing_s/gen": 18.0, "timing_s/update_weights": 2.0, "timing_s/update_actor": 79.0}
-            seconds_ |= {"timing_s/step": 100.0, "timing_s/save_checkpoint": 60.0, framework: 90.0}
-            seconds_ |= {"response_length/mean": 90.0, "response_length/max": longest, "perf/total_num_tokens": 3200.0}
-            lines.append(f"step:{step} - " + " - ".join(f"{name}:{value}" for name, value in seconds_.items()))
+            numbers = {"timing_s/gen": 18.0, "timing_s/update_weights": 2.0, "timing_s/update_actor": 79.0}
+            numbers |= {"timing_s/step": 100.0, "timing_s/save_checkpoint": 60.0, framework: 90.0}
+            numbers |= {"response_length/mean": 90.0, "response_length/max": longest, "perf/total_num_tokens": 3200.0}
+            lines.append(f"step:{step} - " + " - ".join(f"{name}:{value}" for name, value in numbers.items()))
     path.write_text("\n".join(lines) + "\n")
 
 

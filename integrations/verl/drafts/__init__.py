@@ -71,7 +71,7 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
         _refuse("vLLM", f"{TRIED[0]} to {TRIED[-1]}", version, f"vLLM {reason}")
     if get(f"{ROLLOUT}.mtp.enable"):
         run.require_off(_FLAG, f"{ROLLOUT}.mtp.enable_rollout", "an engine has one drafter")
-    ours: dict[str, Any] = {
+    settings: dict[str, Any] = {
         f"{_VLLM}.speculative_config": {
             "method": "custom_class",
             "model": "rl_accel.drafts.drafter.Drafter",
@@ -83,14 +83,14 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
     }
     if all(get(f"{ROLLOUT}.{size}_size", 1) == 1 for size in SIZES):
         backend = f"{_VLLM}.distributed_executor_backend"
-        ours[backend] = get(backend) or ONE_PROCESS  # an executor that the user has chosen is fine, too
+        settings[backend] = get(backend) or ONE_PROCESS  # an executor that the user has chosen is fine, too
     if (router := get(ROUTER_KEY)) and Path(router).is_relative_to(ROUTER.parents[1]):
-        ours[ROUTER_KEY] = router  # the router of the balance feature also keeps a prompt's responses together
-    for key, value in ours.items():
-        found = get(key)
-        found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
-        if found not in (None, value):
-            _refuse(key, None, found, "drafts set it")
+        settings[ROUTER_KEY] = router  # the router of the balance feature also keeps a prompt's responses together
+    for key, value in settings.items():
+        present = get(key)
+        present = OmegaConf.to_container(present) if OmegaConf.is_config(present) else present
+        if present not in (None, value):
+            _refuse(key, None, present, "drafts set it")
         OmegaConf.update(run.config, key, value, force_add=True)
 
 

@@ -320,11 +320,11 @@ class Workers:
         Skips workers that do not answer within :data:`DELIVERY_SECONDS`.
         """
         asked = [actor.outside_engines.remote() for actor in self._actors.values()]
-        found: list[int] = []
+        ids: list[int] = []
         for answer in ray.wait(asked, num_returns=len(asked), timeout=DELIVERY_SECONDS)[0]:
             with contextlib.suppress(RayActorError):
-                found += ray.get(answer)
-        return found
+                ids += ray.get(answer)
+        return ids
 
     def _send(self, engines_stop: bool = False) -> None:
         for index in {**self._jobs, **self._cancels}:

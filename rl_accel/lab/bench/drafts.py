@@ -69,7 +69,7 @@ def bench_drafts(
     }
     console = wide_console()
     for title, groups in (("epoch of the prompt", result.epochs), ("response so far, tokens", by_length)):
-        cells = [(name, f"{steps_:,}", f"{accepted / steps_:.2f}") for name, (accepted, steps_) in groups.items()]
+        cells = [(name, f"{count:,}", f"{accepted / count:.2f}") for name, (accepted, count) in groups.items()]
         show_table(console, (title, "steps of a request", "accepted tokens a step"), cells)
     for source in SOURCES:
         drafted, accepted = (int(counts.get(f"{name}_{source}", 0)) for name in ("drafted", "accepted"))

@@ -344,9 +344,10 @@ def kill_verdict(killed: int, correct: int) -> str:
 def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
     """Returns the flags of the two time limit policies. "adaptive" has the defaults of rl-accel with every time multiplied by
     ``scale``. "fixed" is the same, but never adapts."""
-    ours = RewardTimeoutFlags()
-    ours = replace(ours, slack=ours.slack * scale, minimum=ours.minimum * scale, maximum=PROGRAM_BUDGET * scale)
-    return {"fixed": replace(ours, min_correct=NEVER), "adaptive": ours}
+    defaults = RewardTimeoutFlags()
+    slack, minimum = defaults.slack * scale, defaults.minimum * scale
+    adaptive = replace(defaults, slack=slack, minimum=minimum, maximum=PROGRAM_BUDGET * scale)
+    return {"fixed": replace(adaptive, min_correct=NEVER), "adaptive": adaptive}
 
 
 @click.command("reward")
@@ -415,9 +416,9 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
     red = _show(rows, console)
     if out is not None:
         size = {"prompts": PROMPTS, "responses": responses, "epochs": epochs, "batch": BATCH}
-        given = {**size, "workers": slots, "cores": cores, "scale": scale, "spread": spread}
+        options = {**size, "workers": slots, "cores": cores, "scale": scale, "spread": spread}
         policy = {name: asdict(value) for name, value in settings.items()}
-        results = {"given": {**given, "overhead_s": overhead, "call_s": call}, "policies": policy, "found": rows}
+        results = {"given": {**options, "overhead_s": overhead, "call_s": call}, "policies": policy, "found": rows}
         results_file(out, "reward.json", results, console)
     if red:
         raise SystemExit(1)
