@@ -31,7 +31,7 @@ _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
 are drawn independently, so that losses clip. Rejection sampling, which drops such rows, keeps rows with small differences."""
 _PROMPT = 3
 _ACTOR = "actor_rollout_ref.actor"
-_SAID = (
+_DIFFERENCES = (
     "leaves out rows with advantage 0: actor/ppo_kl and actor/pg_clipfrac* are means over the other rows, and gradients "
     "equal verl's up to the rounding of another packing of rows"
 )
@@ -230,6 +230,50 @@ def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[
     return -(-max(1, *trained) // multiple) * multiple, list(sizes), sum(tokens)
 
 
+def _start(settings: Any, engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
+    """Returns an empty counter of skipped rows; None if verl must train all rows with ``loss_function``, which is logged."""
+    try:
+        if not settings.enable:
+            _require_verls(loss_function)
+        _require_no_influence(engine, data, loss_function)
+        return Counter()
+    except ConfigError as error:
+        if settings.enable:
+            raise
+        _warn(f"stays off: {error}")
+        return None
+
+
+def _train_rows(
+    original: Any, engine: Any, data: Any, loss_function: Any, forward_only: Any, skipped: Counter[str]
+) -> Any:
+    """Calls verl's function with the rows that must be trained. Adds the cost of the other rows to ``skipped``."""
+    from verl.utils import tensordict_utils as tu
+
+    zero = _find_zero_rows(data)
+    wanted, sizes, tokens = _agree_on_rows(engine, data, zero)
+    if wanted >= min(sizes):
+        return original(engine, data, loss_function, forward_only)
+
+    def normalised_by_all(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        tu.assign_non_tensor(data, batch_num_tokens=tokens)
+        return loss_function(model_output=model_output, data=data, dp_group=dp_group)
+
+    lengths = data["input_ids"].offsets().diff().tolist()
+    rows = _choose_rows(zero, lengths, wanted)
+    started = time.perf_counter()
+    output = original(engine, tu.index_select_tensor_dict(data, rows), normalised_by_all, forward_only)
+    seconds = time.perf_counter() - started
+    left_out = sum(lengths) - (computed := sum(lengths[row] for row in rows))
+    # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
+    counts = {"rows": sum(sizes) - wanted * len(sizes), "tokens": left_out * len(sizes)}
+    # The lower of two estimates: the kept rows may be short, and then pay more for a token than long rows do.
+    share = min(left_out / computed, (len(zero) - wanted) / wanted)
+    skipped.update({**counts, "seconds_saved": seconds * share})
+    _warn(_DIFFERENCES)
+    return output
+
+
 def _make(original: Any, settings: Any) -> Any:
     from verl.utils import tensordict_utils as tu
     from verl.utils.metric import Metric
@@ -238,58 +282,21 @@ def _make(original: Any, settings: Any) -> Any:
     # For each engine: the loss function, and the counts of the current step. Counts are None if verl trains all rows.
     engines: weakref.WeakKeyDictionary[Any, tuple[Any, Counter[str] | None]] = weakref.WeakKeyDictionary()
 
-    def start(engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
-        try:
-            if not settings.enable:
-                _require_verls(loss_function)
-            _require_no_influence(engine, data, loss_function)
-            return Counter()
-        except ConfigError as error:
-            if settings.enable:
-                raise
-            _warn(f"stays off: {error}")
-            return None
-
-    def train_rows(engine: Any, data: Any, loss_function: Any, forward_only: Any, saved: Counter[str]) -> Any:
-        """Calls verl's function with the rows that must be trained. Adds the cost of the other rows to ``saved``."""
-        zero = _find_zero_rows(data)
-        wanted, sizes, tokens = _agree_on_rows(engine, data, zero)
-        if wanted >= min(sizes):
-            return original(engine, data, loss_function, forward_only)
-
-        def normalised_by_all(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-            tu.assign_non_tensor(data, batch_num_tokens=tokens)
-            return loss_function(model_output=model_output, data=data, dp_group=dp_group)
-
-        lengths = data["input_ids"].offsets().diff().tolist()
-        rows = _choose_rows(zero, lengths, wanted)
-        started = time.perf_counter()
-        output = original(engine, tu.index_select_tensor_dict(data, rows), normalised_by_all, forward_only)
-        seconds = time.perf_counter() - started
-        skipped = sum(lengths) - (computed := sum(lengths[row] for row in rows))
-        # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
-        counts = {"rows": sum(sizes) - wanted * len(sizes), "tokens": skipped * len(sizes)}
-        # The lower of two estimates: the kept rows may be short, and then pay more for a token than long rows do.
-        share = min(skipped / computed, (len(zero) - wanted) / wanted)
-        saved.update({**counts, "seconds_saved": seconds * share})
-        _warn(_SAID)
-        return output
-
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: Any = False) -> Any:
         # A caller that reads the outputs of all rows, such as verl's Tinker worker, asks for the model's output.
         needs_all = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
         if needs_all or "advantages" not in data or type(self) is not FSDPEngineWithLMHead:  # a critic, or not tried
             return original(self, data, loss_function, forward_only)
         if self not in engines or engines[self][0] is not loss_function:
-            engines[self] = loss_function, start(self, data, loss_function)
-        saved = engines[self][1]
-        if saved is None:
+            engines[self] = loss_function, _start(settings, self, data, loss_function)
+        skipped = engines[self][1]
+        if skipped is None:
             return original(self, data, loss_function, forward_only)
-        output = train_rows(self, data, loss_function, forward_only, saved)
+        output = _train_rows(original, self, data, loss_function, forward_only, skipped)
         if tu.get_non_tensor_data(data, "update_lr_scheduler", True):  # the last mini-batch of the step
             for name in ("rows", "tokens", "seconds_saved"):
-                output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(saved[name]))
-            saved.clear()
+                output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(skipped[name]))
+            skipped.clear()
         return output
 
     return forward_backward_batch
