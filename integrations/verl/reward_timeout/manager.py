@@ -119,19 +119,13 @@ class RewardTimeoutManager(RewardManagerBase):
         self._graders: dict[str, Graders] = {}
         self._deaths = 0
         self._configured = section.manager
-        original = config.copy()
-        manager = original.reward.reward_manager
-        manager.source, manager.name, manager.module.path = (section.manager[key] for key in ("source", "name", "path"))
-        self.held = _held_class(section.manager)(
-            config=original,
+        self.held = _configured_manager(
+            config,
             tokenizer=tokenizer,
             compute_score=self.score,
             reward_router_address=reward_router_address,
             reward_model_tokenizer=reward_model_tokenizer,
         )
-        if isinstance(self.held, limited.RateLimitedRewardManager):
-            held: interfaces.RateLimitedRewardManager = self.held
-            held.timeout = None  # without a limit in asyncio.wait_for
         if not (self._is_verls_own or inspect.iscoroutinefunction(self.compute_score)):
             self._function.warm_up()  # verl's own function may score only code, which other processes run
 
@@ -272,11 +266,20 @@ class RewardTimeoutManager(RewardManagerBase):
         return f"{module}:{custom['name']}", dict(custom.get("reward_kwargs") or {})
 
 
-def _held_class(configured: Any) -> Any:
-    """Returns the class of the reward manager that the user configured; verl's ``naive`` class in place of ``remote``."""
+def _configured_manager(config: Any, **arguments: Any) -> Any:
+    """Creates the reward manager that the user configured; verl's ``naive`` manager in place of ``remote``."""
+    configured, original = config.reward[SECTION].manager, config.copy()
+    section = original.reward.reward_manager
+    section.source, section.name, section.module.path = (configured[key] for key in ("source", "name", "path"))
     if configured.source == "importlib":
-        return load_extern_object(module_path=configured.path, object_name=configured.name)
-    return get_reward_manager_cls("naive" if configured.name == "remote" else configured.name)
+        manager_class = load_extern_object(module_path=configured.path, object_name=configured.name)
+    else:
+        manager_class = get_reward_manager_cls("naive" if configured.name == "remote" else configured.name)
+    held = manager_class(config=original, **arguments)
+    if isinstance(held, limited.RateLimitedRewardManager):
+        rate_limited: interfaces.RateLimitedRewardManager = held
+        rate_limited.timeout = None  # without a limit in asyncio.wait_for
+    return held
 
 
 def _share_of_cores(reward_workers: int) -> int:
