@@ -39,11 +39,11 @@ REPO = Path(__file__).resolve().parent.parent
 STARTED = time.monotonic()
 
 END = "\nimport os, sys\nsys.stdout.flush(), sys.stderr.flush(), os._exit(0)"
-"""The end of a script that a fork runs."""
+"""Last lines of a script that runs in a fork."""
 STARTS = 3
-"""Attempts to start Ray, which gives itself a fixed time that a busy machine may exceed."""
+"""Number of attempts to start Ray, whose own fixed time limit may be too short on a busy machine."""
 DURATIONS = Path(__file__).with_name("durations.json")
-"""Seconds by test file, as `pytest --store-durations` last measured them."""
+"""Seconds per test file, as last measured with ``pytest --store-durations``."""
 
 # Flags of whoever runs the tests must not reach the processes that the tests start.
 _OURS = ("RL_ACCEL", "VERL_", "RAY_RUNTIME_ENV_HOOK", "RAY_ADDRESS")
@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test marked `full` that would begin too late; it has no fixtures yet."""
+    """Skips a test marked ``full`` that would begin too late, before its fixtures are set up."""
     minutes = item.config.getoption("--full-within")
     if minutes is not None and item.get_closest_marker("full") and time.monotonic() - STARTED > 60 * minutes:
         pytest.skip(f"marked full, and the {minutes:g} minutes in which those may begin are over")
@@ -68,14 +68,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts files: longest first, so that no worker is left with a long one at the end; those with only `full` tests last."""
+    """Sorts test files by duration, longest first, so that no worker runs a long file alone at the end. Files with only ``full``
+    tests come last."""
     stored: dict[str, float] = json.loads(DURATIONS.read_text())
     promised = {item.path for item in items if not item.get_closest_marker("full")}
     items.sort(key=lambda item: (item.path not in promised, -stored.get(item.nodeid.partition("::")[0], math.inf)))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Updates the stored durations of the files that ran, if asked to."""
+    """Updates the stored durations of the files that ran, with the option ``--store-durations``."""
     if config.getoption("--store-durations"):
         seconds: Counter[str] = Counter()
         for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
@@ -94,7 +95,7 @@ def _flags_of_this_process() -> tuple[Any, dict[str, str]]:
 
 @pytest.fixture(autouse=True)
 def flags_are_put_back() -> Iterator[None]:
-    """Flags that a test puts in force end with it: they would reach later tests, and the runs that those start."""
+    """Turns all features off after each test, because flags would also apply to later tests and to the runs that they start."""
     before = _flags_of_this_process()
     yield
     if _flags_of_this_process() != before:
@@ -104,7 +105,7 @@ def flags_are_put_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def warnings_are_new() -> None:
-    """What is logged once in a process is logged once in each test."""
+    """Makes warnings that are logged once per process appear once per test."""
     log._warned.clear()
 
 
@@ -130,7 +131,7 @@ WRITES |= {"PyTorchFileWriter", "write_record", "write_end_of_file"}
 
 @pytest.fixture
 def killed_at() -> Callable[[int, Callable[[], object]], bool]:
-    """``killed_at(n, save)`` calls ``save`` in a child process that is killed before its n-th write; returns whether it was."""
+    """``killed_at(n, save)`` calls ``save`` in a child process that is killed before its n-th write. Returns whether it was."""
 
     def call(number: int, save: Callable[[], object]) -> bool:
         if child := os.fork():
@@ -167,7 +168,7 @@ def wait_for() -> Callable[..., Any]:
 
 @pytest.fixture
 def gone() -> Callable[[Path], bool]:
-    """Say whether the process whose id is in a file has ended (a zombie has)."""
+    """``gone(file)`` returns whether the process whose id is in ``file`` has ended. A zombie counts as ended."""
 
     def ended(pid_file: Path) -> bool:
         try:
@@ -180,13 +181,13 @@ def gone() -> Callable[[Path], bool]:
 
 @pytest.fixture(scope="session")
 def repo() -> Path:
-    """The root of the checkout."""
+    """Root folder of the checkout."""
     return REPO
 
 
 @pytest.fixture(scope="session")
 def clean_environment() -> dict[str, str]:
-    """The environment for child processes: this one less every flag, without hub access or usage reports."""
+    """Environment variables for child processes: those of this process without flags of rl-accel, hub access and usage reports."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
     return {**kept, "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -231,7 +232,7 @@ def python(clean_environment, tmp_path, request) -> Callable[..., subprocess.Com
 
 @pytest.fixture(scope="session")
 def wheel(repo, tmp_path_factory) -> Path:
-    """A wheel built from a copy of the tracked sources, with the build tools of this environment."""
+    """Path of a wheel, built from a copy of the tracked files with the build tools of this environment."""
     out = tmp_path_factory.mktemp("wheel")
     source = out / "source"
     source.mkdir()
@@ -245,7 +246,7 @@ def wheel(repo, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel_python(wheel, tmp_path_factory) -> Path:
-    """A fresh environment with only the wheel in it; third-party packages come from this environment."""
+    """A new virtual environment that holds only the wheel. Third-party packages come from the environment of the tests."""
     root = tmp_path_factory.mktemp("installed")
     venv.create(root / "env", with_pip=True)
     python = root / "env" / "bin" / "python"
@@ -259,14 +260,14 @@ def wheel_python(wheel, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel_environment(clean_environment, wheel_python) -> dict[str, str]:
-    """The environment of a shell in which the wheel's environment is active, and nothing of this checkout is on the path."""
+    """Environment variables of a shell in which the wheel's environment is active and this checkout is not on the path."""
     kept = {key: value for key, value in clean_environment.items() if key != "PYTHONPATH"}
     return {**kept, "PATH": f"{wheel_python.parent}:{kept['PATH']}"}
 
 
 @pytest.fixture(scope="session")
 def slime_root() -> Path:
-    """The checkout of slime that SLIME_ROOT names; tests that need it are skipped without. It is importable from then on."""
+    """Checkout of slime from the variable SLIME_ROOT, made importable. Without it, tests that use this fixture are skipped."""
     root = os.environ.get("SLIME_ROOT", "")
     if not root:
         pytest.skip("slime itself is absent: SLIME_ROOT names no checkout of it")
@@ -357,7 +358,7 @@ def start_ray(short_tmp, clean_environment) -> Iterator[Callable[..., str]]:
 
 @pytest.fixture(scope="module")
 def ray_address(clean_environment) -> Iterator[str]:
-    """The address of a cluster that the tests of a module share, each as a job of its own."""
+    """Address of a Ray cluster that the tests of a module share. Each test is a separate job."""
     with (
         tempfile.TemporaryDirectory(prefix="rla", dir="/tmp", ignore_cleanup_errors=True) as folder,
         ray_heads(clean_environment, Path(folder)) as start,
@@ -367,7 +368,7 @@ def ray_address(clean_environment) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def same_bits() -> Callable[[Any, Any], bool]:
-    """Whether two tensors are equal bit by bit, the sign of zero included."""
+    """Returns whether two tensors are equal bit by bit, including the sign of zero."""
     torch = pytest.importorskip("torch")
 
     def compare(a: Any, b: Any) -> bool:
@@ -431,7 +432,7 @@ def make_model() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory, make_model) -> Path:
-    """A random Qwen2 whose responses end after some 30 tokens; and a tokenizer with a token for each character."""
+    """Folder with a random Qwen2 model whose responses end after about 30 tokens, and a tokenizer with one token per character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -464,5 +465,5 @@ def start_server(model_folder) -> Iterator[Callable[..., tuple[str, "subprocess.
 
 @pytest.fixture(scope="session")
 def serve(start_server) -> Callable[..., str]:
-    """``serve(max_total_tokens=600)`` returns the address of a server; the same options share one."""
+    """``serve(max_total_tokens=600)`` returns the address of a real SGLang server. Calls with equal options share a server."""
     return functools.cache(lambda **options: start_server(**options)[0])

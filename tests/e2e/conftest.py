@@ -1,4 +1,7 @@
-"""The real verl trainer on a tiny model, as the shipped recipe runs it; every process of a run is gone when it returns."""
+"""Fixtures that run verl's trainer on a tiny model, as the recipe in ``examples/verl_ppo_cpu`` does.
+
+When a fixture returns, all processes of the run have ended.
+"""
 
 import contextlib
 import json
@@ -22,11 +25,11 @@ PROBE = Path(__file__).parent / "probe"
 LOOPS = Path(__file__).parent / "loops"
 MAIN = 'import runpy; runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)'
 ROLES = ("TaskRunnerV1", "WorkerDict", "AgentLoopWorker", "RewardLoopWorker")
-"""Names that Ray shows in the titles of the trainer, of FSDP workers, of agent loops and of reward workers."""
+"""Names in the process titles that Ray gives to the trainer, FSDP workers, agent loops and reward workers."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks every test here as one that launches a trainer, and gives it the time for that."""
+    """Marks every test in this folder as ``e2e`` and raises its time limit."""
     item.add_marker("e2e")
     if not item.get_closest_marker("timeout"):
         item.add_marker(pytest.mark.timeout(1500))
@@ -34,7 +37,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """A rollout engine that tests run on: its name, the Python of its environment, and its overrides."""
+    """A rollout engine for tests: its name, the Python of its environment, and verl's overrides for it."""
 
     name: str
     python: str
@@ -43,7 +46,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def engine(request, repo) -> Engine:
-    """The CPU engine, or for tests that parametrize it the one that is named; "any" is vLLM where its environment is."""
+    """The CPU engine, or the engine that a test names as a parameter. "any" means vLLM if its environment exists."""
     name = getattr(request, "param", "hf_cpu")
     real = "vllm" if name == "any" else name
     python = Path(os.environ.get(f"{real.upper()}_PYTHON", repo / f".venv-{real}" / "bin" / "python"))
@@ -58,7 +61,7 @@ def engine(request, repo) -> Engine:
 
 @pytest.fixture(scope="module")
 def recipe_command(repo, workspace, clean_environment, engine) -> Callable[..., tuple[list[str], dict[str, str]]]:
-    """``recipe_command(steps, batch=None)``: the command of the shipped recipe's stock arm, on the engine, and its environment.
+    """``recipe_command(steps, batch=None)`` returns command and environment of the recipe's stock arm, for the fixture ``engine``.
 
     ``batch``: the number of prompts that a step trains, in one mini-batch, and of responses to each.
     """
@@ -79,7 +82,7 @@ def recipe_command(repo, workspace, clean_environment, engine) -> Callable[..., 
 
 @dataclass
 class Features:
-    """One process of a run: what it was, and of each feature how it was requested and the states of its patches."""
+    """Status of one process of a run: its title and, for each feature, how it was requested and the states of its patches."""
 
     role: str
     requested: dict[str, str]
@@ -88,7 +91,7 @@ class Features:
 
 @dataclass
 class Run:
-    """What a trainer left: its log and metrics by step; the ledger of tail batching; the rows of its data; its processes."""
+    """Results of a run: log, metrics by step, ledger of tail batching, rows of the data, and processes."""
 
     log: str
     steps: dict[int, dict[str, float]]
@@ -98,18 +101,18 @@ class Run:
 
     @property
     def validated(self):
-        """The steps with a validation."""
+        """Steps with a validation."""
         return [step for step, metrics in self.steps.items() if any(name.startswith("val-") for name in metrics)]
 
     def numbers(self, name):
         return [metrics["rl_accel/" + name] for metrics in self.steps.values()]
 
     def settled(self, how):
-        """Return row by prompt id of all that were ``trained``, ``rejected`` or ``failed``."""
+        """Returns prompt id -> row of the data for all prompts that were ``trained``, ``rejected`` or ``failed``."""
         return {prompt_id: row for line in self.ledger for prompt_id, row in line[how].items()}
 
     def assert_on_policy(self):
-        """Every step trained on samples of the weights it then updated."""
+        """Asserts that every step trained on samples from the weights that it then updated."""
         assert "dtype mismatch" not in self.log
         assert "could not be cleared" not in self.log
         for metrics in self.steps.values():
@@ -119,7 +122,7 @@ class Run:
             assert 0 < metrics["actor/grad_norm"] < 1e4
 
     def assert_sound(self, steps, prompts, ghosts=False):
-        """Every step trained a full batch, on-policy."""
+        """Asserts that every step trained a full batch on-policy."""
         assert list(self.steps) == [line["step"] for line in self.ledger] == list(range(1, steps + 1))
         self.assert_on_policy()
         assert set(self.numbers("tail_batching/prompts_trained")) == {prompts}
@@ -127,7 +130,7 @@ class Run:
 
 
 def supervise(command, environment, folder, follow=lambda metrics: None, completes=True) -> Run:
-    """Run a trainer in ``folder``. ``follow(metrics)`` is called a few times a second with the path of its metrics.
+    """Runs a trainer in ``folder``. ``follow(metrics)`` is called a few times a second with the path of its metrics.
 
     ``completes``: whether it is to end by itself.
     """
@@ -141,7 +144,7 @@ def supervise(command, environment, folder, follow=lambda metrics: None, complet
 
 @pytest.fixture(scope="session")
 def read_processes() -> Callable[[Path], list[Features]]:
-    """``read_processes(folder)``: what the status probe left there, of the processes that have a role in a run of verl."""
+    """``read_processes(folder)`` returns what the status probe wrote to ``folder``, for processes with a role in a run of verl."""
 
     def read(folder: Path) -> list[Features]:
         processes = []
@@ -157,7 +160,7 @@ def read_processes() -> Callable[[Path], list[Features]]:
 
 @pytest.fixture(scope="session")
 def workspace(repo, tmp_path_factory, clean_environment) -> Path:
-    """A folder with the recipe's model and data in it."""
+    """Folder with the model and data of the recipe."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent  # all workers of xdist share this folder, so that the model is trained once
@@ -172,7 +175,7 @@ def workspace(repo, tmp_path_factory, clean_environment) -> Path:
 
 @pytest.fixture(scope="session")
 def probe_environment() -> Callable[[Path], dict[str, str]]:
-    """What makes verl load the status probe in every process that sees these variables; it writes to the folder given."""
+    """Environment variables that make verl load the status probe, which writes to the folder, in every process of a run."""
     return lambda folder: {
         "STATUS_PROBE_DIR": str(folder),
         "PYTHONPATH": str(PROBE),
@@ -182,7 +185,7 @@ def probe_environment() -> Callable[[Path], dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def train(recipe_command, probe_environment, read_processes) -> Callable[..., Run]:
-    """``train(*overrides, folder, begin="", steps=2, batch=None, **env)``: run the stock arm in a script.
+    """``train(*overrides, folder, begin="", steps=2, batch=None, **env)`` runs the stock arm in a script.
 
     It begins with ``begin``. ``folder`` must be new for each run.
     """
@@ -204,7 +207,7 @@ def train(recipe_command, probe_environment, read_processes) -> Callable[..., Ru
 
 @pytest.fixture(scope="module")
 def launch(recipe_command) -> Callable[..., Run]:
-    """``launch(folder, steps, batch, *overrides, checkpoints, before, env, follow, completes)``: run the stock arm in ``folder``.
+    """``launch(folder, steps, batch, *overrides, checkpoints, before, env, follow, completes)`` runs the stock arm in ``folder``.
 
     ``checkpoints`` is a folder in it unless given; ``before`` are words before the command, ``env`` are more variables.
     """
@@ -243,7 +246,7 @@ def read_metrics() -> Callable[[Path], dict[int, dict[str, float]]]:
 
 @pytest.fixture(scope="session")
 def kill_first() -> Callable[[str, Path], int]:
-    """``kill_first(part, metrics)``: SIGKILL to one process of the run that logs to ``metrics`` whose command line has ``part``.
+    """``kill_first(part, metrics)`` kills a process with ``part`` in its command line, of the run that logs to ``metrics``.
 
     Returns the number of such processes.
     """
@@ -264,7 +267,7 @@ def kill_first() -> Callable[[str, Path], int]:
 
 @pytest.fixture(scope="module")
 def tail_run(launch, workspace, tmp_path_factory):
-    """``tail_run(name, steps, batch, *overrides, loops, agent_name, reward, follow, env)``: train on rows of the recipe, each
+    """``tail_run(name, steps, batch, *overrides, loops, agent_name, reward, follow, env)`` trains on rows of the recipe, each
     with the agent loop that ``agent_name(index)`` names, verl's own unless given.
 
     ``loops`` are entries of verl's agent_loop_config_path, in which ``{out}`` is a folder of the run's own; ``reward`` is
@@ -301,7 +304,7 @@ def tail_run(launch, workspace, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ab(repo, clean_environment) -> Callable[..., dict]:
-    """``ab(recipe, out, *options, python=..., env={})``: the summary that ``rl-accel ab`` leaves in the folder ``out``."""
+    """``ab(recipe, out, *options, python=..., env={})`` runs ``rl-accel ab`` and returns its summary from the folder ``out``."""
 
     def run(recipe, out, *options, python=sys.executable, env=None):
         words = [python, "-m", "rl_accel", "ab", str(recipe), "--out", str(out), *options]

@@ -1,4 +1,4 @@
-"""A small random model, and engines that end with their test."""
+"""Fixtures for the CPU engine: a small random model, and engines that are closed after the test."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +14,7 @@ def model(make_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The engine is run on one thread in production too; and tests share the machine."""
+    """Limits torch to one thread, as in real runs of the engine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def engine_for() -> Iterator[Callable[..., Any]]:
-    """``engine_for(model, **options)`` starts an engine that ends with the test."""
+    """``engine_for(model, **options)`` starts an engine that is closed after the test."""
     from rl_accel.lab.cpu_engine.engine import Engine
 
     engines = []

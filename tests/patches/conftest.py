@@ -1,4 +1,4 @@
-"""A small framework written to disk and imported for real, so that the engine meets modules, classes and source files."""
+"""A small framework that is written to disk and imported, so that patches are applied to real modules, classes and source files."""
 
 import importlib
 import itertools

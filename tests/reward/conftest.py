@@ -1,4 +1,4 @@
-"""What tests of the sandbox look at from outside: the processes and the folders that it made."""
+"""Fixtures that look at a sandbox from outside: at its processes and its folders."""
 
 import asyncio
 import os
@@ -13,15 +13,15 @@ from rl_accel.reward.sandbox import bubblewrap_problem
 
 
 class Processes:
-    """Those of the sandboxes and graders that a test has opened."""
+    """Processes of the sandboxes and graders that a test has opened."""
 
     def workers(self):
-        """The first process of each living worker: its reaper, or bubblewrap."""
+        """First process of each living worker: its reaper, or bubblewrap."""
         own = (child for child in psutil.process_iter(["ppid", "cmdline"]) if child.info["ppid"] == os.getpid())
         return [child for child in own if "reward/worker/" in " ".join(child.info["cmdline"] or ())]
 
     def below(self, pid):
-        """The numbers of all living processes below ``pid``, parents before their children."""
+        """Returns the ids of all living descendants of ``pid``, parents before their children."""
         try:
             children = psutil.Process(pid).children()
         except psutil.NoSuchProcess:
@@ -36,7 +36,7 @@ class Processes:
             return False
 
     async def executing(self, count=1):
-        """Wait for as many workers that execute something; return their first processes.
+        """Waits for as many workers that execute something, and returns their first processes.
 
         What a worker executes leads a session of its own. A worker that starts has processes below it too, its trial of namespaces.
         """
@@ -48,7 +48,7 @@ class Processes:
         return await self.eventually(found)
 
     async def eventually(self, condition, seconds=60.0):
-        """Wait until ``condition()`` is true, and return what it returned."""
+        """Waits until ``condition()`` is true, and returns its result."""
         last = time.monotonic() + seconds
         while not (found := condition()):
             assert time.monotonic() < last, "it did not come to pass"
@@ -64,7 +64,7 @@ class Processes:
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """The event loop of tests that are coroutine functions, those with the mark ``anyio``."""
+    """Event loop library for tests with the mark ``anyio``, which are coroutine functions."""
     return "asyncio"
 
 
@@ -91,7 +91,7 @@ def processes():
 
 @pytest.fixture
 def temporary(short_tmp, monkeypatch) -> Path:
-    """Where this test's sandboxes make their folders, those in other processes too. Other users can enter it."""
+    """Folder in which the sandboxes of this test create their folders, also in child processes. Other users can enter it."""
     os.chmod(short_tmp, 0o711)
     monkeypatch.setattr(tempfile, "tempdir", str(short_tmp))
     monkeypatch.setenv("TMPDIR", str(short_tmp))

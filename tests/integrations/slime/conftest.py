@@ -1,4 +1,4 @@
-"""slime itself, where SLIME_ROOT names a checkout, and arguments as its parser leaves them."""
+"""Fixtures that run code of slime itself, from the checkout SLIME_ROOT, with arguments from slime's own parser."""
 
 import asyncio
 import functools
@@ -17,7 +17,7 @@ MODEL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "nu
 
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory) -> Path:
-    """120 prompts; every third is of domain "code"."""
+    """File with 120 prompts. Every third prompt has the domain "code"."""
     file = tmp_path_factory.mktemp("slime-data") / "prompts.jsonl"
     kind = ("code", "math", "math")
     rows = [{"input": f"{i}x{i * 7}", "label": str(i), "metadata": {"row": i, "kind": kind[i % 3]}} for i in range(120)]
@@ -27,7 +27,7 @@ def prompts_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def router(slime_root) -> Iterator[Callable[..., str]]:
-    """``router(url, ...)`` returns the address of a real sglang-router before those servers; the same servers have one."""
+    """``router(url, ...)`` returns the address of a real sglang-router in front of these servers. Equal servers share a router."""
     from rl_accel.lab.sglang_servers import sglang_router
 
     with ExitStack() as routers:
@@ -36,7 +36,7 @@ def router(slime_root) -> Iterator[Callable[..., str]]:
 
 @pytest.fixture(scope="session")
 def requests_on(slime_root) -> Callable[[str], int]:
-    """``requests_on(url)``: the number of requests on a server, running and waiting, as slime itself counts them."""
+    """``requests_on(url)`` returns the number of running and waiting requests on a server, as slime itself counts them."""
     from slime.backends.sglang_utils.server_control import num_requests_from_load
 
     return lambda url: num_requests_from_load(httpx.get(f"{url}/v1/loads", timeout=None).json())
@@ -72,7 +72,7 @@ def start(router, model_folder, prompts_file, tmp_path) -> Callable[..., Any]:
 
 @pytest.fixture
 def end_grading(slime_root) -> Iterator[Callable[[], None]]:
-    """``end_grading()`` ends all that grades, which the end of the test does as well."""
+    """``end_grading()`` ends all grader processes. It is also called after the test."""
     from rl_accel.integrations.slime.reward_timeout.rm_hook import OPEN
 
     def end() -> None:
@@ -86,7 +86,7 @@ def end_grading(slime_root) -> Iterator[Callable[[], None]]:
 
 @pytest.fixture
 def evaluation_of(slime_root) -> Callable[..., dict[str, Any]]:
-    """``evaluation_of(file, **changes)``: arguments of an evaluation on a data set of prompts."""
+    """``evaluation_of(file, **changes)`` returns slime's arguments for an evaluation on the prompts in ``file``."""
 
     def make(file: object, **changes: Any) -> dict[str, Any]:
         from slime.utils.eval_config import EvalDatasetConfig
@@ -101,7 +101,7 @@ def evaluation_of(slime_root) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def arguments_of(tmp_path):
-    """``arguments_of(**changes)``: 4 GPUs in a node, an engine on each, a model of 4 heads on disk."""
+    """``arguments_of(**changes)`` returns slime's arguments for a node with 4 GPUs, an engine on each, and a model with 4 heads."""
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "num_attention_heads": 4, "num_key_value_heads": 4}))
 
     def make(**changes):

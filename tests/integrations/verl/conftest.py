@@ -1,4 +1,4 @@
-"""verl's configuration as a run composes it, and a job on a cluster whose driver is the process of the tests."""
+"""verl's configuration, and a Ray job whose driver is the process of the tests."""
 
 import asyncio
 import inspect
@@ -20,7 +20,7 @@ SIZES |= {"trainer.n_gpus_per_node": 4, "actor_rollout_ref.rollout.tensor_model_
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs an asynchronous test in a loop of its own, for two minutes at most."""
+    """Runs an asynchronous test in a new event loop, for at most two minutes."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
@@ -30,7 +30,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(scope="session")
 def composed() -> Any:
-    """verl's own defaults but for sizes, an engine and folders."""
+    """verl's default configuration with small sizes, an engine and folders."""
     given = {**SIZES, "trainer.default_local_dir": "/somewhere/run", "actor_rollout_ref.rollout.name": "vllm"}
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", [f"{key}={value}" for key, value in given.items()])
@@ -38,7 +38,7 @@ def composed() -> Any:
 
 @pytest.fixture
 def configured(composed: Any) -> Callable[..., Any]:
-    """``configured({"trainer.use_v1": False})``: a copy of verl's configuration with these values."""
+    """``configured({"trainer.use_v1": False})`` returns a copy of verl's configuration with these values."""
 
     def change(keys: dict[str, Any]) -> Any:
         config = composed.copy()
@@ -51,7 +51,7 @@ def configured(composed: Any) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def job(ray_address: str, forking: list[str], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Makes this process the driver of a job for the tests of a module, whose classes actors get by value; actors are forks."""
+    """Makes this process the driver of a Ray job for a module's tests. Actors are forks; the test's classes are sent by value."""
     module = sys.modules[request.module.__name__]
     ray.cloudpickle.register_pickle_by_value(module)
     ray.init(address=ray_address, runtime_env={"py_executable": shlex.join(forking)})
@@ -62,7 +62,7 @@ def job(ray_address: str, forking: list[str], request: pytest.FixtureRequest) ->
 
 @pytest.fixture(scope="session")
 def kill() -> Callable[[Any], None]:
-    """``kill(actor)`` sends SIGKILL to its process, and returns when Ray knows."""
+    """``kill(actor)`` sends SIGKILL to the process of ``actor``, and returns once Ray has noticed."""
 
     def end(actor: Any) -> None:
         last_call = actor.__ray_call__.remote(lambda _: os.kill(os.getpid(), signal.SIGKILL))

@@ -1,4 +1,4 @@
-"""Recipes that run ``toy_trainer.py`` as a real process, and the command line in a process of its own."""
+"""Fixtures with recipes that run ``toy_trainer.py`` in a process, and ``rl-accel ab`` in a separate process."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ TOY |= {"command": ["python", str(TRAINER)], "steps_overrides": ["steps=${steps}
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Callable[..., Path]:
-    """Write a toy recipe with top-level keys changed, or a file of these keys alone beside it, and return its path."""
+    """Writes a toy recipe with changed top-level keys, or a file with only these keys beside it. Returns the path."""
 
     def write(file: str | None = None, **changes: Any) -> Path:
         path = tmp_path / "recipe" / (file or "recipe.yaml")
@@ -39,7 +39,7 @@ def recipe_file(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def make_runs(recipe_file, tmp_path) -> Callable[..., tuple[Recipe, list[RunResult], list[RunData]]]:
-    """A toy recipe with top-level keys changed, and results and metrics of runs given as ``"arm-seed0" -> steps``.
+    """Returns a toy recipe with changed top-level keys, and results and metrics of runs given as ``"arm-seed0" -> steps``.
 
     Steps are a list of metrics, or metrics by step. ``files`` are texts by the name of a run and the path in its folder.
     """
@@ -64,7 +64,7 @@ def make_runs(recipe_file, tmp_path) -> Callable[..., tuple[Recipe, list[RunResu
 
 @pytest.fixture
 def start_ab(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Start ``ab`` in a process; whatever it started is killed after the test."""
+    """Starts ``rl-accel ab`` in a process. All its processes are killed after the test."""
     started: list[subprocess.Popen[str]] = []
     temp = tmp_path / "t"
     temp.mkdir()
@@ -91,6 +91,6 @@ def start_ab(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]
 
 @pytest.fixture
 def call_ab(invoke, monkeypatch) -> Callable[..., str]:
-    """Call the command in this process, where no signal is sent, as ``invoke`` does."""
+    """Calls ``rl-accel ab`` in this process with ``invoke``, for tests that send no signal."""
     monkeypatch.setenv("COLUMNS", "200")
     return partial(invoke, ab)

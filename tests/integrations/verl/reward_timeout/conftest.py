@@ -1,4 +1,4 @@
-"""Real tokens, and a reward manager of ours on a function of the test's."""
+"""Fixtures that make responses with real tokens, and a RewardTimeoutManager with a reward function of the test."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def tokenizer(model_folder: Path) -> Any:
 
 @pytest.fixture
 def configure(configured: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """``configure(source, flags, keys)``: verl's configuration, wired, with ``source`` as the custom reward function's module."""
+    """``configure(source, flags, keys)`` returns verl's configuration with ``source`` as reward function."""
 
     def make(source: str | None = None, flags: Any = (), keys: Any = ()) -> Any:
         given = {"trainer.default_local_dir": str(tmp_path / "checkpoints")}
@@ -44,13 +44,13 @@ def configure(configured: Callable[..., Any], tmp_path: Path) -> Callable[..., A
 
 @pytest.fixture
 def manager_of(tokenizer: Any) -> Callable[[Any], Any]:
-    """``manager_of(config)``: the reward manager that verl itself loads for ``config``."""
+    """``manager_of(config)`` returns the reward manager that verl itself loads for ``config``."""
     return lambda config: load_reward_manager(config, tokenizer)
 
 
 @pytest.fixture
 def responses(tokenizer: Any) -> Callable[..., list[Any]]:
-    """``responses("a", "b", ground_truth=..., **columns)``: one DataProto for each text, as an agent loop sends it."""
+    """``responses("a", "b", ground_truth=..., **columns)`` returns one DataProto per text, as agent loops send them."""
 
     def make(*texts: str, ground_truth: Any = "7", validation: bool = False, **columns: Any) -> list[Any]:
         results = []
@@ -75,7 +75,7 @@ def responses(tokenizer: Any) -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def score(manager_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
-    """``score(manager or config, data)``: what the manager says of each of ``data``, or raises, asked all at once."""
+    """``score(manager or config, data)`` scores all ``data`` at once. Returns the manager's result or exception for each."""
 
     def run(manager: Any, data: list[Any]) -> list[Any]:
         if not hasattr(manager, "run_single"):
