@@ -1,4 +1,4 @@
-"""One schema for every source; every wrong flag is an error that names key, wish and nearest known key."""
+"""Tests the flags: one schema for all sources, and an error with key, wanted value and closest known key for a wrong flag."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What README, the pages of docs/ and the examples say is true: flags, metrics, paths, and every command."""
+"""Tests that README, docs/ and examples are true: flags, metrics, paths, and every command."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""Warnings of the pack are seen whatever others do to the root logger, and never twice."""
+"""Tests that warnings of rl-accel are visible whatever is done to the root logger, and never appear twice."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The wheel and the editable install hold the same packages, and a wheel works away from the checkout."""
+"""Tests that wheel and editable install hold the same packages, and that the wheel works outside the checkout."""
 
 import json
 import subprocess

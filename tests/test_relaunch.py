@@ -1,4 +1,4 @@
-"""``rl-accel run`` on toy trainers: relaunches by the note alone, ends loops, passes signals on and leaves nothing behind."""
+"""Tests ``rl-accel run`` on toy trainers: relaunches by the note, ends of loops, signals, and remaining processes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""enable, disable, status and enabled, on a made-up ``verl`` package whose every detail the test controls."""
+"""Tests enable, disable, status and enabled on a made-up ``verl`` package."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""The drafter as vLLM calls it: rows move, requests end, are preempted and come back; what it proposes is in its data."""
+"""Tests the drafter as vLLM calls it: rows move, requests end, are preempted and return; drafts hold only tokens of the data."""
 
 import random
 import re

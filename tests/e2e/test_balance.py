@@ -1,4 +1,4 @@
-"""Balanced rollouts in a real training: every number of training is stock's, wherever responses were generated.
+"""Tests that balanced rollouts leave every number of a real training unchanged, whichever replica generates a response.
 
 Telemetry is on as well, and changes no number either. test_drafts.py and test_vllm.py have balance on real vLLM.
 """

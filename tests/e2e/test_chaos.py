@@ -1,4 +1,4 @@
-"""Processes of runs are killed at random moments: every prompt is trained once all the same, and nothing hangs.
+"""Kills processes of runs at random moments. Every prompt is still trained once, and nothing hangs.
 
 test_tail_batching_killed_servers.py kills servers and engines that are started again within the run; those of SGLang are not.
 """

@@ -1,4 +1,4 @@
-"""Drafts on real vLLM under verl: two replicas, tail batching with its aborts, weight updates, prompts that come again.
+"""Tests drafts on real vLLM under verl: two replicas, tail batching with aborts, weight updates, and repeated prompts.
 
 Balance is on as well, with fewer slots than responses, and moves some of them. In make test, test_drafts_vllm.py tests drafts
 on real vLLM without verl.

@@ -1,4 +1,4 @@
-"""Real vLLM with drafts: the same greedy tokens, the exact distribution of samples, the right log-probabilities."""
+"""Tests drafts on real vLLM: the same greedy tokens, the exact distribution of samples, and correct log-probabilities."""
 
 import json
 import subprocess

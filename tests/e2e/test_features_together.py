@@ -1,4 +1,4 @@
-"""One run of the recipe of tail batching, with the graders of the code recipe, reward limits, telemetry and validations.
+"""Tests one run of the tail batching recipe with graders of the code recipe, reward limits, telemetry and validations.
 
 Its model has the long tail that the recipe promises, each trained prompt is in the ledger once, each trained response has the
 score of the grader itself, and the stage clock accounts for every response and second. In make test,

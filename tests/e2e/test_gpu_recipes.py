@@ -1,4 +1,4 @@
-"""A recipe for GPUs on its platform cpu: the same file, a tiny model, real vLLM."""
+"""Runs a recipe for GPUs with its platform "cpu": the same file with a tiny model and real vLLM."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The shipped recipe, both arms for two steps: the same bits in training, the flags of the run in every process."""
+"""Runs both arms of the recipe for two steps: training has the same bits, and the flags reach every process."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""One run that is resumed with and without features, on verl's own checkpoints: nothing is lost, or one line says what."""
+"""Resumes one run with and without features, on verl's own checkpoints: nothing is lost, or one log line says what."""
 
 import fnmatch
 import shutil

@@ -1,4 +1,4 @@
-"""Rewards that hang, on the real trainer: they are killed early, and training outlives kill -9 of everything that scores."""
+"""Tests hanging graders in the real trainer: they are stopped early, and training survives kill -9 of all reward processes."""
 
 import json
 from types import SimpleNamespace

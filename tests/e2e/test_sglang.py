@@ -1,4 +1,4 @@
-"""Real SGLang under tail batching, reward timeout, telemetry and the lossless features, in one launch of the trainer."""
+"""Tests tail batching, reward timeout, telemetry and the lossless features on real SGLang, in one launch of the trainer."""
 
 import json
 

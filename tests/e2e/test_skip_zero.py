@@ -1,4 +1,4 @@
-"""Real verl with binary rewards, stock and without responses of advantage 0: the same bits, step by step, in less time."""
+"""Tests skip_zero in real verl with binary rewards: each step has the same bits as stock, in less time."""
 
 from fnmatch import fnmatch
 

@@ -1,4 +1,4 @@
-"""Tail batching on the real trainer: short and long rounds, exact batches, then kill -9 and a resume with an exact ledger."""
+"""Tests tail batching in the real trainer: short and long rounds, exact batches, kill -9, and a resume with an exact ledger."""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Responses outgrow the memory of two servers of one rank each; a restart goes on with one server of two ranks.
+"""Tests a restart with another TP size: responses outgrow two servers of one rank each, and one server of two ranks continues.
 
 tests/integrations/verl/test_tp_replan.py has the advice without a restart.
 """

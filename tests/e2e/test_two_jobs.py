@@ -1,4 +1,4 @@
-"""Two real trainers on one Ray cluster, with the features that put things into places that jobs share."""
+"""Runs two real trainers on one Ray cluster, with features that use resources that jobs share."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Real verl V1 runs on a CPU: ``enable()`` in a driver reaches every process, training is sound, the numbers are in verl's log."""
+"""Tests ``enable()`` in the driver of verl V1 runs: it reaches every process, training is correct, metrics are in verl's log."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Real vLLM: lossless features and balance change nothing, and settings that cannot work are refused in one line each.
+"""Tests real vLLM: lossless features and balance change nothing, and impossible settings are refused in one line each.
 
 Stock and ``auto`` with telemetry run on one replica, balance on two with too few slots for all responses.
 """

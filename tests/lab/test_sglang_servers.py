@@ -1,4 +1,4 @@
-"""How servers of SGLang and routers begin and end, shown on small programs; slime's tests run the real ones."""
+"""Tests start and end of SGLang servers and routers with small programs. The tests of slime use real servers."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Threads of CPU kernels, and machine code that is kept on disk and never used once any file of the kernels has changed."""
+"""Tests the threads of CPU kernels, and the cache of machine code, which is never used after a file of the kernels has changed."""
 
 import threading
 

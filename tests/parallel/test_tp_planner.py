@@ -1,4 +1,4 @@
-"""What the planner decides: the published rule and numbers, the check afterwards, and what it does about noise."""
+"""Tests the decisions of the TP planner: the published rule and numbers, the later check, and noise."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Fingerprints: the same work has the same hash however it is written down; other work has another."""
+"""Tests fingerprints: functions that do the same have equal hashes however they are formatted, others have other hashes."""
 
 import sys
 

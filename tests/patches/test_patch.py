@@ -1,4 +1,4 @@
-"""The patch engine: refuse before writing, write everywhere or nowhere, tell the truth, restore exactly."""
+"""Tests the patch engine: it refuses before it writes, writes everywhere or nowhere, reports its state, and restores exactly."""
 
 import functools
 import inspect

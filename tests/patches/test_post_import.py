@@ -1,4 +1,4 @@
-"""Callbacks on import: they run once the module is there, and never bring it in themselves."""
+"""Tests callbacks on import: they run after the import of a module, and never import the module themselves."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Interfaces against frameworks that were changed: every difference is named, and what makes none is let through."""
+"""Tests interfaces against changed frameworks: every relevant difference is named, and others are ignored."""
 
 import re
 import sys

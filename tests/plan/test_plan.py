@@ -1,4 +1,4 @@
-"""``rl-accel plan``: engines found again from what they did, options priced, and the command."""
+"""Tests ``rl-accel plan``: fitting known engines, pricing of options, and the command."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What was published of RollPacker (NSDI'26) on an H800 cluster, against the simulation with one set of constants."""
+"""Compares the simulation, with one set of constants, with the numbers that RollPacker (NSDI'26) published for an H800 cluster."""
 
 import runpy
 from operator import itemgetter

@@ -1,4 +1,4 @@
-"""The timeout policy by example and by property: it learns from correct answers only, and keeps to its bounds."""
+"""Tests the timeout policy by examples and properties: it learns only from correct answers, and keeps its bounds."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Limits that may move, coroutines within them, and several of which the first failure ends the others."""
+"""Tests time limits that change, coroutines under a limit, and groups of coroutines that end at the first failure."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The order in which executions get their turn, and what cancellation leaves."""
+"""Tests the order in which executions get a slot, and the effects of cancellation."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Graders that live on, or are isolated: values, state, errors, hangs, and what a call that is stopped has started."""
+"""Tests graders, persistent or isolated: values, state, errors, hangs, and processes that a stopped call has started."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""What limit an execution gets, also while it runs, and what it teaches; most executions here only say what they took."""
+"""Tests the limits of executions, also while they run, and what is learned. Most executions here only report durations."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Programs that try to stall, fill, outlive or look into what runs them; each gets its verdict, and nothing is left."""
+"""Tests programs that try to stall, fill, outlive or spy on their sandbox: each gets its verdict, and nothing is left."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""Seconds that a program was ready and had no processor do not count against its wall limit; seconds that it slept do."""
+"""Tests that the wall limit does not count seconds in which a program waits for a processor, but counts seconds of sleep."""
 
 import os
 import subprocess

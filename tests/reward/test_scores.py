@@ -1,4 +1,4 @@
-"""Which rewards training can use, which are of correct answers, and what stands in for one that is missing."""
+"""Tests which rewards are usable, which count as correct, and the substitutes for missing rewards."""
 
 import pytest
 

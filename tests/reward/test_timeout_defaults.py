@@ -1,4 +1,4 @@
-"""Why the defaults are what they are: the policy on published times, replayed without processes.
+"""Tests the default values of the timeout policy by replaying published durations, without processes.
 
 All responses of a prompt begin together. Limits are those of the moment in which an execution ends or is stopped, as the executor
 gives them to executions that are running.

@@ -1,4 +1,4 @@
-"""The waiting policy, driven by a made-up clock: what polling may cost, what it may delay, and when it hurries."""
+"""Tests the waiting policy with a simulated clock: cost and delay of polling, and when it polls faster."""
 
 import math
 

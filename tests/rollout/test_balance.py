@@ -1,4 +1,4 @@
-"""Balanced rollouts: order, slots, caches and moves as they are described; and random events, checked against books."""
+"""Tests balanced rollouts: order, slots, caches and moves by examples, and random events against a second bookkeeping."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The driver over the real core: a batch a step, nothing left behind, no prompt trained twice. Workers here are a schedule."""
+"""Tests the rollout driver with the real state machine and scheduled workers: one batch per step, no prompt lost or repeated."""
 
 import asyncio
 import heapq

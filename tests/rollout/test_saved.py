@@ -1,4 +1,4 @@
-"""The sidecar of a checkpoint comes back as it was written, or is refused with the reason; the log rewinds to a step."""
+"""Tests the files beside a checkpoint: they are read back as written or refused with a reason, and the log is rewound to a step."""
 
 import datetime
 import fractions

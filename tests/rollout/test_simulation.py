@@ -1,4 +1,4 @@
-"""Rollouts simulated with the state machines of production, against sums that can be done by hand."""
+"""Compares simulated rollouts, which use the state machines of production, with sums done by hand."""
 
 import numpy as np
 import pytest

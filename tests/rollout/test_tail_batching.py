@@ -1,4 +1,4 @@
-"""Tail batching by example: what a short, a long and a final round do, what is saved, what is refused."""
+"""Tests tail batching by examples: short, long and final rounds, saved state, and refused calls."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Random interleavings of everything that can happen to tail batching, checked against books that share no code with it."""
+"""Tests tail batching with random sequences of events against a separate bookkeeping that shares no code with it."""
 
 import copy
 import json

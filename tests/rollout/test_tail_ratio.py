@@ -1,4 +1,4 @@
-"""The automatic ratio of tail batching, against brute force on published lengths."""
+"""Compares the automatic ratio of tail batching with brute force on published lengths."""
 
 import math
 

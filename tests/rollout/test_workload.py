@@ -1,4 +1,4 @@
-"""Lengths drawn from published distributions, from files and from the responses of a run."""
+"""Tests lengths drawn from published distributions, from files, and from the responses of a run."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Estimates without telemetry, against rollouts whose seconds are known and against what A/B runs of this project measured."""
+"""Compares estimates without telemetry with rollouts of known seconds, and with measurements of this project's A/B runs."""
 
 import json
 from pathlib import Path

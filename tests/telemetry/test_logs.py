@@ -1,4 +1,4 @@
-"""Logs of verl as its users have them: files of the file logger, and consoles in every state."""
+"""Tests reading logs of verl: files of the file logger, and consoles in every state."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""``rl-accel profile`` on runs whose every second was put there by hand."""
+"""Tests ``rl-accel profile`` on runs with hand-made seconds."""
 
 import errno
 import json

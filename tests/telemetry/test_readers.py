@@ -1,4 +1,4 @@
-"""Runs as their loggers leave them behind: real files of TensorBoard and W&B, and of verl's file logger and slime's console."""
+"""Tests readers on real files of TensorBoard, W&B, verl's file logger and slime's console."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Preemptions of a step are differences; whatever makes a difference doubtful makes it unknown."""
+"""Tests that preemptions of a step are differences of counters, and unknown if a difference is doubtful."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a step's time goes, on steps made by hand, and what holds for any step; its responses are kept a line a step."""
+"""Tests the division of a step's time on hand-made and random steps, and the file of responses."""
 
 import math
 

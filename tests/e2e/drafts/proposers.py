@@ -1,4 +1,4 @@
-"""Drafters that vLLM is given by name: two that propose one and the same token whatever comes, and ours."""
+"""Drafters that vLLM loads by name: two that always propose the same token, and the one of rl-accel."""
 
 from rl_accel.drafts.drafter import Drafter
 

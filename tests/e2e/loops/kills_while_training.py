@@ -1,4 +1,4 @@
-"""Loaded by verl into every process of a run: before the trainer updates its critic in step 5 it kills a rollout engine.
+"""Loaded by verl into every process of a run. Kills a rollout engine before the trainer updates its critic in step 5.
 
 ``KILLED_WHILE_TRAINING`` is a part of the command line of the process that gets SIGKILL.
 """

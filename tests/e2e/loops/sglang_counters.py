@@ -1,4 +1,4 @@
-"""Loaded by verl into every process of a run: before the trainer updates its actor it writes down SGLang's own counters.
+"""Loaded by verl into every process of a run. Records SGLang's own counters before the trainer updates its actor.
 
 One JSON line a step, in ``$SGLANG_COUNTERS``: the number of requests on each server, those that wait included.
 """

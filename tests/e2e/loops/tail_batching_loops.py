@@ -1,4 +1,4 @@
-"""Agent loops for the end-to-end tests of tail batching: one of two turns, two that kill, one that fails."""
+"""Agent loops for the end-to-end tests of tail batching: one with two turns, two that kill processes, and one that fails."""
 
 import asyncio
 import os

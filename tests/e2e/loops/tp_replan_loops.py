@@ -1,4 +1,4 @@
-"""An agent loop whose responses have a length that is told."""
+"""An agent loop whose response length the test sets."""
 
 from typing import Any
 

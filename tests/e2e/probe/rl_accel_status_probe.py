@@ -1,4 +1,4 @@
-"""Loaded by verl into every process of an end-to-end test: keeps writing what ``rl_accel.status()`` says there.
+"""Loaded by verl into every process of an end-to-end test. Writes the result of ``rl_accel.status()`` again and again.
 
 One file a process, ``$STATUS_PROBE_DIR/<pid>.json``, with the role that Ray shows in the process title.
 """

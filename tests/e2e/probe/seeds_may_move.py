@@ -1,4 +1,4 @@
-"""Responses with a seed move as well, and vLLM's servers print which they stop.
+"""Makes responses with a seed movable too, and makes vLLM's servers print which responses they stop.
 
 On the CPU platform all responses have a seed, and vLLM goes on with other tokens than without a move.
 """

@@ -1,4 +1,4 @@
-"""A grader's process on a real Ray cluster."""
+"""Tests the process of a grader on a real Ray cluster."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A driver's flags reach real Ray processes of its job that import the real verl, however Ray was started."""
+"""Tests that a driver's flags reach real Ray processes of its job that import verl, however Ray was started."""
 
 import json
 import os

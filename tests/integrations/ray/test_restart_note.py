@@ -1,4 +1,4 @@
-"""A note left by an actor becomes the exit code of its driver, and the file that was asked for."""
+"""Tests that an actor's note becomes the exit code of its driver, and the file that the launcher reads."""
 
 import json
 

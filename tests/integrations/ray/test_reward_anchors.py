@@ -1,4 +1,4 @@
-"""Anchors reach other processes of a real Ray job, and survive the death of what keeps them."""
+"""Tests that anchors reach other processes of a real Ray job, and survive the death of the actor that stores them."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Run as a process of its own: slime's argument parser, our YAML, and the real RolloutManager actor on a Ray cluster without GPUs.
+"""Script that runs slime's RolloutManager actor on a Ray cluster without GPUs, with slime's parser and a YAML file of ours.
 
 ``python manager.py URL MODEL PROMPTS FOLDER`` prints JSON. ``rewards``: what slime has logged of each rollout and of an evaluation,
 while the store of anchors is killed. ``tail``: the samples of each rollout of a run that is killed and resumed.

@@ -1,4 +1,4 @@
-"""Arguments of slime and flags of ours: what cannot go together is named, and nothing of a launch line is lost. Needs no slime."""
+"""Tests slime's arguments with our flags: conflicts are named, and the launch line loses nothing. Needs no slime."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""``rl-accel slime-config``: the file that it writes turns features on, and an error in a file is named."""
+"""Tests ``rl-accel slime-config``: the file that it writes turns features on, and errors in a file are named."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Our adapters against facts of slime that were read from its source at a commit; with a checkout, those facts against it.
+"""Tests our adapters against recorded facts of slime's source, and with a checkout, these facts against the checkout.
 
 ``python tests/integrations/slime/test_facts.py CHECKOUT`` prints ``facts.json`` anew.
 """

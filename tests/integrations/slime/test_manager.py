@@ -1,4 +1,4 @@
-"""slime's real RolloutManager actor, switched to our features by the one YAML, killed and resumed."""
+"""Tests slime's real RolloutManager actor with features from one YAML file, killed and resumed."""
 
 import json
 import os

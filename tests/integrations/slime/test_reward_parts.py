@@ -1,4 +1,4 @@
-"""Programs and test cases of a code reward, as slime's data has them. Needs no slime."""
+"""Tests reading programs and test cases of a code reward in the forms of slime's data. Needs no slime."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Rewards within adaptive limits in slime's own code, where SLIME_ROOT names a checkout: its reward functions and its rollouts."""
+"""Tests rewards under adaptive time limits in slime's own reward functions and rollouts. Needs a checkout in SLIME_ROOT."""
 
 import asyncio
 import contextlib

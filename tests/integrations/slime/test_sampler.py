@@ -1,4 +1,4 @@
-"""The sampler in slime's own rollout with over-sampling, turned on by the file of ``rl-accel slime-config``, on real SGLang."""
+"""Tests the sampler in slime's own rollout with over-sampling on real SGLang, turned on by ``rl-accel slime-config``."""
 
 import asyncio
 import itertools

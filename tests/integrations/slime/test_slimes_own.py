@@ -1,4 +1,4 @@
-"""A checkout of slime: ``rl-accel doctor`` tries our patches there, slime's own tests pass with them, and its contracts hold."""
+"""Tests a checkout of slime: ``rl-accel doctor`` tries our patches there, and slime's own tests pass with them."""
 
 import importlib.util
 import inspect

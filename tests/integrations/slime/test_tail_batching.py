@@ -1,4 +1,4 @@
-"""Tail batching in slime's own rollout code, where SLIME_ROOT names a checkout, on real SGLang servers behind the real router."""
+"""Tests tail batching in slime's own rollout code on real SGLang servers and router. Needs a checkout in SLIME_ROOT."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Advice about the tensor-parallel size on slime. With SLIME_ROOT: slime's own rollouts and log, on a real SGLang server."""
+"""Tests advice about the tensor-parallel size on slime. With SLIME_ROOT, on slime's own rollouts and a real SGLang server."""
 
 import json
 from types import SimpleNamespace

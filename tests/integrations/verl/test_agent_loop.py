@@ -1,4 +1,4 @@
-"""A worker of agent loops is verl's with the parts of the features that are on, and nothing else."""
+"""Tests that the agent-loop worker is verl's worker plus the parts of the enabled features, and nothing else."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""verl's decoupled PPO loss (``algorithm.rollout_correction``) is AReaL's: both written out, on the same numbers.
+"""Tests that verl's decoupled PPO loss (``algorithm.rollout_correction``) equals the one of AReaL on the same numbers.
 
 AReaL (arXiv 2505.24298, equation 5): with pi the policy in training, prox that of the step's beginning, behav the one that
 generated,

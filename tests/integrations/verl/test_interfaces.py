@@ -1,4 +1,4 @@
-"""Interfaces of verl hold all that we override; a copy of verl in which a member has changed is refused by its name."""
+"""Tests that interfaces of verl declare all that we override, and that a changed copy of verl is refused with the member's name."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""Telemetry, balance and drafts with real Ray actors, whose driver is this process."""
+"""Tests telemetry, balance and drafts with real Ray actors. This process is the driver."""
 
 import asyncio
 import json

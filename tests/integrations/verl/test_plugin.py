@@ -1,4 +1,4 @@
-"""``import verl`` finds the plug-in through its entry point; nothing is switched on, costs much, or fails silently."""
+"""Tests that ``import verl`` finds the plug-in by its entry point, and that nothing is switched on, slow, or fails silently."""
 
 import json
 

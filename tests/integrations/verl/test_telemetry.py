@@ -1,4 +1,4 @@
-"""Telemetry on verl: one flag has agent-loop workers note what their responses do, and the observer make numbers of it."""
+"""Tests telemetry on verl: agent-loop workers note what their responses do, and the observer calculates the metrics."""
 
 import asyncio
 from types import SimpleNamespace

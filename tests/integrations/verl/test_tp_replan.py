@@ -1,4 +1,4 @@
-"""TP replan on verl: what a configuration allows, and what the trainer's steps lead to."""
+"""Tests TP replan on verl: the sizes that a configuration allows, and the results of training steps."""
 
 import json
 from types import SimpleNamespace

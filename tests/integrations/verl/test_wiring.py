@@ -1,4 +1,4 @@
-"""What each feature puts into verl's configuration, what it refuses there, and what verl's modules hold while it is on."""
+"""Tests what each feature adds to verl's configuration and refuses in it, and verl's modules while the feature is on."""
 
 import importlib.util
 import json

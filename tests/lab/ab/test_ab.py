@@ -1,4 +1,4 @@
-"""``rl-accel ab`` from outside: real processes, real signals, what is on disk afterwards."""
+"""Tests ``rl-accel ab`` from outside, with real processes and signals, by the files that it leaves."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""``rl-accel compare`` as it is typed, over runs that lie where other launchers left them."""
+"""Tests ``rl-accel compare`` by its command line, on runs in folders of other launchers."""
 
 import json
 import math

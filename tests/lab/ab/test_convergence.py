@@ -1,4 +1,4 @@
-"""The decision on runs whose truth is known: how often each answer is wrong, and whether the seeds it asks for are enough."""
+"""Tests the decision about learning on runs with a known truth: how often each answer is wrong, and the advised number of seeds."""
 
 import itertools
 import math

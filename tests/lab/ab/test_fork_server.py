@@ -1,4 +1,4 @@
-"""The fork server as the supervisor of a run uses it: its forks are processes like any other, only sooner."""
+"""Tests the fork server: its forks behave like newly started processes, but start sooner."""
 
 import json
 import sys

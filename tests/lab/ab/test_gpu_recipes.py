@@ -1,4 +1,4 @@
-"""Recipes that need GPUs, without one: every arm is composed and validated by verl, or parsed by slime, as its run would be."""
+"""Tests GPU recipes without a GPU: verl composes and validates the configuration of each arm, or slime parses its arguments."""
 
 import json
 import os

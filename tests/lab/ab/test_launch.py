@@ -1,4 +1,4 @@
-"""Runs as jobs of their own: what ``--launch`` prints is run by a shell, with a Slurm that is not there."""
+"""Tests ``--launch``: a shell runs the printed script, with a stand-in for Slurm."""
 
 import json
 import os

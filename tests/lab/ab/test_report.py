@@ -1,4 +1,4 @@
-"""The report holds the numbers, stands alone, and survives thin data."""
+"""Tests that the report holds the numbers, needs no other file, and can be made from few data."""
 
 import html.parser
 import io

@@ -1,4 +1,4 @@
-"""What the report says of rollouts, from metrics, dumps and ledgers of a kind that real runs write."""
+"""Tests the report's section about rollouts, on metrics, rollout files and ledgers in the form of real runs."""
 
 import json
 

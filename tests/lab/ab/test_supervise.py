@@ -1,4 +1,4 @@
-"""The supervisor leaves nothing of a command behind, whoever dies first."""
+"""Tests that the supervisor leaves no process of a command behind, whichever process dies first."""
 
 import contextlib
 import os

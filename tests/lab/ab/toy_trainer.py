@@ -1,4 +1,4 @@
-"""A small program that behaves like a trainer: overrides in, JSONL metrics out, children that resist their end.
+"""A small program that imitates a trainer: takes overrides, writes JSONL metrics, and starts children that ignore signals.
 
 Run by the tests as a real process. Overrides are ``key=value``: steps, seed, pause (seconds a step), adv (seconds that
 the advantage stage claims to take), part_at (step from which reward and gradient differ), fail_at, hang_at, log (a line

@@ -1,4 +1,4 @@
-"""``bench advantages``: records of one small shape, and no numbers for a replacement that is wrong."""
+"""Tests ``bench advantages`` at one small shape: it writes records, and no numbers for a wrong replacement."""
 
 import dataclasses
 

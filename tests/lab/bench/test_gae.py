@@ -1,4 +1,4 @@
-"""The benchmark command: right contestants get numbers, a wrong one gets none and makes it fail."""
+"""Tests ``bench gae``: correct contestants get numbers; a wrong contestant gets none and makes the command fail."""
 
 import json
 import shlex

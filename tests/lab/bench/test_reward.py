@@ -1,4 +1,4 @@
-"""``bench reward``: its programs are as published, its sums are right, and what is wrong turns it red."""
+"""Tests ``bench reward``: programs are as published, sums are correct, and wrong results turn it red."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""``bench tail``: the load on verl is exact and leaves nothing behind."""
+"""Tests ``bench tail``: the load on verl is exact, and nothing stays behind."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The one-token kernel against scaled_dot_product_attention on ragged lengths, with and without shared heads."""
+"""Compares the one-token attention kernel with scaled_dot_product_attention on ragged lengths, with and without shared heads."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The engine against a plain forward of the model, and a request's independence of what else runs."""
+"""Compares the engine with a plain forward pass of the model, and tests that requests do not influence each other."""
 
 import random
 import threading

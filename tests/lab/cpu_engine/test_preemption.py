@@ -1,4 +1,4 @@
-"""The engine with a budget of key-value memory, against the same engine without one; and which requests run."""
+"""Compares the engine under a limit of key-value memory with the same engine without a limit, and tests which requests run."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""Sampling: uniforms that depend on seed and position only, exact truncation, clear refusals."""
+"""Tests sampling: uniform numbers depend only on seed and position, truncation is exact, wrong settings are refused."""
 
 import numpy as np
 import pytest

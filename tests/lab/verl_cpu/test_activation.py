@@ -1,4 +1,4 @@
-"""What the CPU platform does to a process that imports verl, and that nothing of it is there unless it is named."""
+"""Tests the effects of the CPU platform on a process that imports verl, and that there are none without the platform."""
 
 import pytest
 

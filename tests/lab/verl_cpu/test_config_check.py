@@ -1,4 +1,4 @@
-"""The check of a run's configuration names everything a CPU run lacks, and its own advice, taken, silences it."""
+"""Tests that the configuration check names everything a CPU run lacks, and is silent once its advice is followed."""
 
 import sys
 from types import SimpleNamespace

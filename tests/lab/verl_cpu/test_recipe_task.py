@@ -1,4 +1,4 @@
-"""The task of examples/verl_ppo_cpu: its reward. What prepare.py writes is tested where the recipe is run."""
+"""Tests the reward of examples/verl_ppo_cpu. Tests that run the recipe cover prepare.py."""
 
 import runpy
 

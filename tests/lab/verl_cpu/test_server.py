@@ -1,4 +1,4 @@
-"""Replica, server actor and weight updates in a real Ray cluster, driven as verl drives them."""
+"""Tests replicas, server actors and weight updates in a real Ray cluster, driven as verl drives them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""SGLang on the CPU platform: what a run cannot have is refused, what SGLang lacks is stood in for, what changed is named."""
+"""Tests SGLang on the CPU platform: impossible settings are refused, missing parts have stand-ins, changed parts are named."""
 
 import copy
 import importlib

@@ -1,4 +1,4 @@
-"""Run by test_triton.py under triton's interpreter: the programs of the GPU scan against the loop in float64."""
+"""Script of test_triton.py: compares the programs of the GPU scan, run by triton's interpreter, with a loop in float64."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The CPU scan: the bits of verl's own functions, whatever the shape, the threads and the process."""
+"""Tests the CPU scan: it has the bits of verl's own functions for every shape, number of threads and process."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor

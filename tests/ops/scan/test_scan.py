@@ -1,4 +1,4 @@
-"""The public calls: which backend runs, what is refused and how, and what all backends have in common."""
+"""Tests the public functions of the scan: choice of backend, refused arguments, and properties of all backends."""
 
 import pytest
 import torch

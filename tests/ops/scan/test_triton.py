@@ -1,4 +1,4 @@
-"""The GPU scan, run by triton's interpreter on the CPU: the same programs, block by block, without a device."""
+"""Tests the GPU scan on the CPU with triton's interpreter: the same programs, block by block."""
 
 from pathlib import Path
 

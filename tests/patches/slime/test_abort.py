@@ -1,4 +1,4 @@
-"""Looks at aborted servers at short intervals: slime's own function, against servers of HTTP whose load is known at every look."""
+"""Tests polling of aborted servers at short intervals by slime's own function. The HTTP servers report a scripted load."""
 
 import asyncio
 import importlib

@@ -1,4 +1,4 @@
-"""The advantage functions for slime without slime: the arithmetic against plain loops."""
+"""Compares the advantage functions for slime with plain loops. Needs no slime."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The patches in the real slime: advantages of one rank and of two context-parallel ones, each a process that runs this file."""
+"""Tests the patches in real slime: advantages of one rank and of two context-parallel ranks, in processes that run this file."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""The patch of slime's ``post``: on a real SGLang server, an id stops a request; failed tries are shown."""
+"""Tests the patch of slime's ``post`` on a real SGLang server: an id stops a request, and failed attempts are logged."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Run by test_sampler.py: samples from a real TransferQueue, stock and patched, and prints what that took as JSON."""
+"""Script of test_sampler.py: samples from a real TransferQueue, stock and patched, and prints the measurements as JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The advantage patches on real verl: in and out of every binding, same bits through verl's own entry points."""
+"""Tests the advantage patches on real verl: applied and reverted at every binding, the same bits through verl's entry points."""
 
 from types import SimpleNamespace
 

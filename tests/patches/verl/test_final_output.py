@@ -1,4 +1,4 @@
-"""Parts of a response are put together to what vLLM would have handed over; requests of others pass untouched."""
+"""Tests that parts of a response are joined to vLLM's own output, and that other requests are untouched."""
 
 import asyncio
 import sys

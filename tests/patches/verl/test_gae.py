@@ -1,4 +1,4 @@
-"""The GAE patch on real verl: same bits, at every binding, and verl's own function wherever we cannot promise that."""
+"""Tests the GAE patch on real verl: the same bits at every binding, and verl's own function for unsupported arguments."""
 
 import logging
 

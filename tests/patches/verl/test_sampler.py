@@ -1,4 +1,4 @@
-"""The sampler patch on verl's real replay buffers: same method, other interval, one attribute for every V1 mode."""
+"""Tests the sampler patch on verl's real replay buffers, in every V1 mode."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Gradients, losses and metrics of an actor update without the rows whose advantages are zero, beside verl's own update.
+"""Compares gradients, losses and metrics of an actor update without the rows of advantage 0 with verl's own update.
 
 The engine is verl's FSDPEngineWithLMHead with a tiny model: its own micro-batches, policy losses and backward passes.
 """

@@ -1,4 +1,4 @@
-"""Every replacement on real verl: in and out of every binding, its fingerprint, and what is refused."""
+"""Tests every patch on real verl: applied and reverted at every binding, its fingerprint, and its refusals."""
 
 import dataclasses
 import importlib

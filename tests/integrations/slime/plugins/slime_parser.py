@@ -1,4 +1,4 @@
-"""slime's own argument parser, on a machine without Megatron."""
+"""Parses arguments with slime's own parser on a machine without Megatron."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""Graders as users write them, for ``grader``. A sample's metadata hold its score and what its grading does."""
+"""Graders as users write them, for the flag ``grader``. The metadata of a sample hold its score and what its grading does."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""What slime's flags name in the tests: judges, generate functions, filters, hooks. Each notes what it saw in ``SEEN``."""
+"""Functions that slime's flags name in the tests: judges, generate functions, filters, hooks. Each notes its input in ``SEEN``."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""A pytest plugin: slime's own tests run with our features on, as slime's ``--custom-megatron-init-path`` turns them on."""
+"""Pytest plugin that runs slime's own tests with our features on, as ``--custom-megatron-init-path`` turns them on."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Responses that go on elsewhere, through client and router, on real engines on a CPU. Actors are plain objects here."""
+"""Tests responses that move between replicas, with client, router and real CPU engines. Actors are plain objects here."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Responses of a validation are marked on their way to the reward worker, and nowhere else."""
+"""Tests that only responses of a validation are marked, and only for the reward worker."""
 
 import asyncio
 from unittest import mock

@@ -1,4 +1,4 @@
-"""A table of graders: each gives the score, or the error, that it gives in verl without us."""
+"""Tests that each kind of grader gives the same score or error as in verl without rl-accel."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""verl's own code rewards, case by case within limits: the same scores as verl's own functions give."""
+"""Tests verl's code rewards with a limit per test case: the scores equal those of verl's own functions."""
 
 import asyncio
 import json

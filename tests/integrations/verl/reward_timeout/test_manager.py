@@ -1,4 +1,4 @@
-"""Rewards of real responses through verl's own loading of managers and functions: the same as without us, but for time."""
+"""Tests rewards through verl's own loading of managers and functions: they equal those without rl-accel, except for time."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""verl's real reward workers in a real Ray job: killed, cancelled, and what the numbers say of it.
+"""Tests verl's real reward workers in a real Ray job while processes are killed and calls cancelled, and the metrics of it.
 
 In make test, tests/e2e/test_reward_timeout.py kills such processes under the real trainer.
 """

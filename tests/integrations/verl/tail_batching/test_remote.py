@@ -1,4 +1,4 @@
-"""What tail batching does with Ray actors that are cancelled or die, on a real cluster."""
+"""Tests tail batching with Ray actors that are cancelled or die, on a real cluster."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What an agent-loop worker does with its responses at the end of a round, in this process; verl's part of it is replaced."""
+"""Tests an agent-loop worker at the end of a round, in this process and with a stand-in for verl's part."""
 
 import asyncio
 from unittest import mock
