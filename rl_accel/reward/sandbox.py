@@ -97,7 +97,7 @@ class Graders(WorkerPool):
     grader's caches, pools and connections persist. If a call exceeds a limit, the process and all processes started by it are
     killed, and a new process replaces the killed process. Concurrent calls run in several processes, which share no state (see
     :class:`~rl_accel.reward.worker_pool.WorkerPool`). These processes have the environment, ``sys.path``, working folder and output
-    of this process. Only the limits ``wall`` and ``cpu`` are enforced. Arguments and return values are pickled, with cloudpickle if
+    of this process. Only the limit ``wall`` is enforced. Arguments and return values are pickled, with cloudpickle if
     pickle fails.
 
     Isolation is for a grader that executes the code that it grades. Each call runs in its own forked process, and all limits are

@@ -156,6 +156,7 @@ class Worker:
             SandboxError: the new process cannot be started.
         """
         ours, theirs = socket.socketpair()
+        ours.setblocking(True)  # code of the user may have called socket.setdefaulttimeout
         command, environment = [sys.executable, str(_SCRIPT), str(theirs.fileno())], None
         if start.isolation:
             command.insert(1, "-I")

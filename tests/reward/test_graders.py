@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -117,6 +118,32 @@ async def test_a_grader_that_a_signal_ends_is_killed_whatever_earlier_calls_have
     await pool.call({"code": "import time\nwhile time.process_time() < 1.5: pass"}, Limits(wall=60, cpu=60))
     result = await pool.call({"code": "import os; os.kill(os.getpid(), 9)"}, SHORT)
     assert (result.verdict, result.reason) == ("killed", "its process ended with -9")
+
+
+async def test_a_trusted_grader_may_compute_on_more_cores_than_one(graders):
+    limits = Limits(wall=60, cpu=0.2)
+    limits.updates.publish(60, 0.1)
+    code = "import time\nbegan = time.process_time()\nwhile time.process_time() < began + 1.0: pass\nscore = 1.0"
+    found = await graders("execute").call({"code": code}, limits)
+    assert (found.verdict, found.value) == ("done", 1.0), found
+
+
+@pytest.mark.parametrize(
+    "line", ["socket.setdefaulttimeout(5)", "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"], ids=["socket", "signal"]
+)
+async def test_a_module_may_change_settings_of_its_process(line, tmp_path, closed_later):
+    """verl imports the module in the reward worker, too, which then starts the processes of the grader."""
+    (tmp_path / "g.py").write_text(f"import signal, socket\n{line}\ndef grade(text, rest): return text[::-1]\n")
+    text = "ab" * 2_000_000
+    try:
+        socket.setdefaulttimeout(5 if "socket" in line.partition("(")[0] else None)
+        pool = closed_later(Graders(f"{tmp_path / 'g.py'}:grade", 1, constants={"rest": text}))
+        pool.warm_up()
+        for _ in range(2):
+            assert (await pool.call({"text": text, "rest": text})).value == text[::-1]
+    finally:
+        socket.setdefaulttimeout(None)
+    assert pool.deaths == 0
 
 
 async def test_a_grader_whose_import_ends_its_process_is_named_even_if_a_child_lives_on(tmp_path, closed_later):

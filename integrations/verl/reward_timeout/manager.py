@@ -236,11 +236,11 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _function(self) -> Graders:
-        """Grader processes for a synchronous reward function. They call it outside their main threads, as verl does."""
+        """Grader processes for a synchronous reward function. They call it in the main thread if verl would (``remote``)."""
         function = self._graders[self._target[0]] = Graders(
             self._target[0],
             self._slots,
-            in_thread=True,
+            in_thread=self._configured["name"] != "remote",
             computing=self._program_slots,
             environment={**process_start.removed_variables(), **grader_cluster.environment()},
             setup=grader_cluster.SETUP,

@@ -95,6 +95,7 @@ class Channel:
 
     def __init__(self, control: socket.socket, reaper: int | None = None) -> None:
         self.control = control
+        control.setblocking(True)  # code of the user may have called socket.setdefaulttimeout
         self.descriptors = {control.fileno()} if reaper is None else {control.fileno(), reaper}
         self.reaper = reaper
         self._poll = select.poll()

@@ -79,8 +79,8 @@ class Watch:
     """Watches one execution (a program under test, or a call of a grader), which starts when this object is created.
 
     Args:
-        limits: limits "wall" and "cpu" in seconds; optionally "memory" (bytes of resident memory) and "processes" (number of
-            threads). Messages from ``channel`` change this dict in place.
+        limits: limit "wall" in seconds; optionally "cpu" in seconds, "memory" (bytes of resident memory) and "processes" (number
+            of threads). Messages from ``channel`` change this dict in place.
         channel: socket from which messages come that stop the execution or set new limits.
         spared: pids of children of this process that do not belong to the execution.
         report: buffer for the result of the execution.
@@ -184,7 +184,7 @@ class Watch:
                     message, _ = self.channel.next()
                     if "stop" in message:
                         return "cancelled", -1
-                    self.limits |= message
+                    self.limits |= {name: message[name] for name in message.keys() & self.limits.keys()}
                 for descriptor in ready & sinks.keys():
                     if not sinks[descriptor].read():
                         poll.unregister(descriptor)

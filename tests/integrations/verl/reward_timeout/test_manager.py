@@ -107,6 +107,25 @@ def test_every_manager_of_verls_gives_the_rewards_of_stock(configure, manager_of
         assert manager.held.timeout is None, "its own limit would strike"
 
 
+ALARM = """
+import signal
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    except ValueError:  # not in the main thread
+        return 0.0
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(("name", "expected"), [("naive", 0.0), ("remote", 1.0)])
+def test_a_grader_may_set_an_alarm_where_it_may_in_verl(configure, responses, score, name, expected):
+    """verl's ``remote`` calls the function in the main thread of an actor, the other managers in a pool of threads."""
+    (found,) = score(configure(ALARM, keys={"reward.reward_manager.name": name}), responses("7"))
+    assert found["reward_score"] == expected
+
+
 def test_an_async_function_is_cancelled_at_its_limit(configure, manager_of, responses, score):
     manager = manager_of(configure(ASYNC, {**QUICK, "maximum": 0.5}))
     began = time.monotonic()
