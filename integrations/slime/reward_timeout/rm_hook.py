@@ -47,6 +47,9 @@ graders either and because they cost this machine nothing."""
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """True if the current asyncio task grades an evaluation sample. slime marks and grades a sample in the same task."""
+_GRADED: ContextVar[tuple[Any, int]] = ContextVar("graded", default=(None, 0))
+"""Sample that the current asyncio task has graded last, and the number of earlier gradings of this sample. A generate function may
+grade each turn of a sample."""
 
 
 def mark_evaluation(args: Any, sample: Any, evaluation: bool = False, rollout_id: int | None = None) -> None:
@@ -135,6 +138,9 @@ class Grading:
         while isinstance(sample, list):  # with --group-rm, a generate function may have made a list of each sample
             sample = sample[0]
         spec, prompt = self._spec_of(args, sample), prompt_key(sample.prompt, sample.label)
+        graded, gradings = _GRADED.get()
+        gradings = gradings + 1 if graded is given else 0
+        _GRADED.set((given, gradings))
         if spec.name == "code":
             result = await self._run_program(prompt, sample, teach)
         else:
@@ -142,8 +148,9 @@ class Grading:
                 executor, run = self._awaited_executor, functools.partial(self._await, spec, args, given, kwargs)
             else:
                 executor, run = self._executor, functools.partial(self._run_in_process, spec, args, given, kwargs)
+            case = f"{spec.name}/{size or 1}" + (f"/{gradings}" if gradings else "")
             result = await executor.execute(
-                prompt, f"{spec.name}/{size or 1}", run, lambda result: self._scores.is_correct(result, size), teach
+                prompt, case, run, lambda result: self._scores.is_correct(result, size), teach
             )
         if spec.function is None and result.reason.startswith("NotImplementedError"):
             raise ConfigError(

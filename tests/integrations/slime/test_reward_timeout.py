@@ -329,6 +329,19 @@ def test_a_limit_is_learned_from_right_answers_for_a_prompt_and_not_for_its_neig
     assert counted["anchors"] == 1
 
 
+def test_each_grading_of_a_sample_has_its_own_limit(judged, sample_of):
+    """A generate function may grade each turn, and the last one takes longer."""
+    judge = judged("plain", min_correct=1, minimum=0.2)
+
+    async def turns():
+        sample = sample_of()
+        first = await judge.stock(judge.args, sample)
+        sample.metadata["seconds"] = 1.5
+        return first, await judge.stock(judge.args, sample)
+
+    assert [judge.run(turns()) for _ in range(2)] == [(1.0, 1.0)] * 2
+
+
 def test_cancelling_kills(judged, sample_of, gone, wait_for, tmp_path):
     from slime.utils.async_utils import get_async_loop
 

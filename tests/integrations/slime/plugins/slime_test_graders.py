@@ -21,6 +21,7 @@ def _leave_word(sample):
 
 def _act(sample):
     what = sample.metadata.get("does", "")
+    time.sleep(sample.metadata.get("seconds", 0.0))
     if what == "hang":
         _leave_word(sample)
         time.sleep(600)
