@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from rl_accel.console import say, wide_console
+from rl_accel.console import refuse_idle_options, say, wide_console
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import SMALLEST_GAIN
@@ -62,7 +62,10 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
     _show(run, console)
     if not no_picture:
         first = run_dir if run_dir.exists() else Path(str(run_dir).partition(",")[0])
-        path = picture or (first if first.is_dir() else first.parent) / "profile.png"
+        path = picture or (first if first.is_dir() else first.parent)
+        if path.is_dir():
+            path /= "profile.png"
+        path = path.with_suffix(path.suffix or ".png")
         try:
             draw(run, path)
         except ValueError as error:  # matplotlib does not know the suffix
