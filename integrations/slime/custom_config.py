@@ -216,7 +216,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
                 checked, messages = args, [f"{STOPS}: {type(error).__name__}: {error}"]
         known = [*map(flag_of, vars(args))]
         for flag in unread():
-            meant = _FLAG.sub("--", flag).replace("_", "-")
+            meant = _FLAG.sub("--", flag).replace("_", "-").lower()
             if has_megatron or difflib.get_close_matches(meant, known, cutoff=_TYPO):
                 messages.append(f"{flag} is no flag of slime's{did_you_mean(meant, known)}; slime skips it")
         return checked, messages

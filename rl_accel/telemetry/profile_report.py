@@ -58,6 +58,8 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
     run. If the run had +rl_accel.telemetry.enable=True, the parts of generation are measured; otherwise they are estimated.
     """
     console = wide_console(140)
+    if no_picture:
+        refuse_idle_options("with --no-picture", "picture")
     run = read_run(run_dir, warmup, responses)
     _show(run, console)
     if not no_picture:

@@ -156,7 +156,9 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
             arms = {f"{_arm(side[0])}-{number}": side for number, side in enumerate(sides, 1)}
         if len(sides) < 2:
             first, second, *_ = *(word for word in words if word != "--against"), "RUN", "RUN"
-            raise click.UsageError(f"found no second arm: write {first} --against {second}, or name a YAML file of arms")
+            raise click.UsageError(
+                f"found no second arm: write {first} --against {second}, or name a YAML file of arms"
+            )
     recipe, runs = gather(arms, {key: value for key, value in metrics.items() if value is not None}, batch_size)
     facts = [(run, len(run.steps), [*run.command]) for run in runs]
     results = [RunResult(r.arm, r.seed or 0, n, words, {}, "read", None, n, label=r.label) for r, n, words in facts]

@@ -71,13 +71,8 @@ def test_the_page_is_whole_and_loads_nothing_and_the_console_shows_stages_checks
     assert "E=1 p &#39;a=[1, 2]&#39;" in text
     for name in ("reward", "step_time"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-<<<<<<< HEAD
     text = shown(summary)
-    assert "Median time of each stage, steps 3-6; the first 2 of each run are warm-up" in text
-=======
-    text = shown(found)
     assert "Median time of each stage, steps 3-6; at most 2 steps of warm-up of each run" in text
->>>>>>> 62a71be (Logs of Kubernetes and collectors are joined from their parts; slime-config reads a file as slime does; commands print on any terminal)
     assert re.search(r"adv +\S +0\.5 s +\S +0\.1 s +\S +5\.00x", text)
     assert re.search(r"faster +\S +red", text)
     assert "Red checks: faster." in text
