@@ -1,5 +1,6 @@
 """The command ``rl-accel``. The module of a subcommand is imported when the subcommand is called, so that ``--help`` is fast."""
 
+import contextlib
 import errno
 import importlib
 import io
@@ -148,8 +149,9 @@ def flags() -> None:
 def main() -> None:
     """Runs the command ``rl-accel``. For an error of the user, prints one line to standard error and exits with code 2."""
     sys.stdout = sys.stdout or io.StringIO()  # None if the caller has closed it
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack characters of a path or a table
+    with contextlib.suppress(AttributeError, OSError):  # no stream of Python's own, or one whose file was replaced
+        # a terminal's encoding may lack characters of a path or a table
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         cli(prog_name="rl-accel")
     except RlAccelError as error:
