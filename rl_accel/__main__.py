@@ -1,8 +1,12 @@
 """The command ``rl-accel``. The module of a subcommand is imported when the subcommand is called, so that ``--help`` is fast."""
 
+import contextlib
+import errno
 import importlib
+import io
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +148,10 @@ def flags() -> None:
 
 def main() -> None:
     """Runs the command ``rl-accel``. For an error of the user, prints one line to standard error and exits with code 2."""
+    sys.stdout = sys.stdout or io.StringIO()  # None if the caller has closed it
+    with contextlib.suppress(AttributeError, OSError):  # no stream of Python's own, or one whose file was replaced
+        # a terminal's encoding may lack characters of a path or a table
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         cli(prog_name="rl-accel")
     except RlAccelError as error:
@@ -157,9 +165,9 @@ def main() -> None:
         click.echo(f"rl-accel: this needs {package}: in a checkout of rl-accel, pip install '.[{extra}]'", err=True)
         raise SystemExit(2) from error
     except OSError as error:
-        if error.filename is None:  # an error of a network or a process, not of a file
+        if error.filename is None and error.errno != errno.ENOSPC:  # an error of a network or a process, not of a file
             raise
-        click.echo(f"rl-accel: {error.filename}: {error.strerror}", err=True)
+        click.echo(f"rl-accel: {f'{error.filename}: ' if error.filename else ''}{error.strerror}", err=True)
         raise SystemExit(2) from error
 
 

@@ -128,7 +128,7 @@ def read_environment() -> dict[str, Any]:
     text = value
     if not re.search(r"[{\n]|:(\s|$)", value):
         try:
-            text = Path(value).expanduser().read_text()
+            text = Path(value).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(f"{ENV_VAR}={value!r} is neither inline YAML nor a readable file: {error}") from error
     try:

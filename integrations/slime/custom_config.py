@@ -17,9 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from rl_accel import config as cfg
 from rl_accel.console import refuse_idle_options
@@ -95,7 +95,9 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
             line conflicts with a feature.
     """
     try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        text = path.read_text(encoding="utf-8")
+        OmegaConf.create(text)  # refuses a key that appears twice, of which slime takes the last
+        content: Any = yaml.safe_load(text) or {}  # as slime reads it: "${x}" and 1e-3 are plain text
     except Exception as error:  # yaml and OmegaConf raise unrelated classes
         raise ConfigError(f"{path} is not a readable YAML file: {one_line(error)}") from error
     if not isinstance(content, dict):
@@ -214,7 +216,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
                 checked, messages = args, [f"{STOPS}: {type(error).__name__}: {error}"]
         known = [*map(flag_of, vars(args))]
         for flag in unread():
-            meant = _FLAG.sub("--", flag).replace("_", "-")
+            meant = _FLAG.sub("--", flag).replace("_", "-").lower()
             if has_megatron or difflib.get_close_matches(meant, known, cutoff=_TYPO):
                 messages.append(f"{flag} is no flag of slime's{did_you_mean(meant, known)}; slime skips it")
         return checked, messages
@@ -252,13 +254,13 @@ def require_checkout(slime_root: str | Path) -> Path:
 
 
 @click.command("slime-config")
-@click.option("--enable", default="", help="Features, with commas between them: " + ",".join(SLIME_ARGUMENTS))
+@click.option("--enable", multiple=True, help="Features, with commas between them: " + ",".join(SLIME_ARGUMENTS))
 @click.option(
     "--set", "settings", multiple=True, help="A further flag, such as tail_batching.prompt_ratio=1.5. May repeat."
 )
 @click.option("--check", "file", type=click.Path(path_type=Path), help="Check this file instead of writing one.")
 @click.argument("line", nargs=-1)
-def slime_config(enable: str, settings: tuple[str, ...], file: Path | None, line: tuple[str, ...]) -> None:
+def slime_config(enable: tuple[str, ...], settings: tuple[str, ...], file: Path | None, line: tuple[str, ...]) -> None:
     """Print the YAML that turns features on in slime: ``rl-accel slime-config --enable gae,tail_batching > rl_accel.yaml``,
     then ``--custom-config-path rl_accel.yaml``.
 
@@ -280,7 +282,7 @@ def slime_config(enable: str, settings: tuple[str, ...], file: Path | None, line
         return
     if line:
         raise ConfigError("a launch line goes with --check FILE")
-    features = [name.strip() for name in enable.split(",") if name.strip()]
+    features = [name.strip() for name in ",".join(enable).split(",") if name.strip()]
     if not features:
         raise ConfigError(f"--enable wants features to turn on: {', '.join(SLIME_ARGUMENTS)}")
     content = make(features, _parse(settings))
@@ -294,6 +296,6 @@ def _parse(settings: tuple[str, ...]) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"--set wants feature.flag=value, found {setting!r}")
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)))
-    except (OmegaConfBaseException, YAMLError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"--set: {' '.join(str(error).split())}") from error
     return parsed  # type: ignore[no-any-return]

@@ -144,7 +144,9 @@ def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]
             notes.append(f"{name} stays off with {flag_of(keys[0])}; rl_accel.{name}.enable turns it on")
             continue
         for key, wanted in {**hooks.engine(section), **dict.fromkeys(hooks.unset)}.items():
-            found = getattr(args, key, None) if wanted is None else line.get(key, wanted)
+            # SGLang's parser takes any beginning of a flag
+            named = (value for name, value in line.items() if key.startswith(name) and name.startswith("sglang_"))
+            found = getattr(args, key, None) if wanted is None else next(named, wanted)
             if str(found) != str(wanted):
                 refuse(f"rl_accel.{name}", flag_of(key), "unset" if wanted is None else wanted, found)
         for key, our_path in hooks.arguments.items():

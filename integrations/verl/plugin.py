@@ -5,12 +5,16 @@ exception becomes a ``SystemExit`` with a message of one line, which verl does n
 arranges that flags are read from a trainer's configuration (see :mod:`rl_accel.patches.verl.config_intake`).
 """
 
+import atexit
+
 try:
     from rl_accel import process_start  # noqa: F401  # before code of the user changes what it stores
     from rl_accel.integrations.ray import propagate
+    from rl_accel.patches.verl import config_intake
     from rl_accel.runtime import RUNTIME
 
     RUNTIME.adopt(propagate.received())
+    atexit.register(config_intake.warn_of_unread_flags)
 except Exception as error:
     from rl_accel.errors import RlAccelError
 

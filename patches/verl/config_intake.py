@@ -49,12 +49,20 @@ SECTION = "rl_accel"
 _SECTION_LIKE = re.compile("rl[_-]?accel(?![a-z])", re.IGNORECASE)
 """Pattern of a misspelt top-level key that was meant as a flag of that section, such as ``rl_accel_auto=True``."""
 
+_is_read = False  # whether flags were looked for in a configuration
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
 
 
 def trainer() -> Any:
     """Returns the verl trainer that was constructed last in this process, or None if there is none."""
     return _trainer()
+
+
+def warn_of_unread_flags() -> None:
+    """Logs a warning if the command has flags in the section ``rl_accel`` that nothing has read, as a main that trains nothing."""
+    flags = [word for word in sys.argv if word.lstrip("+").startswith(f"{SECTION}.")]
+    if flags and not _is_read and RUNTIME.sources() is not None:
+        logger.warning("rl-accel: nothing in this program has read %s", " ".join(flags))
 
 
 def resumed_checkpoint(trainer: Trainer) -> Path | None:
@@ -177,6 +185,8 @@ def _require_section_name(config: Any) -> None:
 
 
 def _take_in(run: VerlRun) -> None:
+    global _is_read
+    _is_read = True
     if run.in_driver:
         _require_section_name(run.config)
     try:
@@ -229,9 +239,11 @@ def _refusing_unread_flags(original: Any, _settings: Any = None) -> Any:
 
     @functools.wraps(original)
     def with_check(*args: Any, **kwargs: Any) -> None:
+        global _is_read
         config, sources = inspect.signature(original).bind(*args, **kwargs).arguments.get("config"), RUNTIME.sources()
         if config and config.get(SECTION) and sources is not None and FRAMEWORK not in sources:
             message = f"this trainer reads no flags of {SECTION}: leave them out; RL_ACCEL=gae in the environment works"
+            _is_read = True
             raise SystemExit(f"rl-accel: {FRAMEWORK}: {message}")  # verl-recipe's spin goes on after any Exception
         original(*args, **kwargs)
 

@@ -30,7 +30,8 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     """Disk cache of compiled kernels, keyed by the sources of all files in the kernel's folder.
 
     numba's own key covers only the file of the compiled function. But a kernel uses constants and functions of other files, and
-    code compiled with old constants would write out of bounds.
+    code compiled with old constants would write out of bounds. Without space on the disk, or with a damaged file, a kernel is
+    compiled in each process.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -39,6 +40,17 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (*super()._index_key(sig, codegen), self._sources)
+
+    def load_overload(self, *args: Any) -> Any:
+        try:
+            return super().load_overload(*args)
+        except Exception:  # the damaged bytes may be a pickle or machine code
+            with contextlib.suppress(OSError):
+                self.flush()
+
+    def save_overload(self, *args: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().save_overload(*args)
 
 
 def compiled(function: Kernel) -> Kernel:

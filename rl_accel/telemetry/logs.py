@@ -17,7 +17,7 @@ LogRecord = tuple[int, dict[str, float]]
 
 ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
 """Pattern of a terminal's control sequence, such as a colour, a hidden cursor or the title of a window."""
-PROCESS = re.compile(r"^\([\w:]+[^()]*pid=[^()]*\)\s?")
+PROCESS = re.compile(r"\([\w:]+[^()]*pid=[^()]*\)\s?")
 """Pattern of the prefix of each line from a Ray worker, such as ``(TaskRunner pid=3165)``."""
 _FOREIGN = re.compile(r"(?:^|\s)\[|\(\w+ pid=|(?:[A-Z][\w ]{0,80}:\s*|^|\s)\d+%\|")
 """Pattern of the beginning of another program's text in a line of metrics: Ray's ``[repeated 3x across cluster]``, another worker,
@@ -29,6 +29,8 @@ _VALUE = r"\s*(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|in
 _METRIC = re.compile(f"(.*):{_VALUE}")
 _BEGUN = re.compile(r"[^:]*(?::\s*(?:[a-z][\w.]{0,15}(?:\([^()]*)?|[-+\d.einfa]*)\)?(?:\s+-?\s*)?)?")
 """Pattern of a logged metric whose end may be cut off, such as the last metric in a line."""
+_WIDEST = 1000
+"""Number of columns above which a line is taken for no row of a terminal."""
 _OLD_PREFIX = "timing/"
 """Prefix of the timer metrics in verl's logs of 2024."""
 
@@ -103,9 +105,11 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
             continue
         text = ESCAPE.sub("", line.rstrip("\n"))
         width = len(text)
-        worker = prefix[0] if (prefix := PROCESS.match(text)) else ""
-        text = text.removeprefix(worker)
-        if begun := _STEP.search(text):
+        begun = _STEP.search(text)
+        # a container, a node or a clock may have put text of its own before Ray's prefix
+        prefix = PROCESS.search(text, 0, begun.start()) if begun else PROCESS.match(text)
+        worker = prefix[0] if prefix else ""
+        if begun:
             steps.append(_Step(_own(begun[0]), worker, line.endswith("\n"), [width]))
             is_open = True
             if workers is not None and [worker] != workers[-1:]:
@@ -115,7 +119,7 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
         elif is_open:
             is_open = steps[-1].add(_own(text), width, line.endswith("\n"))
     # rows are as wide as the terminal; next to a longer line, a row such as "42" is a number that something has printed
-    is_wrapped = all(step.rows[0] >= longest - 1 for step in steps if step.doubtful)
+    is_wrapped = longest < _WIDEST and all(step.rows[0] >= longest - 1 for step in steps if step.doubtful)
     for step in steps:
         if step.doubtful and not is_wrapped:
             yield from _record(step.doubtful, True)

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from rl_accel.console import say, wide_console
+from rl_accel.console import refuse_idle_options, say, wide_console
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import SMALLEST_GAIN
@@ -58,11 +58,16 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
     run. If the run had +rl_accel.telemetry.enable=True, the parts of generation are measured; otherwise they are estimated.
     """
     console = wide_console(140)
+    if no_picture:
+        refuse_idle_options("with --no-picture", "picture")
     run = read_run(run_dir, warmup, responses)
     _show(run, console)
     if not no_picture:
         first = run_dir if run_dir.exists() else Path(str(run_dir).partition(",")[0])
-        path = picture or (first if first.is_dir() else first.parent) / "profile.png"
+        path = picture or (first if first.is_dir() else first.parent)
+        if path.is_dir():
+            path /= "profile.png"
+        path = path.with_suffix(path.suffix or ".png")
         try:
             draw(run, path)
         except ValueError as error:  # matplotlib does not know the suffix

@@ -33,8 +33,10 @@ _MOST_ROWS = 200
 _OBJECT = re.compile(r"<[^<>]*>")
 """Pattern of the printed form of an object that cannot be parsed as Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
-_DOCKER = ('{"log":"', '{"log": "')
-"""Beginnings of a line in a log that Docker has written."""
+_JSON_LINE = re.compile(r'\{.*"(?:log|message)":')
+"""Beginning of a line in a log that Docker or a log collector has written."""
+_KUBERNETES = re.compile(r"\d{4}-\S+ std(?:out|err) ([FP]) ")
+"""Beginning of a line in a log that Kubernetes has written: F is a full line or the last part of a line, P another part."""
 _ENCODING = "utf-8-sig"
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?")
 _COMMA = re.compile(r"[-+.\d]*,\d[.,\d]*([eE][-+]?\d+)?")
@@ -90,10 +92,8 @@ class Logged:
     @property
     def notes(self) -> list[str]:
         """Sentences on steps that are left out or mixed."""
-        notes = [
-            f"the run began again at step {step}: what was logged before from there on is left out"
-            for step in self.restarts
-        ]
+        steps = ", ".join(map(str, self.restarts))
+        notes = [f"the run began again at step {steps}: what was logged before from there on is left out"] * bool(steps)
         if len(set(self.workers)) < len(self.workers):
             names = ", ".join(sorted({worker.strip() for worker in self.workers}))
             notes.append(
@@ -240,13 +240,22 @@ def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """Yields the lines of a text log; of a log that Docker has written as JSON, the text of each line."""
+    """Yields the lines of a text log; of a log that Docker, Kubernetes or a collector has written, each line, joined from parts."""
+    whole = ""
     with _opened(file) as lines:
         for line in lines:
-            if line.startswith(_DOCKER):
+            if _JSON_LINE.match(line):
                 with contextlib.suppress(*BAD_RECORD):
-                    line = str(json.loads(line)["log"])
-            yield line
+                    record = json.loads(line)
+                    line = str(record["log"]) if "log" in record else f"{record['message']}\n"
+            elif begun := _KUBERNETES.match(line):
+                line = line[begun.end() :].removesuffix("\n" if begun[1] == "P" else "")
+            whole += line
+            if whole.endswith("\n"):
+                yield whole
+                whole = ""
+    if whole:
+        yield whole
 
 
 def _chunks(file: Path, is_whole: bool) -> Iterator[str]:

@@ -54,3 +54,22 @@ def test_compiled_code_is_kept_and_not_loaded_for_other_sources(python, tmp_path
             python(script, NUMBA_CACHE_DIR=str(tmp_path / "kept"), PYTHONDONTWRITEBYTECODE="1").stdout.split()
         )
     assert results == [["3", "0"], ["3", "1"], ["4", "0"]]
+
+
+@pytest.mark.slow
+def test_a_full_disk_or_a_damaged_file_costs_a_compilation_and_no_call(python, tmp_path):
+    (tmp_path / "kernel.py").write_text("def add(a):\n    return a + 2\n")
+    script = """
+        import resource, sys
+        from kernel import add
+        from rl_accel.ops import cpu
+        kernel = cpu.compiled(add)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+        print(kernel(1), sum(kernel.stats.cache_hits.values()))
+    """
+    kept = tmp_path / "kept"
+    for space, damage, found in (("0", "", "3 0"), ("-1", "", "3 0"), ("-1", "*.nbi", "3 0"), ("-1", "", "3 1")):
+        for file in kept.rglob(damage or "nothing"):
+            file.write_bytes(b"")
+        done = python(script, space, NUMBA_CACHE_DIR=str(kept), PYTHONDONTWRITEBYTECODE="1")
+        assert done.stdout.strip() == found, (space, damage)

@@ -195,12 +195,13 @@ def test_whatever_slime_logs_is_read_back_equal(tmp_path_factory, steps, prefix)
 
 
 def test_runs_that_share_a_console_are_said_and_a_restart_is_none_of_them(tmp_path):
-    def log(*processes):
-        lines = [f"(TaskRunner pid={process}) step:{n} - a:1\n" for n, process in enumerate(processes)]
+    def log(*processes, prefix=""):
+        lines = [f"{prefix}(TaskRunner pid={process}) step:{n} - a:1\n" for n, process in enumerate(processes)]
         (tmp_path / "x.log").write_text("".join(lines))
         return read(str(tmp_path)).notes
 
     assert log(1, 1, 2, 2) == []
+    assert log(1, 2, 1, 2, prefix="[pod/x] 10:00:01 ") == log(1, 2, 1, 2)
     (note,) = log(1, 2, 1, 2)
     assert "several processes log steps in turns ((TaskRunner pid=1), (TaskRunner pid=2))" in note
 
@@ -214,6 +215,12 @@ def test_a_number_that_is_printed_after_a_step_is_no_part_of_its_last_metric(pre
     ]
     pairs = [row for pair in zip(lines, printed, strict=True) for row in pair]
     assert records([f"{prefix}{row}" for row in [*pairs, "a line that is longer than any of those of a step"]]) == steps
+
+
+def test_a_number_after_the_only_step_is_no_part_of_a_line_that_no_terminal_is_wide_enough_for():
+    metrics = {f"critic/metric_{number}/mean": number / 4 for number in range(60)} | {"z": 1.5}
+    line = "step:1 - " + " - ".join(f"{name}:{value}" for name, value in metrics.items())
+    assert records([line, "7"]) == [(1, metrics)]
 
 
 def test_after_the_last_row_of_a_step_numbers_are_of_others():

@@ -4,6 +4,8 @@ import errno
 import json
 import math
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -260,6 +262,28 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line_after_the_table(tmp_p
 
     monkeypatch.setattr("pathlib.Path.open", refuse)
     assert call(tmp_path).err == f"rl-accel: {tmp_path / 'm.jsonl'}: Permission denied\n"
+
+
+def test_the_line_on_the_picture_names_its_file(tmp_path, invoke):
+    write_log(tmp_path / "m.jsonl")
+    for given, file in ((tmp_path, "profile.png"), (tmp_path / "x", "x.png"), (tmp_path / "x.svg", "x.svg")):
+        assert f"Picture: {tmp_path / file}\n" in invoke(profile, tmp_path, "--picture", given)
+        assert (tmp_path / file).stat().st_size
+
+
+@pytest.mark.slow
+def test_a_terminal_that_lacks_characters_or_is_gone_is_no_traceback(tmp_path, clean_environment):
+    write_log(tmp_path / "märz.jsonl")
+    command = f"{sys.executable} -m rl_accel profile {tmp_path}/märz.jsonl --no-picture"
+    for shell, code, out, err in (
+        (command, 0, "m?rz.jsonl: verl's file logger", ""),
+        (f"{command} >&-", 0, "", ""),
+        (f"{command} > /dev/full", 2, "", "rl-accel: No space left on device"),
+    ):
+        env = {**clean_environment, "PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(shell, shell=True, env=env, capture_output=True, text=True)
+        assert "Traceback" not in done.stderr, shell
+        assert (done.returncode, out in done.stdout, err in done.stderr) == (code, True, True), done.stderr
 
 
 def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path, invoke):

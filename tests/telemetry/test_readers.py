@@ -309,6 +309,27 @@ def test_a_console_in_docker_s_json_has_every_metric(tmp_path):
     assert read(str(tmp_path)).steps == {3: {"perf/step_time": 2.5}}
 
 
+@pytest.mark.parametrize("size", [30, 10**6])
+def test_a_console_of_kubernetes_or_of_a_collector_has_every_metric(tmp_path, size):
+    """Kubernetes cuts long lines into parts."""
+    verl = [f"(TaskRunner pid=7) step:{step} - a/mean:1.5 - timing_s/step:{step}.25" for step in (1, 2)]
+    slime = ["(A pid=1) [t] x.py:1 - perf 3: {'perf/step_time': 2.5, 'perf/a': 1.25}"]
+
+    def pieces(line):
+        parts = [line[at : at + size] for at in range(0, len(line), size)]
+        return [f"2026-11-28T10:00:00.1Z stdout {'P' if part is not parts[-1] else 'F'} {part}" for part in parts]
+
+    log = tmp_path / "0.log"
+    for lines, wanted in (
+        (verl, {step: {"a/mean": 1.5, "timing_s/step": step + 0.25} for step in (1, 2)}),
+        (slime, {3: {"perf/step_time": 2.5, "perf/a": 1.25}}),
+    ):
+        log.write_text("".join(f"{piece}\n" for line in lines for piece in pieces(line)))
+        assert read(str(log)).steps == wanted
+        log.write_text("".join(json.dumps({"time": "x", "message": line, "pod": "a"}) + "\n" for line in lines))
+        assert read(str(log)).steps == wanted
+
+
 @pytest.mark.parametrize("name", ["metrics.json", "metrics", "metrics.log", "metrics.jsonl"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["", "byte order mark"])
 def test_the_file_of_verl_s_file_logger_may_have_any_name(tmp_path, monkeypatch, name, mark):

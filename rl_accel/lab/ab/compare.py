@@ -137,6 +137,10 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     or slime; paths joined by commas are one run that was started several times. Exit code 0: runs were compared, with any result;
     2: an input cannot be read.
     """
+    for word in words:
+        if word.startswith("-") and word != "--against":
+            options = (name for option in click.get_current_context().command.params for name in option.opts)
+            raise click.UsageError(f"No such option: {word}{did_you_mean(word, ('--against', *options))}")
     if len(words) == 1 and words[0].endswith((".yaml", ".yml")):
         arms = load_arms(Path(words[0]))
     else:
@@ -151,9 +155,9 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
         if len(arms) < len(sides):
             arms = {f"{_arm(side[0])}-{number}": side for number, side in enumerate(sides, 1)}
         if len(sides) < 2:
-            second = words[1] if len(words) > 1 else "RUN"
+            first, second, *_ = *(word for word in words if word != "--against"), "RUN", "RUN"
             raise click.UsageError(
-                f"found no second arm: write {words[0]} --against {second}, or name a YAML file of arms"
+                f"found no second arm: write {first} --against {second}, or name a YAML file of arms"
             )
     recipe, runs = gather(arms, {key: value for key, value in metrics.items() if value is not None}, batch_size)
     facts = [(run, len(run.steps), [*run.command]) for run in runs]

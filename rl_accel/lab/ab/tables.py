@@ -49,7 +49,7 @@ def _stages(summary: Mapping[str, Any]) -> TextTable:
     names = [[f"{baseline}/{arm}" if len(others) > 1 else "ratio", "95% interval", "seconds saved"] for arm in others]
     spans = sorted({tuple(ends) for ends in summary["measured_steps"].values() if ends})
     title = f"{average.capitalize()} time of each stage, steps {', '.join('{}-{}'.format(*ends) for ends in spans)}; "
-    title += f"the first {summary['recipe']['metrics']['warmup_steps']} of each run are warm-up and not counted"
+    title += f"at most {summary['recipe']['metrics']['warmup_steps']} steps of warm-up of each run are not counted"
     note = f"Ratios are {baseline} divided by the arm; intervals are noise between steps, not between machines."
     return TextTable(title, ["stage", *arms, *itertools.chain(*names)], rows, [note] if others else [])
 

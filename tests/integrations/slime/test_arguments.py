@@ -141,6 +141,7 @@ def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launche
         ("tail_batching", {"partial_rollout": True}, "--partial-rollout = unset"),
         ("reward_timeout", {"custom_rm_path": "my.rm", **GRADER}, r"--custom-rm-path = other\.rm, found my\.rm"),
         ("drafts", {"line": "--sglang-speculative-algorithm EAGLE"}, "-speculative-algorithm = NGRAM, found EAGLE"),
+        ("drafts", {"line": "--sglang-speculative-algo=EAGLE"}, "-speculative-algorithm = NGRAM, found EAGLE"),
         ("drafts", {"sglang_speculative_num_steps": 3}, "--sglang-speculative-num-steps = unset, found 3"),
         ("tail_batching", {"line": TWO_FILES}, ONE_FILE),
         ("reward_timeout", {"custom_rm_path": DISTILLATION}, "wants a grader that"),

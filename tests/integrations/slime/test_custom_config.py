@@ -126,6 +126,20 @@ def test_other_keys_are_looked_up_in_the_checkout(check, tmp_path):
         check(content, Path("/nowhere"))
 
 
+def test_a_file_is_read_as_slime_reads_it_and_no_feature_of_the_command_is_lost(tmp_path, invoke):
+    file, hook = tmp_path / "x.yaml", "data_source_path: rl_accel.integrations.slime.hooks.data_source\n"
+    file.write_text(f"{hook}note: at ${{now}}\ncommon: &on {{enable: true}}\nrl_accel: {{sampler: *on}}\n")
+    assert len(custom_config.check(file)) == 0
+    file.write_text(f"{hook}rl_accel: {{reward_timeout: {{enable: true, slack: 1e-1}}}}\n")
+    with pytest.raises(ConfigError, match=r"slack wants float, found '1e-1' \(str\)"):  # also what the run would say
+        custom_config.check(file)
+    file.write_text(f"{hook}{hook}rl_accel: {{}}\n")
+    with pytest.raises(ConfigError, match="found duplicate key data_source_path"):
+        custom_config.check(file)
+    written = invoke(custom_config.slime_config, "--enable", "gae", "--enable", "sampler,drafts")
+    assert {*OmegaConf.create(written).rl_accel} == {"gae", "sampler", "drafts"}
+
+
 def test_a_file_that_is_no_mapping_or_not_there_is_named(check, tmp_path):
     with pytest.raises(ConfigError, match="wants a mapping of slime's arguments, found list"):
         check([1])
@@ -160,6 +174,7 @@ def test_a_file_that_is_no_mapping_or_not_there_is_named(check, tmp_path):
         ("gae", "--megatron-config-path roles.yaml", 0, "my.init of the critic in roles.yaml must call rl_accel"),
         ("gae", "--megatron-config-path none.yaml", 1, "train.py itself stops: none.yaml: FileNotFound"),
         ("sampler", "--megatron-config-path roles.yaml", 0, ""),
+        ("gae", "--Rm-Type math", 0, "--Rm-Type is no .*mean --rm-type.*skips"),
         ("gae", "--rm_type math", 0, "--rm_type is no .*mean --rm-type.*skips"),
         ("gae", "\N{EN DASH}rm-type math", 0, "rm-type is no .*mean --rm-type.*skips"),
         ("gae", "--advantage-estimator ppo", 0, ""),

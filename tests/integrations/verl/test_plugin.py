@@ -248,3 +248,19 @@ def test_a_command_whose_flags_a_program_that_has_called_disable_takes_away_says
     line = "the flags of this command are ignored, because the program that started it has called disable()"
     for words, sources, said in (([flag], "null", 1), ([flag], "{}", 0), ([], "null", 0)):
         assert python("import verl", *words, fork=True, RL_ACCEL_SOURCES=sources).stderr.count(line) == said
+
+
+@pytest.mark.slow
+def test_flags_of_a_command_that_nothing_reads_are_one_line_at_its_end(python):
+    """As those of main_eval are. A wrong flag has been read."""
+    read = """
+    import contextlib, verl
+    from omegaconf import OmegaConf
+    from rl_accel.patches.verl import config_intake
+    with contextlib.suppress(ValueError):
+        config_intake.in_driver(OmegaConf.create({"rl_accel": {"gea": True}}))
+    """
+    flag = "+rl_accel.gae.enable=True"
+    for script, word, said in (("import verl", flag, 1), (read, flag, 0), ("import verl", "x", 0)):
+        stderr = python(script, word).stderr
+        assert stderr.count(f"rl-accel: nothing in this program has read {flag}") == said, stderr

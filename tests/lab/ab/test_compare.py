@@ -204,6 +204,8 @@ def test_folders_give_arms_their_names(call, write, folders, arms):
     ("words", "wanted"),
     [
         (["{a}", "{b}"], "stock-seed0 --against {b}, or name a YAML file of arms"),
+        (["{a}", "--agianst", "{b}"], "No such option: --agianst (did you mean --against?)"),
+        (["--against", "{b}"], "write {b} --against RUN, or"),
         (["{a}", "--against", "nowhere"], "nowhere does not exist"),
         (["{a}", "--against", "{b}", "--reward", "critic/scores/mean"], "did you mean critic/score/mean?"),
         (["{a}", "--against", "{b}", "--margin", "wide"], "metrics.margin wants"),
