@@ -37,7 +37,7 @@ def publish(payload: str | None) -> None:
             os.environ[HOOK_VAR] = previous
         elif current == HOOK:
             del os.environ[HOOK_VAR]
-    if _connected():
+    if is_connected():
         from ray.experimental.internal_kv import _internal_kv_put
 
         # An empty payload is stored instead of none, because the job's environment variable may still hold an older payload.
@@ -49,7 +49,7 @@ def received() -> str | None:
 
     Ray's key-value store has the newest payload. Without a payload there, reads :data:`~rl_accel.runtime.SOURCES_VAR`.
     """
-    if _connected():
+    if is_connected():
         from ray.experimental.internal_kv import _internal_kv_get
 
         stored = _internal_kv_get(_job_key(), namespace=_NAMESPACE)
@@ -76,7 +76,8 @@ def add_to_runtime_env(runtime_env: Any) -> Any:
     return runtime_env
 
 
-def _connected() -> bool:
+def is_connected() -> bool:
+    """Returns True if this process is connected to a Ray cluster."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 

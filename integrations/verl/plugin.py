@@ -6,15 +6,27 @@ arranges that flags are read from a trainer's configuration (see :mod:`rl_accel.
 """
 
 import atexit
+import contextlib
+import logging
+
+
+def _warn_of_unread_flags() -> None:
+    """Logs a warning at the end of a program whose flags no process of its Ray job has read. verl's main_eval is such a program."""
+    flags = config_intake.unread_flags()
+    if flags and propagate.is_connected():
+        with contextlib.suppress(Exception):  # the cluster may have ended
+            if FRAMEWORK not in (propagate.received() or ""):  # a trainer in an actor publishes what it has read
+                logging.getLogger("rl_accel").warning("rl-accel: nothing in this program has read %s", " ".join(flags))
+
 
 try:
     from rl_accel import process_start  # noqa: F401  # before code of the user changes what it stores
     from rl_accel.integrations.ray import propagate
     from rl_accel.patches.verl import config_intake
-    from rl_accel.runtime import RUNTIME
+    from rl_accel.runtime import FRAMEWORK, RUNTIME
 
     RUNTIME.adopt(propagate.received())
-    atexit.register(config_intake.warn_of_unread_flags)
+    atexit.register(_warn_of_unread_flags)
 except Exception as error:
     from rl_accel.errors import RlAccelError
 

@@ -58,11 +58,11 @@ def trainer() -> Any:
     return _trainer()
 
 
-def warn_of_unread_flags() -> None:
-    """Logs a warning if the command has flags in the section ``rl_accel`` that nothing has read, as a main that trains nothing."""
-    flags = [word for word in sys.argv if word.lstrip("+").startswith(f"{SECTION}.")]
-    if flags and not _is_read and RUNTIME.sources() is not None:
-        logger.warning("rl-accel: nothing in this program has read %s", " ".join(flags))
+def unread_flags() -> list[str]:
+    """Returns the flags in the section ``rl_accel`` on the command line if this process has not looked for flags, else []."""
+    if _is_read or RUNTIME.sources() is None:
+        return []
+    return [word for word in sys.argv if word.lstrip("+").startswith(f"{SECTION}.")]
 
 
 def resumed_checkpoint(trainer: Trainer) -> Path | None:

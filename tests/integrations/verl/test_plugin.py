@@ -252,15 +252,30 @@ def test_a_command_whose_flags_a_program_that_has_called_disable_takes_away_says
 
 @pytest.mark.slow
 def test_flags_of_a_command_that_nothing_reads_are_one_line_at_its_end(python):
-    """As those of main_eval are. A wrong flag has been read."""
-    read = """
-    import contextlib, verl
+    """As those of main_eval are. Trainers of other programs read them in an actor, and a wrong flag has been read, too."""
+    script = """
+    import contextlib, sys
+    import ray, verl
     from omegaconf import OmegaConf
     from rl_accel.patches.verl import config_intake
-    with contextlib.suppress(ValueError):
-        config_intake.in_driver(OmegaConf.create({"rl_accel": {"gea": True}}))
+
+    def read(**flags):
+        with contextlib.suppress(ValueError):
+            config_intake.in_driver(OmegaConf.create({"rl_accel": flags}))
+
+    @ray.remote
+    def read_in_task():
+        import verl
+        read(gae=True)
+
+    if sys.argv[1] != "no cluster":
+        ray.init(num_cpus=1, include_dashboard=False)
+    if sys.argv[1] == "wrong flag":
+        read(gea=True)
+    if sys.argv[1] == "task":
+        ray.get(read_in_task.remote())
     """
     flag = "+rl_accel.gae.enable=True"
-    for script, word, said in (("import verl", flag, 1), (read, flag, 0), ("import verl", "x", 0)):
-        stderr = python(script, word).stderr
-        assert stderr.count(f"rl-accel: nothing in this program has read {flag}") == said, stderr
+    for case, count in (("nothing", 1), ("task", 0), ("wrong flag", 0), ("no cluster", 0)):
+        stderr = python(script, case, flag).stderr
+        assert stderr.count(f"rl-accel: nothing in this program has read {flag}") == count, (case, stderr)
