@@ -560,7 +560,12 @@ class WorkerPool:
         return None
 
     def _refuse(self, error: SandboxError) -> None:
-        if waiter := self._next_waiting():
+        """Handles a worker that cannot start. The waiting callers of a trusted grader get the other workers, if there are any."""
+        if self._workers and not self._start.isolation:  # such as of a grader that binds a port when it is imported
+            self.size = len(self._workers)
+            text = "rl-accel: the number of grader processes stays at %d, because another cannot start: %s"
+            logger.warning(text, self.size, error)
+        elif waiter := self._next_waiting():
             waiter.set_exception(error)
 
     def _grow_soon(self) -> None:

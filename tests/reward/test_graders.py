@@ -300,6 +300,19 @@ async def test_an_import_that_fails_says_where(tmp_path, closed_later):
         await asyncio.gather(*(graders.call({}) for _ in range(4)))
 
 
+async def test_a_grader_that_only_one_process_can_import_serves_all_calls_from_it(tmp_path, closed_later, caplog):
+    (tmp_path / "port.py").write_text(
+        "import socket, time\n"
+        "held = socket.socket(socket.AF_UNIX)\n"
+        f"held.bind({str(tmp_path / 'port')!r})\n"
+        "def judge(): time.sleep(0.5); return 1.0\n"
+    )
+    pool = closed_later(Graders(f"{tmp_path}/port.py:judge", 4))
+    results = await asyncio.gather(*(pool.call({}) for _ in range(4)))
+    assert [(result.verdict, result.value) for result in results] == [("done", 1.0)] * 4
+    assert "the number of grader processes stays at 1, because another cannot start: OSError: [Errno 98]" in caplog.text
+
+
 async def test_until_a_process_has_given_a_correct_answer_it_has_the_time_that_others_needed(graders):
     pool, limits = graders("sleep"), Limits(wall=0.3, cpu=0.3, full=30.0)
 
