@@ -4,14 +4,17 @@ If Ray is not connected yet, ``ray.init`` calls the function in ``RAY_RUNTIME_EN
 Our function adds one environment variable with the payload (the flags as JSON). This also works with a Ray cluster that was
 started earlier.
 
-If Ray is already connected, the runtime environment of the job is fixed. The payload is then stored in the key-value store of the
-cluster, under the id of the job. :func:`received` reads the payload when a worker process of the job imports the framework.
+Under ``uv run``, ``ray.init`` calls a function of Ray instead of ours. And if Ray is already connected, the runtime environment of
+the job is fixed. The payload is therefore also stored in the key-value store of the cluster, under the id of the job.
+:func:`received` reads the payload when a worker process of the job imports the framework.
 """
 
 import os
 import sys
+from types import ModuleType
 from typing import Any
 
+from rl_accel.post_import import when_imported
 from rl_accel.runtime import SOURCES_VAR
 
 HOOK_VAR = "RAY_RUNTIME_ENV_HOOK"
@@ -38,10 +41,22 @@ def publish(payload: str | None) -> None:
         elif current == HOOK:
             del os.environ[HOOK_VAR]
     if is_connected():
-        from ray.experimental.internal_kv import _internal_kv_put
+        _store()
+    elif payload is not None:
+        when_imported("ray._private.worker", _store_when_connected)
 
-        # An empty payload is stored instead of none, because the job's environment variable may still hold an older payload.
-        _internal_kv_put(_job_key(), payload or "{}", overwrite=True, namespace=_NAMESPACE)
+
+def _store_when_connected(worker: ModuleType) -> None:
+    hooks = getattr(worker, "_post_init_hooks", [])
+    if _store not in hooks:
+        hooks.append(_store)
+
+
+def _store() -> None:
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    # An empty payload is stored instead of none, because the job's environment variable may still hold an older payload.
+    _internal_kv_put(_job_key(), os.environ.get(SOURCES_VAR, "{}"), overwrite=True, namespace=_NAMESPACE)
 
 
 def received() -> str | None:

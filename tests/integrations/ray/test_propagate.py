@@ -75,6 +75,20 @@ def test_enable_then_connect_to_a_cluster_started_before(reports, ray_address):
     assert gae_states(other_job["other"]["own"]) == ("off", []), "flags must not leak into another job"
 
 
+@pytest.mark.slow
+def test_enable_then_connect_under_uv_run(reports, ray_address):
+    """Ray then calls the hook that it has for uv, which this test replaces, and not that of the environment."""
+    script = """
+from ray._private.runtime_env import uv_runtime_env_hook
+uv_runtime_env_hook._get_uv_run_cmdline = lambda: ["uv", "run"]
+uv_runtime_env_hook.hook = lambda runtime_env: runtime_env
+rl_accel.enable(gae=True)
+ray.init(address=os.environ["CLUSTER"])
+report("uv")
+"""
+    assert gae_states(reports(script, CLUSTER=ray_address)["uv"]["own"]) == APPLIED
+
+
 def test_the_hook_keeps_what_it_finds(monkeypatch):
     monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "builtins.dict")
     monkeypatch.setenv("RL_ACCEL_SOURCES", "{}")
