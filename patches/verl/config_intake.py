@@ -47,7 +47,7 @@ logger = logging.getLogger("rl_accel")
 SECTION = "rl_accel"
 """Section of verl's configuration that holds our flags."""
 _SECTION_LIKE = re.compile("rl[_-]?accel(?![a-z])", re.IGNORECASE)
-"""Pattern of a misspelt top-level key that was meant as a flag of that section, such as ``rl_accel_auto=True``."""
+"""Pattern of a misspelt key that was meant as a flag of that section, such as ``rl_accel_auto=True``."""
 
 _is_read = False  # whether flags were looked for in a configuration
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
@@ -169,7 +169,7 @@ def _require_section_name(config: Any) -> None:
     def misplaced(section: Any, path: str = "") -> Iterator[str]:
         for key, value in section.items() if isinstance(section, dict) else ():
             inside = value if isinstance(value, dict) else {}
-            if path and key == SECTION:
+            if path and (key == SECTION or (isinstance(value, bool) and _SECTION_LIKE.match(str(key)))):
                 yield f"{path}{key}"
             elif key == SECTION:
                 continue

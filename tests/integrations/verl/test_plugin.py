@@ -170,7 +170,7 @@ def test_every_trainer_that_is_built_from_a_configuration_reads_its_flags_and_de
         for misplaced, flag in (
             *((place, f"{place}.gae.enable") for place in ("rl_acel", "RL_ACCEL", "trainer.rl_accel", deep)),
             ("gae.enable", "gae.enable"),
-            *((key, key) for key in ("gae", "rl_accel_auto", "RL_ACCEL", "rlaccel")),
+            *((key, key) for key in ("gae", "rl_accel_auto", "RL_ACCEL", "rlaccel", "trainer.rl_accel_auto")),
         ):
             with pytest.raises(ConfigError, match=f"flags of rl-accel belong in rl_accel, found {misplaced}"):
                 config_intake.in_driver(OmegaConf.from_dotlist([f"{flag}=True"]))
