@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 
 
 def wide_console(width: int = 160, **options: Any) -> "Console":
-    """Returns a console whose tables are ``width`` characters wide if the output goes to a file or a pipe.
+    """Returns a console for tables. If the output goes to a file or a pipe, they are ``width`` characters wide, or COLUMNS if more.
 
     ``options``: further arguments of :class:`rich.console.Console`.
     """
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else width, **options)
+    columns = os.environ.get("COLUMNS", "")
+    return Console(
+        width=None if sys.stdout.isatty() else max(width, int(columns) if columns.isdecimal() else 0), **options
+    )
 
 
 def say(console: "Console", *lines: str) -> None:
