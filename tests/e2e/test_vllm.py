@@ -46,9 +46,13 @@ def auto(arm):
 
 
 @pytest.fixture(scope="module")
-def balanced(arm):
-    """Its flags come from the command line. Sampled responses migrate as well, after which vLLM draws other tokens."""
-    return arm(
+def balanced(arm, tmp_path_factory):
+    """Also the ids of the responses that the servers have stopped. Its flags come from the command line.
+
+    Sampled responses migrate as well, after which vLLM draws other tokens.
+    """
+    stopped = tmp_path_factory.mktemp("stopped") / "ids"
+    run = arm(
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.max_num_seqs=4",
         "actor_rollout_ref.rollout.agent.num_workers=2",
@@ -57,7 +61,9 @@ def balanced(arm):
         "+rl_accel.balance.margin=0.0",
         "+rl_accel.balance.max_moves=9",
         VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin,rl_accel_status_probe,seeds_may_move",
+        STOPPED=str(stopped),
     )
+    return *run, stopped.read_text().split() if stopped.exists() else []
 
 
 @pytest.mark.full  # test_recipe.py shows it on the CPU engine
@@ -82,9 +88,10 @@ def test_greedy_responses_are_those_of_stock(stock, auto):
 @pytest.mark.full
 def test_responses_that_migrated_have_the_probabilities_of_the_trainer(stock, balanced):
     """A token that is missing, twice, or drawn after another prefix would have another probability there."""
-    run, greedy = balanced
+    run, greedy, stopped = balanced
     assert greedy == stock[1]
-    assert re.search("stopped [0-9a-f]{32}", run.log)
+    assert stopped
+    assert all(re.fullmatch("[0-9a-f]{32}", response) for response in stopped)
     assert len(run.steps) == 2
     assert sum(run.numbers("balance/moves")) > 0
     for step in run.steps.values():

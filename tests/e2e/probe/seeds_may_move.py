@@ -1,9 +1,11 @@
-"""Makes responses with a seed movable too, and makes vLLM's servers print which responses they stop.
+"""Makes responses with a seed movable too, and makes vLLM's servers write which responses they stop to the file STOPPED.
 
 On the CPU platform all responses have a seed, and vLLM goes on with other tokens than without a move.
 """
 
 import dataclasses
+import os
+from pathlib import Path
 
 from rl_accel.integrations.verl import engines
 from rl_accel.integrations.verl.balance.client import MOVABLE
@@ -12,7 +14,8 @@ VLLM = engines._ENGINES["vllm"]
 
 
 def stop(server, request_id):
-    print(f"stopped {request_id}", flush=True)
+    with Path(os.environ.get("STOPPED", os.devnull)).open("a") as file:
+        file.write(f"{request_id}\n")
     VLLM.stop(server, request_id)
 
 
