@@ -4,7 +4,7 @@ If Ray is not connected yet, ``ray.init`` calls the function in ``RAY_RUNTIME_EN
 Our function adds one environment variable with the payload (the flags as JSON). This also works with a Ray cluster that was
 started earlier.
 
-Under ``uv run``, ``ray.init`` calls a function of Ray instead of ours. And if Ray is already connected, the runtime environment of
+Under ``uv run``, ``ray.init`` ignores ``RAY_RUNTIME_ENV_HOOK``. And if Ray is already connected, the runtime environment of
 the job is fixed. The payload is therefore also stored in the key-value store of the cluster, under the id of the job.
 :func:`received` reads the payload when a worker process of the job imports the framework.
 """
