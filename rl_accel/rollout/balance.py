@@ -348,10 +348,10 @@ class Balance:
         samples = [float(length) for length in group.lengths if length > tokens]
         if self._speed.of(1):
             others = (self._tokens(response, now) for response in group.running.values())
-            samples += [self._beyond(other) for other in others if other > tokens]
-        return (sum(samples) + self._beyond(tokens)) / (len(samples) + 1)
+            samples += [self._mean_length_above(other) for other in others if other > tokens]
+        return (sum(samples) + self._mean_length_above(tokens)) / (len(samples) + 1)
 
-    def _beyond(self, tokens: float) -> float:
+    def _mean_length_above(self, tokens: float) -> float:
         """Returns the mean length of the recent responses longer than ``tokens``; twice ``tokens`` if there is no such response."""
         if self._new > len(self._ascending) // 16:
             self._ascending, self._new = sorted(self._recent), 0
@@ -450,7 +450,7 @@ class Balance:
         room = self.slots * len(self._replicas) - len(self._preempted) - stopping
         if room < 1 or len(self._recent) < min(under_way, RECENT):
             return []
-        self._beyond(0)
+        self._mean_length_above(0)
         threshold = self._ascending[int(len(self._ascending) * (1 - min(room / under_way, PREEMPTED_SHARE)))]
         long = [
             (response, replica)

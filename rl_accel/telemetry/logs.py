@@ -110,14 +110,14 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
         prefix = PROCESS.search(text, 0, begun.start()) if begun else PROCESS.match(text)
         worker = prefix[0] if prefix else ""
         if begun:
-            steps.append(_Step(_own(begun[0]), worker, line.endswith("\n"), [width]))
+            steps.append(_Step(_before_other_output(begun[0]), worker, line.endswith("\n"), [width]))
             is_open = True
             if workers is not None and [worker] != workers[-1:]:
                 workers.append(worker)
         elif worker:  # Ray writes a prefix before each line, not before each row
             is_open = is_open and worker != steps[-1].process
         elif is_open:
-            is_open = steps[-1].add(_own(text), width, line.endswith("\n"))
+            is_open = steps[-1].add(_before_other_output(text), width, line.endswith("\n"))
     # rows are as wide as the terminal; next to a longer line, a row such as "42" is a number that something has printed
     is_wrapped = longest < _WIDEST and all(step.rows[0] >= longest - 1 for step in steps if step.doubtful)
     for step in steps:
@@ -163,7 +163,7 @@ class _Step:
         return True
 
 
-def _own(text: str) -> str:
+def _before_other_output(text: str) -> str:
     """Returns the part of ``text`` before the output of another program, such as Ray or a progress bar."""
     foreign = _FOREIGN.search(text) if "[" in text or "pid=" in text or "%|" in text else None
     return text[: foreign.start()].rstrip() if foreign else text

@@ -106,7 +106,7 @@ class Profile:
     @cached_property
     def noted(self) -> Mapping[int, Mapping[str, float]]:
         """Metrics that the feature telemetry logged in each measured step, by step number and name. NaN and inf are left out."""
-        return {step: _below(TELEMETRY, self.metrics[step]) for step in self.steps}
+        return {step: _with_prefix(TELEMETRY, self.metrics[step]) for step in self.steps}
 
     @cached_property
     def numbers(self) -> Mapping[str, float]:
@@ -115,7 +115,7 @@ class Profile:
 
     def table(self, feature: str) -> Mapping[str, float]:
         """Returns the means of the metrics of ``feature`` over the measured steps, by name."""
-        return _means([_below(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps])
+        return _means([_with_prefix(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps])
 
     @cached_property
     def kept_files(self) -> Sequence[Path]:
@@ -225,7 +225,7 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
     return Profile(folder, logged, metrics, dict(measured), notes, group)
 
 
-def _below(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
+def _with_prefix(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
     """Returns the finite metrics whose names start with ``prefix``. The keys of the result are without ``prefix``."""
     below = {name.removeprefix(prefix): value for name, value in logged.items() if name.startswith(prefix)}
     return {name: value for name, value in below.items() if math.isfinite(value)}

@@ -172,7 +172,7 @@ def _generating(seconds: float) -> Saving:
     return Saving("generating nine in ten responses", seconds, advice, None, unknown, ours=False)
 
 
-def _again(values: Sequence[float]) -> Range:
+def _bootstrap_mean(values: Sequence[float]) -> Range:
     """Returns the mean of ``values`` with its 95% interval, by a bootstrap (random samples of ``values`` with replacement)."""
     drawn = np.random.default_rng(0).choice(values, (1000, len(values)))
     return Range.of(drawn.mean(axis=1), statistics.fmean(values))
@@ -247,7 +247,7 @@ def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[Range 
         for rewards in known
         if rewards
     ]
-    return _again(gains), (
+    return _bootstrap_mean(gains), (
         f"at most, and for rewards that execute something: rewards replayed with a limit of {limit:.1f} s, which is "
         f"max({scale} x {nine_in_ten:.2f} s (nine in ten take no longer) + {slack} s, {least} s)"
     )
@@ -258,4 +258,4 @@ def _gain_of_sampler(rests: Sequence[float]) -> tuple[Range | None, str]:
         return None, "one step alone does not tell polling from the rest"
     mean, shortest = statistics.fmean(rests), min(rests)
     how = f"mean {mean:.2f} s less the shortest of {len(rests)} steps, {shortest:.2f} s, whose poll came in time"
-    return _again([rest - shortest for rest in rests]), how
+    return _bootstrap_mean([rest - shortest for rest in rests]), how
