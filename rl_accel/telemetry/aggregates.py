@@ -251,7 +251,7 @@ def in_rounds(
     """
     rng, rounds = np.random.default_rng(seed), max(_ROUND_RESPONSES // (launched * each), 20)
     drawn = np.sort(lengths.lengths(range(rounds * launched), each, rng).reshape(rounds, launched, each), axis=2)
-    ended = drawn[:, :, responses - 1]  # a prompt has its responses with its R0-th shortest
+    ended = drawn[:, :, responses - 1]  # a prompt is complete with its R0-th shortest response
     order = np.argsort(ended, axis=1, kind="stable")
     tokens = np.take_along_axis(ended, order[:, prompts - 1, None], 1).mean()
     trained = np.take_along_axis(drawn, order[:, :prompts, None], 1)[:, :, :responses].sum(axis=(1, 2)).mean()

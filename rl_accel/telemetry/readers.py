@@ -181,7 +181,7 @@ def _read(path: str, log: Logged) -> list[LogRecord]:
         else:
             files = sorted(file for pattern in patterns for file in place.rglob(pattern) if reader is not _csv)
         try:
-            once = {file.resolve(): file for file in reversed(files) if file.is_file()}  # without links to others
+            once = {file.resolve(): file for file in reversed(files) if file.is_file()}  # a path per file
             logs = {file: list(reader(file, log, run)) for file in reversed(once.values()) if not _defect(file)}
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
