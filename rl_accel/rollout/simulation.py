@@ -289,7 +289,7 @@ class Cluster:
         """
         if not self._requests:
             self._heap.clear()
-            for replica in self._replicas:  # small floating-point numbers are more exact
+            for replica in self._replicas:  # keeps these sums small, because large floats are less exact
                 replica.steps = replica.cached = replica.stall = 0.0
         if replicas is None:
             fewest = self._fewest() if any(self.loads) else cycle(range(len(self._replicas)))

@@ -124,7 +124,7 @@ class Profile:
 
     @cached_property
     def kept(self) -> Mapping[int, Sequence[Response]]:
-        """Responses of all steps, including the warm-up, by step number; {} unless there is exactly one file in ``kept_files``.
+        """Responses of all steps, including the warm-up, by step number; {} without telemetry or with several ``kept_files``.
 
         Times are in seconds since the first response of the step began."""
         return stage_clock.read_kept(self.kept_files[0]) if self.numbers and len(self.kept_files) == 1 else {}
@@ -147,7 +147,8 @@ class Profile:
 
     @cached_property
     def estimate(self) -> Estimate | None:
-        """Parts of generation, estimated from the log. None if they were measured, or if the log does not say enough."""
+        """Parts of generation, estimated from the log. None if they were measured, if rollouts overlap with training, if
+        tail_batching is on, or if the log does not say enough."""
         prompts, group = self.logged.batch()
         polls = not self.on & {"sampler", "tail_batching"}
         rollouts = Rollouts.of([self.metrics[step] for step in self.steps], self.group or group, prompts, polls)
