@@ -43,23 +43,23 @@ from rl_accel.rollout.balance import key_of
 SETTINGS = "rl_accel_drafts"
 """Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration, which reaches every worker process."""
 FLOOR = 0.2
-"""Minimum probability that all tokens of a draft are accepted. A longer draft would fall below this probability."""
+"""Minimum estimated probability that all tokens of a draft are accepted. A draft is as long as this minimum allows."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
 """Initial estimates of the acceptance rate of a draft token, as pairs (maximum match length, rate). The match length is the number
 of tokens that the request and the earlier response share before the draft."""
 PRIOR = 4.0
-"""Weight of the acceptance rate over all prompts, as a prior for the rate of a single prompt, in pseudo-observations."""
+"""Weight of the acceptance rate over all prompts in the estimate for a single prompt, as a number of predicted tokens."""
 REMEMBERED = 4096
 """Maximum number of requests that are remembered after they have left the batch. Preempted requests may return, and finished
 requests are read by ``take_finished``."""
 RATES, HEAD, TAKEN = range(NUMBER + 1, NUMBER + 4)
-"""Further columns of a request, after the six columns that each stored sequence has (see ``LAST`` in ``index.py``).
+"""Columns of a request in ``_Batch.sequences``, after the six columns that each stored sequence has (see ``LAST`` in ``index.py``).
 
 RATES: index of the prompt in ``_Rates.own``, the acceptance rates by prompt.
 HEAD: number of prompt tokens.
 TAKEN: whether ``take_finished`` has returned the response."""
 PROPOSED = SOURCE + 1
-"""Further column of a match, after the columns in ``index.py`` (see ``FOUND``): number of tokens to propose as a draft."""
+"""Column of ``_Batch.numbers``, after the columns of a match (see ``FOUND`` in ``index.py``): number of tokens in the draft."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +96,11 @@ class _Batch(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """Recent results of predictions. Hits / tries estimates the acceptance rate of a predicted token.
+    """Decayed counts of hits and tries. Their ratio estimates the probability that a predicted token is accepted.
 
-    The last axis holds hits (0) and tries (1). Hits are correctly predicted tokens. Tries are predicted tokens that were compared
-    with sampled tokens, each weighted by its share of the votes (see ``Matches``). The axis of size 2 before holds the source of
-    the prediction: the same prompt (0) or another prompt (1).
+    A hit is a correctly predicted token. A try is a predicted token that was compared with a sampled token, weighted by the token's
+    share of the votes (see ``Matches``). Last axis: hits (0) and tries (1). Other axis of size 2: the prediction came from the
+    request's own prompt (0) or another prompt (1).
     """
 
     own: Any  # float64[P, 2, 2], by prompt
@@ -227,8 +227,8 @@ class Drafter:
         - ``steps``: calls of :meth:`propose`. ``tokens``: tokens sampled in these steps.
         - ``drafted``, ``accepted``: verified and accepted draft tokens, also by source of the draft (``drafted_own``,
           ``drafted_sibling``, ``drafted_earlier``, ``drafted_other``; see ``SOURCES`` in ``index.py``).
-        - ``tokens_from_L``, ``row_steps_from_L``: tokens sampled while the response had at least L and less than 2 L tokens, and
-          number of steps in which they were sampled, summed over requests. L is a power of two.
+        - ``tokens_from_L``: tokens sampled in steps after which the response had at least L and less than 2 L tokens. L is a power
+          of two. ``row_steps_from_L``: number of these steps. Both are sums over requests.
         - ``stopped``: number of times that drafting was stopped because drafting cost more time than it saved.
         """
         by_source, by_length = self._counts
@@ -247,9 +247,9 @@ class Drafter:
         return counts
 
     def new_weights(self) -> None:
-        """Handles a weight update. All running requests count as finished.
+        """Begins a new version of the weights. All running requests count as finished.
 
-        Requests that continue with the new weights are recognised in later calls of :meth:`propose`, in any row of the batch.
+        If a request continues with the new weights, a later call of :meth:`propose` recognises it, in any row of the batch.
         """
         self._leave(range(self._running))
         self._running, self._called = 0, None
@@ -298,7 +298,7 @@ class Drafter:
         self._running = running
 
     def _leave(self, rows: Iterable[int]) -> list[Ints]:
-        """Moves requests from the batch to ``_gone``. Returns the numbers of their predictions (see ``Matches``)."""
+        """Moves the requests of ``rows`` from the batch to ``_gone``. Returns their rows of ``_Batch.numbers``."""
         left = []
         for row in rows:
             length = int(self._batch.sequences[row, LENGTH])
@@ -310,7 +310,7 @@ class Drafter:
         return left
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
-        """Returns a new request with the prompt ``tokens[:length]``, as a row of ``_Batch.sequences``, int64[9].
+        """Returns the row of ``_Batch.sequences``, int64[9], for a new request with the prompt ``tokens[:length]``.
 
         Adds the prompt to the index if missing.
         """
@@ -345,7 +345,7 @@ def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
 def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool:
     """Returns whether the request that vLLM now has in ``row`` is the request that ``batch`` has in this row.
 
-    vLLM's request has the tokens ``tokens``: ``begin`` tokens before the last step, and ``new`` tokens from this step."""
+    ``tokens`` are the tokens of vLLM's request: ``begin`` tokens before the last step, and ``new`` tokens from this step."""
     length = batch.sequences[row, LENGTH]
     # the known length is below ``begin`` if vLLM did not call ``propose`` after some steps
     same = new > 0 and 0 <= length <= begin
@@ -356,10 +356,11 @@ def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool
 
 @compiled
 def _rates_of(rates: _Rates, request: Any, numbers: Any) -> tuple[Any, Any]:
-    """Returns the hits and tries (see ``_Rates``) of earlier predictions like the match ``numbers`` of ``request``, in two pairs.
+    """Returns two (hits, tries), views of ``rates``, from which the acceptance rate of a match of ``request`` is estimated.
 
-    Both pairs count only predictions from the same source (the request's own prompt, or another prompt). The first pair counts
-    those for the prompt of ``request``. The second pair counts those for all prompts with a similar match length.
+    The first counts predictions for the prompt of ``request``, the second counts predictions for all prompts with a similar match
+    length. Both count only predictions from the same kind of source (the request's own prompt, or another prompt). ``numbers``
+    describes the match (see ``Matches``).
     """
     other, at = int(numbers[SOURCE] == OTHER), 0
     while numbers[MATCHED] > FIRST_RATES[at][0]:
@@ -373,12 +374,15 @@ def _advance(
 ) -> tuple[bool, bool, bool]:
     """Compares the predicted tokens with the new tokens, updates the acceptance rates, and adds the new tokens to the index.
 
-    A prediction counts even if it was not proposed, because the probability that a token is sampled is the probability that it
+    Predictions that were not proposed count as well, because a predicted token is sampled with the same probability with which it
     would have been accepted. A rising acceptance rate is therefore noticed even without drafts.
 
-    Returns three flags: whether each row of ``batch`` still holds the request that vLLM has in this row, whether no row missed a
-    step, and whether drafts were verified. If the first flag is False, nothing was changed. If ``sure``, the rows are not checked
-    and the first flag is True.
+    Returns three flags:
+
+    - whether each row of ``batch`` still holds the request that vLLM has in this row. If not, nothing was changed. With ``sure``,
+      the rows are not checked, and the flag is True.
+    - whether :meth:`Drafter.propose` was called after each step of all these requests.
+    - whether drafts were verified in the last step.
     """
     went_on, verified, rows = True, False, len(new)
     for row in range(rows):
@@ -419,7 +423,7 @@ def _advance(
 
 @compiled
 def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) -> float:
-    """Predicts the next tokens of each request, and sets the number of tokens to propose (column ``PROPOSED`` of the matches).
+    """Predicts the next tokens of each request, and sets the number of tokens in its draft (column ``PROPOSED``).
 
     Returns the expected number of accepted tokens, over all requests."""
     expected = 0.0
@@ -474,7 +478,7 @@ class _CostModel:
         return steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected)
 
     def add(self, rows: int, verified: bool, seconds: float, tokens: int) -> bool:
-        """Adds a measured step in which all ``rows`` requests advanced. Returns whether drafting is paused from now on.
+        """Adds a measured step in which all ``rows`` requests advanced. Returns whether a pause of drafting begins now.
 
         Args:
             verified: whether the step had drafts.

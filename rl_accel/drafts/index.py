@@ -2,8 +2,9 @@
 
 Tokens are stored in blocks of one pool of fixed size, and a new block replaces the oldest block. The position of a token is a
 number that is never reused, so a position in a dropped block can be recognised. Chains link the positions that followed the same
-GRAM tokens, from the newest to the oldest, as in deflate (RFC 1951). Each position is in two chains. One chain has the positions at
-the same prompt, the other chain has the positions at all prompts. Hash tables hold the newest position of each chain.
+GRAM tokens, from the newest to the oldest, as in deflate (RFC 1951). Each position is in two chains. The prompt's chain has only
+positions in the same prompt and in responses to it. The global chain has positions in all prompts and responses. Hash tables hold
+the newest position of each chain.
 """
 
 import itertools
@@ -19,7 +20,7 @@ Ints = NDArray[np.int64]
 BLOCK = 32
 """Number of tokens in a block of the index."""
 GRAM = 3
-"""Minimum number of equal tokens, at the end of a context and before a stored position, for a match."""
+"""Minimum length of a match: number of tokens at the end of a context that equal the tokens before a stored position."""
 CONTEXT = 32
 """Maximum number of tokens at the end of a context that are compared with stored tokens."""
 CANDIDATES = 16
@@ -42,7 +43,7 @@ LAST, LENGTH, OLDEST, KEY, VERSION, NUMBER = range(6)
 
 LAST: position of the last token; for a response without tokens, of the last prompt token; -1 for none.
 LENGTH: number of tokens, including the tokens of the prompt.
-OLDEST: oldest version of the weights whose responses may be drafted from for this sequence.
+OLDEST: version of the weights. Responses that were generated with older weights are not used to predict tokens of this sequence.
 KEY: hash of the prompt, see ``key_of`` in ``rollout/balance.py``.
 VERSION: version of the weights that generate the response, or PROMPT for a prompt. Versions only grow.
 NUMBER: unique number of the sequence."""
@@ -114,7 +115,7 @@ def read(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
 def bucket_of(chain: int, key: int, tokens: Any, end: int, buckets: int) -> Any:
     """Returns the index of the hash bucket for the GRAM tokens before index ``end`` of ``tokens``.
 
-    ``chain`` 0 has the positions at the prompt ``key``, ``chain`` 1 the positions at all prompts. ``buckets`` is the number of hash
+    ``chain`` 0 is the chain of the prompt with the hash ``key``, ``chain`` 1 the global chain. ``buckets`` is the number of hash
     buckets for each value of ``chain``, a power of two."""
     mixed = np.uint64(0 if chain else key)
     for at in range(end - GRAM, end):
@@ -125,7 +126,7 @@ def bucket_of(chain: int, key: int, tokens: Any, end: int, buckets: int) -> Any:
 
 @compiled
 def is_live(pool: Pool, position: int) -> bool:
-    """Returns whether the token at ``position`` is still stored in the pool (neither -1 nor dropped)."""
+    """Returns whether the token at ``position`` is still stored in the pool; False for position -1."""
     return position >= 0 and pool.used[0] - len(pool.blocks) <= position // BLOCK
 
 
@@ -198,10 +199,10 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
 def _best_positions(
     pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, least: int
 ) -> tuple[Any, int, int]:
-    """Searches for the stored positions before which most tokens equal the tokens at the end of a context.
+    """Returns the stored positions with the longest match: most tokens before them equal the tokens at the end of a context.
 
-    Searches among positions at the prompt ``key`` of the context (chain 0) or at other prompts (chain 1). At least ``least`` tokens
-    must be equal. Returns an array of CANDIDATES positions, the number of positions in use, and the number of equal tokens."""
+    Searches the chain of the prompt ``key`` (chain 0) or the positions of other prompts in the global chain (chain 1). A match has
+    at least ``least`` tokens. Returns an array with room for CANDIDATES positions, their number, and the length of the match."""
     positions = np.zeros(CANDIDATES, np.int64)
     position = pool.buckets[chain, bucket_of(chain, key, context, end, pool.buckets.shape[1])] - 1
     voters, most = 0, min(CONTEXT, end)
@@ -229,9 +230,9 @@ def lookup(pool: Pool, sequences: Any, tokens: Any, matches: Matches) -> None:
     """Predicts the next tokens of each sequence from stored tokens and writes them into ``matches``.
 
     ``sequences`` and ``tokens`` are as in :func:`extend`. The last GRAM tokens of a sequence are looked up in two chains: the chain
-    of the positions at the sequence's prompt, and the chain of the positions at all prompts. In each chain, the newest CANDIDATES
-    positions that followed these tokens are compared. The positions before which most tokens equal the end of the sequence
-    vote. In a tie between the chains, only the positions at the sequence's prompt vote.
+    of the sequence's prompt, and the global chain (see the module's docstring). In each chain, the newest CANDIDATES positions that
+    followed these tokens are compared. The positions before which most tokens equal the end of the sequence vote. In a tie between
+    the chains, only the positions in the prompt's chain vote.
 
     The positions vote on each next token in turn. The newest position has weight 1, the others have 1/2, 1/3 and so on. A position
     that is outvoted takes no further part. The number of predicted tokens is at most the width of ``matches.tokens``, and at most

@@ -54,7 +54,9 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def compiled(function: Kernel) -> Kernel:
-    """Compiles a kernel with plain IEEE arithmetic and without interpreter lock. Caches the machine code on disk if possible."""
+    """Compiles a Python function to a CPU kernel, which releases the interpreter lock and uses plain IEEE arithmetic.
+
+    The machine code is cached on disk if possible."""
     jitted: Any = numba.njit(nogil=True, error_model="numpy", fastmath=False)(function)
     with contextlib.suppress(RuntimeError):  # no folder for the cache is writable, neither this file's nor the user's
         jitted._cache = _Cache(function)

@@ -29,8 +29,8 @@ class Inputs:
 
     Attributes:
         rewards: [B, T], or packed [N].
-        values: the critic's values, like ``rewards``; None for discounted returns.
-        mask: like ``rewards``; None counts every token.
+        values: the critic's values, in the shape of ``rewards``; None for discounted returns.
+        mask: in the shape of ``rewards``, 1 for a token that counts, 0 for a token that is skipped; None: every token counts.
         offsets: None for [B, T] tensors, else the S + 1 boundaries of the sequences in packed [N] tensors.
         gamma, lam: discount per token and lambda of GAE.
         chunk_size, num_threads: tokens per chunk and number of threads; None for the backend's default.
@@ -121,8 +121,8 @@ def check_tensor(
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use. torch's thread count is unusable, because Ray sets
-    OMP_NUM_THREADS=1 in its actors."""
+    """Returns the number of cores that this process may use. torch's thread count would be 1, because Ray sets OMP_NUM_THREADS=1
+    in its actors."""
     return len(os.sched_getaffinity(0))
 
 
@@ -142,8 +142,8 @@ def is_binary(mask: torch.Tensor) -> bool:
 def check_mask_values(mask: torch.Tensor | None) -> None:
     """Raises ValueError if a mask on the CPU holds NaN or a value outside [0, 1].
 
-    A mask on an accelerator is not checked, because reading the result would stall the device's queue. A kernel uses invalid values
-    of such a mask in the recurrence like any other number.
+    A mask on an accelerator is not checked, because reading the result would stall the device's queue. Kernels compute with invalid
+    values of such a mask as with any other number.
     """
     if mask is None or mask.device.type != "cpu" or mask.dtype is torch.bool or mask.numel() == 0:
         return

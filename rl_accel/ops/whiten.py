@@ -11,8 +11,7 @@ from rl_accel.ops.inputs import BINARY_MASKS, check_tensor, is_binary
 
 
 def check(values: object, mask: object) -> None:
-    """Raises the errors of :func:`masked_whiten` for these arguments. Callers that do other work before whitening call ``check``
-    first."""
+    """Raises TypeError or ValueError if :func:`masked_whiten` refuses these arguments. Use it to refuse them before other work."""
     whitened = check_tensor("values", values, (torch.float32, torch.float64), gradient=False)
     counted = check_tensor("mask", mask, BINARY_MASKS, like=whitened, of="values")
     for name, tensor in (("values", whitened), ("mask", counted)):

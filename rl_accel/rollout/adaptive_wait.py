@@ -13,26 +13,25 @@ _EAGER_FRACTION = 0.25
 class AdaptiveWait:
     """Decides the pause between two polls for finished responses. Takes times as arguments and has no clock.
 
-    Two bounds conflict:
+    There are two goals. A finished response should be found within ``max_delay_s`` seconds, and polls should use at most
+    ``max_cpu_share`` of one core. A poll of ``cost`` seconds needs a pause of ``cost * (1 / max_cpu_share - 1)`` seconds for that.
+    Polls of at most ``max_cpu_share * max_delay_s`` seconds (1 ms by default) reach both goals. Longer polls cannot:
 
-    - Cost: a poll takes ``cost`` seconds. Pauses of ``cost * (1 / max_cpu_share - 1)`` seconds keep polling at
-      ``max_cpu_share`` of one core.
-    - Delay: a response that arrives just after a poll waits for the end of the next poll, at most ``max_delay_s``.
+    - Polls of up to ``max_delay_s / 4`` seconds still reach the delay goal while a budget of CPU time lasts. The budget grows by
+      ``max_cpu_share`` seconds each second, up to ``max_cpu_share * 10`` seconds. Each poll reduces the budget by ``cost``. The
+      budget recovers when no polls run, as in a training step.
+    - Even longer polls, and polls without budget, reach only the CPU goal.
 
-    Both bounds hold if a poll takes at most ``max_cpu_share * max_delay_s`` seconds (1 ms by default). If a poll takes longer, but
-    at most a quarter of ``max_delay_s``, the delay bound still holds while saved CPU time is left. CPU time is saved when no
-    polls run (during a training step), at most ``max_cpu_share * 10`` seconds. Without saved CPU time, and for even longer
-    polls, only the cost bound holds. Over any ``t`` seconds, polling thus costs at most ``max_cpu_share * (t + 10)`` seconds
-    plus one poll. The framework's own pause is the argument ``longest`` of :meth:`next_wait`. A pause exceeds ``longest`` only
-    if at least three polls have shown that pauses of ``longest`` seconds would cost more than ``max_cpu_share``.
+    Over any ``t`` seconds, polls thus use at most ``max_cpu_share * (t + 10)`` seconds plus one poll. The framework's own pause is
+    the argument ``longest`` of :meth:`next_wait`. A pause exceeds ``longest`` only if at least three polls have shown that pauses
+    of ``longest`` seconds would use more than ``max_cpu_share``.
 
-    Near the end of a rollout, at most an eighth of the prompts is unfinished. A poll that then shows a change shortens the pause
-    to a quarter of ``max_delay_s``. The pause then doubles with each poll that shows no change, up to ``max_delay_s``. Pauses are
-    longer if saved CPU time does not suffice for them.
+    When at most an eighth of the prompts is unfinished, a poll that finds another number of unfinished prompts than the last poll
+    shortens the next pause to a quarter of ``max_delay_s``. Each poll without a change doubles the pause, up to ``max_delay_s``.
 
     Args:
         max_cpu_share: maximum share of one core for polling, in (0, 1].
-        max_delay_s: maximum seconds between the arrival of a response and the end of the poll that finds it; positive.
+        max_delay_s: desired maximum of the seconds from the end of a response to the end of the poll that finds it; positive.
 
     Raises:
         ValueError: an argument is out of range.
@@ -64,8 +63,8 @@ class AdaptiveWait:
             poll_s: duration of the poll in seconds.
             outstanding: number of prompts that the poll showed as unfinished.
             settled: number of prompts that the poll showed as finished or failed.
-            longest: maximum pause in seconds. A longer pause is returned only if at least three polls were seen and pauses of
-                ``longest`` seconds would cost more than ``max_cpu_share``.
+            longest: pause of the framework itself in seconds. The result is longer only if at least three polls have shown that
+                pauses of ``longest`` seconds would use more than ``max_cpu_share`` of a core.
         """
         self._costs.append(max(poll_s, 0.0))
         earned = 0.0 if self._last is None else self.max_cpu_share * max(now - self._last, 0.0)

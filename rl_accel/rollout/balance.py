@@ -21,23 +21,24 @@ from numpy.typing import NDArray
 from rl_accel.features import BalanceFlags
 
 HOME_MARGIN = 4
-"""Maximum number of requests by which the replica of a conversation, or of a prompt, may exceed the emptiest replica and still get
-the next turn of the conversation, or the next response to the prompt."""
+"""Number of requests by which a preferred replica may exceed the least loaded replica. Above this number, the least loaded replica
+is chosen. A response prefers the replica that has the cache of its conversation or prompt."""
 AHEAD_SECONDS = 0.5
-"""Maximum amount of work queued inside an engine, in seconds. This queue hides the time of a round trip to the router."""
+"""Seconds by which requests are sent to an engine before a slot is expected to be free. They wait inside the engine, so that a slot
+is not empty during a round trip to the router."""
 PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
 """PROMPTS: maximum number of prompts whose response lengths are kept.
 PER_PROMPT: maximum number of response lengths kept for each prompt.
 RECENT: maximum number of recent response lengths kept, over all prompts."""
 PARTS, FEWEST = 512, 16
-"""PARTS: maximum number of measurements kept to fit the speed of the engines. A measurement covers a response from a start to the
-next stop or end.
+"""PARTS: maximum number of measurements kept to fit the speed of the engines. A measurement is one uninterrupted run of a response
+on a replica.
 FEWEST: minimum number of measurements for a fit."""
 PREEMPTED_SHARE = 1 / 16
 """Maximum share of the unfinished responses that are preempted, which means stopped until all other responses have started."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
-"""READ_SHARE: prior for the time to prefill a token, divided by the time to generate a token.
-READ_WEIGHT: weight of this prior in the least-squares fit of the engines' speed, in tokens."""
+"""READ_SHARE: time to prefill a token as a share of the time to generate a token, assumed before measurements tell better.
+READ_WEIGHT: weight of this assumption in the least-squares fit of the engines' speed, as a number of prefilled tokens."""
 
 
 def key_of(prompt: NDArray[np.int32]) -> int:
@@ -46,7 +47,7 @@ def key_of(prompt: NDArray[np.int32]) -> int:
 
 
 class Instruction(NamedTuple):
-    """Start the response ``ticket`` on the replica ``replica`` or, if ``stop`` is true, stop it there.
+    """Order to start the response ``ticket`` on the replica ``replica`` or, if ``stop`` is true, to stop this response there.
 
     A stopped response continues later, possibly on another replica.
     """
@@ -79,9 +80,9 @@ class _Replica:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Unfinished responses of one prompt (``count`` responses), and the ``lengths`` of its finished responses in tokens.
+    """The ``count`` unfinished responses of one prompt, and the ``lengths`` of the prompt's finished responses in tokens.
 
-    ``home`` is the replica of the response that started last. The group with the smallest ``order`` is served first.
+    ``home`` is the replica on which a response of the prompt started last. The group with the smallest ``order`` is served first.
     """
 
     prompt: str
@@ -95,7 +96,8 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Response:
-    """An unfinished response, which waits if ``replica`` is None. ``tokens`` and ``seconds`` are totals up to its last stop."""
+    """An unfinished response; ``replica`` is None while the response waits. ``tokens`` is the number of tokens generated before its
+    last start, ``seconds`` the time that the generation of these tokens took."""
 
     ticket: str
     group: _Group
@@ -116,12 +118,12 @@ class _Response:
 
 
 class _Speed:
-    """Speed model of the replicas, fitted to measured parts of responses. A part goes from a start to the next stop or end.
+    """Speed model of the replicas. It is fitted to measured parts of responses. A part is one uninterrupted run on a replica.
 
-    A part takes ``start + tokens * (token + request * running) + again * read`` seconds. ``tokens`` is the number of generated
-    tokens, ``running`` the mean number of running requests, ``again`` the number of tokens prefilled again after a stop. The
-    fitted coefficients are ``start`` (seconds per start), ``token`` (seconds per generated token), ``request`` (additional seconds
-    per generated token for each running request) and ``read`` (seconds per prefilled token).
+    A part takes ``start + tokens * (token + request * running) + again * read`` seconds. Three numbers are measured: the generated
+    tokens (``tokens``), the mean number of requests on the replica (``running``), and the tokens prefilled again because the
+    response was stopped before (``again``). Four coefficients are fitted: seconds per part (``start``), per generated token
+    (``token``), per generated token for each running request (``request``), and per token prefilled again (``read``).
     """
 
     def __init__(self) -> None:
@@ -168,21 +170,22 @@ class Balance:
     preempted responses then run side by side. Their number is limited by the slots and by :data:`PREEMPTED_SHARE`. The length from
     which responses are preempted is the quantile of recent lengths that fits this number.
 
-    A response goes to the replica with the fewest requests. A response that has begun goes to its own replica, unless that replica
-    has more than :data:`HOME_MARGIN` requests above the fewest. When no response waits, the response with the most expected tokens
-    left migrates from the fullest replica to the emptiest, if the migration should save ``flags.margin`` times its cost. A
-    response is stopped at most ``flags.max_moves`` times.
+    A response goes to the replica with the fewest requests, if it has no preferred replica. The next turn of a conversation prefers
+    the replica of the last turn, a migrating response prefers the target of the migration. The preferred replica may have up to
+    :data:`HOME_MARGIN` more requests than the replica with the fewest. When no response waits, the response with the most expected
+    tokens left migrates from the fullest replica to the emptiest, if the time saved should be at least ``flags.margin`` times the
+    cost of the migration. A response is stopped at most ``flags.max_moves`` times.
 
-    The router that drives this class calls ``request`` for a response and carries out the instructions that each call returns. It
-    reports the end of a response by ``over``, and a stop or the death of a replica by ``again``. It calls ``tick`` a few times a
-    second. The argument ``now`` is the time in seconds of one clock. Events about finished responses are ignored. Impossible
-    events raise ValueError and change nothing.
+    The router is the code that drives this class. It calls ``request`` for each new response, ``over`` when a response has ended,
+    ``again`` when a response was stopped or its replica died, and ``tick`` a few times a second. It carries out the instructions
+    that each call returns. The argument ``now`` is the time in seconds of one clock. Events about finished responses are ignored.
+    Impossible events raise ValueError and change nothing.
 
     Args:
         slots: number of slots of a replica, the maximum number of requests that it runs at once.
         flags: the user's flags.
         ordered: whether the longest expected responses start first; if False, responses start in the order of arrival.
-        together: whether the responses of a prompt go to the same replica.
+        together: whether a response without a preferred replica prefers the replica on which its prompt's last response started.
 
     Attributes:
         lengths: lengths of complete responses in tokens, by prompt. A later run can take them over by :meth:`learn`.
@@ -211,7 +214,7 @@ class Balance:
         return len(self._responses)
 
     def learn(self, lengths: Mapping[str, Sequence[int]]) -> None:
-        """Adds response lengths that an earlier run observed: a mapping from prompt to lengths in tokens."""
+        """Takes over response lengths from an earlier run, given as a mapping from prompt to lengths in tokens."""
         for prompt, observed in lengths.items():
             self.lengths[prompt] = deque(observed, PER_PROMPT)
             self._recent += observed
@@ -227,13 +230,13 @@ class Balance:
         return self._fill(now)
 
     def remove_replica(self, name: str) -> None:
-        """Removes a replica. Its running responses must still be reported: by ``over`` or, if the replica died, by ``again``."""
+        """Removes a replica. The router must still call ``over``, or ``again`` after a crash, for each response running there."""
         self._replicas.pop(name, None)
 
     def request(
         self, ticket: str, now: float, prompt: str = "", prompt_tokens: int = 0, home: str = "", movable: bool = True
     ) -> list[Instruction]:
-        """Adds a response to generate, and returns the instructions that follow.
+        """Adds a response to generate. Returns the instructions that the router must carry out now.
 
         Args:
             ticket: unique name of the response.
@@ -257,7 +260,9 @@ class Balance:
         return self._fill(now)
 
     def over(self, ticket: str, now: float, tokens: int | None = None) -> list[Instruction]:
-        """Ends a response, which is complete with ``tokens`` more tokens or, if ``tokens`` is None, no longer wanted."""
+        """Removes a response that is complete or no longer wanted. Returns the instructions to carry out now.
+
+        ``tokens`` is the number of tokens generated since the last start of a complete response; None: no longer wanted."""
         response = self._responses.get(ticket)
         if response is None:
             return []
@@ -281,10 +286,10 @@ class Balance:
         return self._fill(now)
 
     def again(self, ticket: str, now: float, tokens: int | None = None) -> list[Instruction] | None:
-        """Queues a response again after it was stopped, or after its replica died, and returns the instructions that follow.
+        """Queues a response again after it was stopped or its replica died. Returns the instructions to carry out now.
 
         ``tokens`` is the number of tokens generated since the last start; None means that the replica died. Returns None and
-        changes nothing if the response has ended already, or was stopped although no instruction said so.
+        changes nothing if the response has ended already, or was stopped without an instruction to stop.
         """
         response = self._responses.get(ticket)
         if response is None or (tokens is not None and not response.stopping):
@@ -300,7 +305,7 @@ class Balance:
         return self._fill(now)
 
     def tick(self, now: float) -> list[Instruction]:
-        """Updates the speed model and the expected lengths. Returns instructions about starts, preemptions and migrations."""
+        """Updates the speed model and the expected lengths. Returns instructions to start, preempt or migrate responses."""
         self._speed.fit()
         for replica in self._replicas.values():
             for response in replica.running.values() if replica.cache_tokens < math.inf else ():
@@ -310,7 +315,7 @@ class Balance:
         return self._fill(now) + self._stop_long(now) or self._migrate(now)
 
     def take_numbers(self) -> dict[str, float]:
-        """Returns the metrics of the responses since the last call, by name; {} if no response was completed."""
+        """Returns the metrics of load balancing since the last call, by name; {} if no response was completed since."""
         numbers, self._numbers = self._numbers, _Numbers()
         return numbers.summary([*self._replicas], self.slots)
 
@@ -343,10 +348,10 @@ class Balance:
         samples = [float(length) for length in group.lengths if length > tokens]
         if self._speed.of(1):
             others = (self._tokens(response, now) for response in group.running.values())
-            samples += [self._beyond(other) for other in others if other > tokens]
-        return (sum(samples) + self._beyond(tokens)) / (len(samples) + 1)
+            samples += [self._mean_length_above(other) for other in others if other > tokens]
+        return (sum(samples) + self._mean_length_above(tokens)) / (len(samples) + 1)
 
-    def _beyond(self, tokens: float) -> float:
+    def _mean_length_above(self, tokens: float) -> float:
         """Returns the mean length of the recent responses longer than ``tokens``; twice ``tokens`` if there is no such response."""
         if self._new > len(self._ascending) // 16:
             self._ascending, self._new = sorted(self._recent), 0
@@ -436,8 +441,8 @@ class Balance:
     def _stop_long(self, now: float) -> list[Instruction]:
         """Returns instructions to stop long responses, which continue after all other responses have started.
 
-        Returns none until as many lengths of complete responses are known as there are responses that run or have not started
-        (RECENT lengths are always enough)."""
+        Returns [] while too few lengths of complete responses are known: fewer than :data:`RECENT`, and fewer than there are
+        responses that run or have not started."""
         if not (self._queue and self.ordered and self.flags.max_moves and self._speed.of(1)):
             return []
         under_way = len(self._responses) - len(self._begun) - len(self._preempted)
@@ -445,7 +450,7 @@ class Balance:
         room = self.slots * len(self._replicas) - len(self._preempted) - stopping
         if room < 1 or len(self._recent) < min(under_way, RECENT):
             return []
-        self._beyond(0)
+        self._mean_length_above(0)
         threshold = self._ascending[int(len(self._ascending) * (1 - min(room / under_way, PREEMPTED_SHARE)))]
         long = [
             (response, replica)
@@ -456,7 +461,7 @@ class Balance:
         return [_stop(response, replica) for response, replica in long[:room]]
 
     def _migrate(self, now: float) -> list[Instruction]:
-        """Returns an instruction to stop one response that should migrate, if no response waits and none is being stopped."""
+        """Returns an instruction to stop one response that should migrate. Returns [] if a response waits or is being stopped."""
         speed, flags, replicas = self._speed, self.flags, self._replicas.values()
         if self.waiting or not replicas or not (speed.of(1) or flags.margin == 0):
             return []
@@ -527,7 +532,7 @@ class _Numbers:
 
 
 def end_bound_at_arrival(responses: Sequence[tuple[float, float]], replicas: int, slots: int) -> float:
-    """Returns the time at which the last response would end if each response was assigned to a replica on arrival, as in verl.
+    """Returns the time at which all responses would have ended if each response went to a replica on arrival, as in verl.
 
     Args:
         responses: arrival time and duration of each response, both in seconds, in the order of arrival.

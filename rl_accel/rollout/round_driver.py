@@ -29,11 +29,11 @@ from rl_accel.rollout.tail_decisions import (
 logger = logging.getLogger("rl_accel")
 
 REPORT_SECONDS = 60.0
-"""Seconds without any progress of a response after which a log line names the responses that the round waits for."""
+"""Seconds without a generated, scored, failed or aborted response after which a log line lists the unfinished responses."""
 
 REPORT_PROMPTS = 8
-"""Maximum number of prompts that the log line about unfinished responses names for each state of the responses. The prompts
-whose responses have waited longest are named."""
+"""Maximum number of prompts named in the log line about unfinished responses, for each state (such as "being scored"). The prompts
+that have been in this state longest are named."""
 
 METRICS_PREFIX = "rl_accel/tail_batching/"
 
@@ -83,10 +83,10 @@ class ResponseLost(RuntimeError):
 
 @contextlib.asynccontextmanager
 async def agent_loop_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Cancels the code in the ``async with`` block after ``seconds``; never if None. Yields the timeout, to reschedule it.
+    """Cancels the code in the ``async with`` block after ``seconds``; never if None. Yields the timeout, which can be rescheduled.
 
     Raises:
-        TimeoutError: the time is over. The message is one line that names the flag ``agent_loop_limit``.
+        TimeoutError: the block was cancelled. The message is one line that names the flag ``agent_loop_limit``.
     """
     limit = asyncio.timeout(seconds)
     try:
@@ -105,28 +105,28 @@ class ResponseWorkers(Protocol):
         """Starts to generate the responses of ``job`` with the current weights."""
 
     def cancel(self, response_ids: Iterable[int]) -> None:
-        """Stops responses in any state (waiting, generating, being scored). Reports each response that had not ended as aborted."""
+        """Stops responses in any state (waiting, generating, being scored). Reports ``aborted`` for each that had not ended."""
 
     def begin_round(self) -> None:
-        """Prepares the workers for a round of rollouts. The engines have the weights of this round already."""
+        """Prepares the workers for a round, which is the rollout of one training step. The engines already have the new weights."""
 
     def end_round(self) -> None:
-        """Stops all unfinished responses as fast as possible. The batch is complete, and these responses are cancelled already."""
+        """Stops all unfinished responses as fast as possible, because the batch is complete. All of them were cancelled before."""
 
     def wait(self, seconds: float) -> list[Event]:
         """Returns the events since the last call. Waits up to ``seconds`` for the first event; returns [] if none comes."""
 
     def outside_engines(self) -> Collection[int]:
-        """Returns the ids of responses that are neither in an engine nor being scored now."""
+        """Returns the ids of responses that are neither in an engine nor being scored now, such as those in a tool call."""
 
 
 @dataclass
 class _Open:
-    """A response that has not ended.
+    """A response that was launched and has not ended.
 
     Attributes:
-        since: time in seconds of the launch of the response; after the end of generation, time of this end.
-        doing: participle that tells what happens to the response: generated, scored or stopped.
+        since: time in seconds at which the response was launched; while it is scored, time at which its generation ended.
+        doing: word that completes "the response is being ...": generated, scored or stopped.
     """
 
     prompt_id: str
@@ -251,11 +251,11 @@ class PromptSupply:
         return taken
 
     def settle(self, prompt_id: str) -> Any:
-        """Forgets a prompt that is trained, rejected or failed. Returns the index of the prompt's row as given by the data set."""
+        """Forgets a prompt that is trained, rejected or failed. Returns the value ``index`` of its data row; None if missing."""
         return self.payloads.pop(prompt_id).get("index")
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
-        """Continues at the data position of a saved run, with the data rows of its unfinished prompts."""
+        """Continues a saved run: ``fetched`` rows were fetched, ``payloads`` are the data rows of its unfinished prompts by id."""
         self.fetched, self.payloads = fetched, dict(payloads)
 
 
@@ -265,10 +265,10 @@ class StepResult:
 
     Attributes:
         batch: batch to train on.
-        results: results of the responses in the batch, prompt by prompt, in the order in which the responses were generated.
+        results: data of the responses in the batch (see ``Event.result``), prompt by prompt, in the order of ``batch``.
         round: metrics of the round.
-        trained, rejected, failed: mappings from prompt id to the index that the data set itself gives to the row. They hold the
-            prompts of the batch, the prompts rejected by the group filter, and the prompts given up after their last retry.
+        trained: prompts of the batch. Like the next two, a mapping from prompt id to the value ``index`` of the data row.
+        rejected, failed: prompts rejected by the group filter, and prompts given up after the last retry of a response.
         errors: last error message of each failed prompt, by prompt id.
     """
 
@@ -302,7 +302,8 @@ class RolloutDriver:
         core: state machine of tail batching.
         supply: source of new prompts.
         workers: interface to the workers that generate and score responses.
-        discard: function that receives the results of all untrained responses, once a round, when no response runs any more.
+        discard: function that removes the data of untrained responses from the framework. Called at most once a round, with the
+            results of these responses, when no response runs any more.
         passes: group filter. Returns whether to train on a prompt, from the prompt id and the results of its responses. If
             None, every prompt passes. Called only if ``core.run.filter_groups`` is set.
         now: function that returns the time in seconds.
@@ -341,7 +342,7 @@ class RolloutDriver:
                 steps could not train.
 
         Raises:
-            RuntimeError: as many prompts as a batch holds failed in a row, so something must be broken.
+            RuntimeError: as many prompts as a batch holds were given up one after the other, so something must be broken.
             ConfigError: the domains of the data do not match the domain quotas.
         """
         self._step, self._result = step, StepResult()

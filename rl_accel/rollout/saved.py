@@ -23,11 +23,11 @@ _STATE = "state.pt"
 
 
 class ResumeError(ConfigError):
-    """Error: the saved state of tail batching is missing in a checkpoint or does not fit the resumed run."""
+    """Raised if a checkpoint lacks the saved state of tail batching, or if the state does not fit the resumed run."""
 
 
 def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: dict[str, dict[str, Any]]) -> None:
-    """Writes the state of tail batching to ``folder`` inside a checkpoint. After a crash, the folder has the old or new state.
+    """Writes the state of tail batching to ``folder`` in a checkpoint. A crash leaves the old or the new state, never a part.
 
     Args:
         folder: folder for the state; created if missing.
@@ -126,8 +126,8 @@ class Ledger:
     """Log of the prompts that each training step trained or gave up: ``tail_batching/ledger.jsonl`` next to the checkpoints.
 
     Each training step has one line, a JSON object. The keys ``trained``, ``rejected`` (by the group filter) and ``failed``
-    (after the last retry) hold mappings from prompt id (``epoch:row`` of the data) to the index that the data set itself gives
-    to the row. The key ``errors`` holds the last error of each failed prompt.
+    (after the last retry) hold mappings from prompt id (``epoch:row`` of the data) to the value ``index`` of the data row. The
+    key ``errors`` holds the last error of each failed prompt.
     """
 
     def __init__(self, root: Path) -> None:

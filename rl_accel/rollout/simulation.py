@@ -104,10 +104,10 @@ class Workload(Protocol):
 
 
 class Request:
-    """A response in a simulated engine. A waiting request has ``tokens`` tokens so far, and its ``began`` is 0.
+    """A response of ``length`` tokens in a simulated engine.
 
-    For a running request, ``began`` is the number of the request's start (each replica numbers its starts from 1 on), and ``end``
-    is the decoding step of the replica at which the request ends.
+    A waiting request has ``tokens`` tokens so far, and ``began`` is 0. For a running request, ``began`` is a serial number (each
+    replica numbers the starts of requests from 1 on), and ``end`` is the decoding step of the replica at which the request ends.
     """
 
     __slots__ = ("began", "end", "id", "length", "replica", "tokens")
@@ -124,8 +124,8 @@ _by_end, _by_begin = attrgetter("end"), attrgetter("began")
 class _Replica:
     """One simulated replica of the engine at the time ``time`` in seconds, after ``steps`` decoding steps.
 
-    At the next event, a request ends or the key-value cache is full (``fills``). This event is ``ahead`` decoding steps away and
-    has the unique number ``serial``.
+    At the replica's next event, the key-value cache is full (``fills`` is True) or a request ends (False). The event is ``ahead``
+    decoding steps away. ``serial`` is a unique number of the event.
     """
 
     __slots__ = (
@@ -167,7 +167,7 @@ class _Replica:
             self.cached += steps * count
 
     def happen(self, now: float) -> Request:
-        """Advances the replica to its next event, at the time ``now``.
+        """Simulates decoding up to the replica's next event, which is at the time ``now``, and the event itself.
 
         Returns the request that ended or, if the key-value cache is full, the request that was preempted.
         """
@@ -223,7 +223,7 @@ class Cluster:
     """Several simulated replicas of an engine with their requests. ``now`` is the time of the last event in seconds, from 0 on.
 
     A new request goes to the replica with the fewest requests, as in verl's load balancer. A subclass can implement another
-    router: it overrides :meth:`launch` to choose ``replicas``, and :meth:`happen` to see which requests ended.
+    router: it overrides :meth:`launch` to choose the replica of each request, and :meth:`happen` to learn which requests ended.
 
     Raises:
         ValueError: ``replicas`` is below 1.
@@ -289,7 +289,7 @@ class Cluster:
         """
         if not self._requests:
             self._heap.clear()
-            for replica in self._replicas:  # keeps these numbers small
+            for replica in self._replicas:  # keeps these sums small, because large floats are less exact
                 replica.steps = replica.cached = replica.stall = 0.0
         if replicas is None:
             fewest = self._fewest() if any(self.loads) else cycle(range(len(self._replicas)))
@@ -305,7 +305,7 @@ class Cluster:
             self._go_on(replica)
 
     def _fewest(self) -> Iterator[int]:
-        """Yields the index of the replica with the fewest requests, endlessly. Each yielded index counts as a new request there."""
+        """Yields, endlessly, the index of the replica with the fewest requests. Counts each yielded index as a request there."""
         loads = [(load, index) for index, load in enumerate(self.loads)]
         heapq.heapify(loads)
         while True:
@@ -339,7 +339,9 @@ class Cluster:
         return heap[0][0] if heap else math.inf
 
     def happen(self) -> Request | None:
-        """Simulates until the next event, which must exist. Returns the request that ended; None if a request was preempted."""
+        """Simulates up to the next event of any replica, and this event. At least one request must run.
+
+        Returns the request that ended; None if a request was preempted."""
         heap = self._heap
         while heap[0][1] != heap[0][2].serial:
             heapq.heappop(heap)
@@ -369,7 +371,7 @@ class Round:
         ends: seconds from the start of the round to the end of generation, for each completely generated response, ascending.
         peak_tokens: highest number of tokens in the key-value cache of any replica.
         preemptions: number of preemptions over all replicas.
-        unfinished: number of responses that were still in an engine and cancelled when the batch was complete.
+        unfinished: number of responses that were still in an engine when the batch was complete, and were cancelled then.
     """
 
     metrics: RoundMetrics = field(default_factory=lambda: RoundMetrics(0, "short", 1.0))
@@ -399,9 +401,9 @@ def play_rounds(
         workload: source of response lengths and reward times.
         rounds: number of rounds.
         seed: seed of all random draws.
-        timeout: time limits for rewards. A reward computation that ends within its limit is recorded as a correct execution. None:
-            no limit.
-        ends: whether training ends with the last round. If so, no prompt is started that these rounds could not train.
+        timeout: learns the time limits of reward computations. A computation that ends within its limit is recorded as a correct
+            execution. None: no limits.
+        ends: whether training ends with the last round. If so, no prompt is started that could not be trained by then.
         cluster: class of the cluster. A subclass of :class:`Cluster` can route requests in another way.
     """
     player = Player(run, cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)

@@ -74,7 +74,7 @@ class TailRun:
 
     @property
     def surplus_prompts(self) -> int:
-        """Number of prompts that a short round starts. Only for a number as ``flags.prompt_ratio``."""
+        """Number of prompts that a short round (which cuts off slow prompts) starts. Not for ``flags.prompt_ratio="auto"``."""
         return _scaled(self.prompts_per_step, float(self.flags.prompt_ratio))
 
     @property
@@ -87,7 +87,9 @@ class TailRun:
 
     @property
     def rounding_warnings(self) -> list[str]:
-        """Warnings, one for each ratio flag that grows by more than 10% when rounded up to whole prompts or responses."""
+        """Warnings, one for each of ``prompt_ratio`` and ``response_ratio`` that grows by more than 10% by rounding up.
+
+        Numbers of prompts and responses are whole: a ratio of 1.2 launches 2 prompts for 1."""
         counts = {"prompt_ratio": self.prompts_per_step, "response_ratio": self.responses_per_prompt}
         ratios = {name: ratio for name in counts if not isinstance(ratio := getattr(self.flags, name), str)}
         launched = {name: _scaled(counts[name], ratio) for name, ratio in ratios.items()}
@@ -117,8 +119,8 @@ class _Prompt:
 class _Attempt:
     """A prompt in the open round, with the states of its responses.
 
-    Each response is in ``generating``, ``generated`` or ``cancelled``. A response that has failed, or that was cancelled and has
-    stopped, is in none of these.
+    Each response is in ``generating``, ``generated`` or ``cancelled``. A response leaves all three when it fails, or when it was
+    cancelled and has stopped.
 
     Attributes:
         launched_at: time of the launch in seconds.
@@ -127,9 +129,9 @@ class _Attempt:
         generating: ids of the responses that are being generated, in the order of launch.
         generated: number of tokens of each generated response, by response id, in the order of completion.
         scored_at: time of the score in seconds, by id of the scored response.
-        cancelled: number of tokens of each cancelled response, by response id. Below 0 while the response is still generating.
-        retries: number of retries before each response, by response id; absent for 0.
-        surplus_tokens: number of tokens of each cancelled response whose cancellation is acknowledged.
+        cancelled: number of tokens of each cancelled response, by response id. -1 while generation has not stopped.
+        retries: number of failed responses that each response replaces, by response id; absent for 0.
+        surplus_tokens: number of tokens of each cancelled response that has stopped.
     """
 
     prompt: _Prompt
@@ -154,8 +156,8 @@ class _Domain:
     Attributes:
         quota: number of prompts of the domain in a batch.
         target: number of prompts that the current round aims to run, including prompts that are complete.
-        fresh: waiting prompts that the next round of any kind may start.
-        queue: waiting prompts that earlier rounds cut off too often. They run in long rounds, which wait for all responses.
+        fresh: waiting prompts that a round of any kind may start.
+        queue: waiting prompts that ``max_deferrals`` earlier rounds cut off. They run in rounds that wait for all responses.
         active: running prompts, by prompt id.
         kept: complete prompts of the next batch.
     """
@@ -294,7 +296,9 @@ class TailBatching:
     # Responses and groups
 
     def response_generated(self, response_id: int, tokens: int) -> list[Decision]:
-        """Handles a response whose generation has ended with ``tokens`` tokens. Its reward may still be in progress."""
+        """Records that a response is generated, with ``tokens`` tokens. Its reward may still be in progress.
+
+        If its prompt now has enough generated responses, the returned decision cancels the other responses of the prompt."""
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -309,7 +313,9 @@ class TailBatching:
         return []
 
     def response_scored(self, response_id: int, now: float) -> list[Decision]:
-        """Handles the score of a generated response. If the response was cancelled, its score confirms that it has ended."""
+        """Records that a generated response has a score, at the time ``now``. A cancelled response thereby counts as stopped.
+
+        If all responses of the prompt are scored, the prompt is kept for the batch or, with a group filter, must be checked."""
         attempt = self._find(response_id)
         if attempt is None:
             return []
@@ -328,10 +334,10 @@ class TailBatching:
         return [CheckGroup(attempt.group())]
 
     def response_failed(self, response_id: int, tokens: int, now: float, lost: bool = False) -> list[Decision]:
-        """Handles a response that failed in the engine, the agent loop or the reward, after ``tokens`` generated tokens.
+        """Replaces a response that failed in the engine, the agent loop or the reward, after ``tokens`` generated tokens.
 
-        The response is launched again, up to ``max_retries`` times. If it was ``lost`` because a process died, the new launch
-        does not count as a retry.
+        A new response is launched, up to ``max_retries`` times. If a process died (``lost``), the launch does not count as a retry.
+        After the last retry, the prompt is given up if too few of its responses are left.
         """
         attempt = self._find(response_id, tokens)
         if attempt is None:
@@ -355,7 +361,9 @@ class TailBatching:
         return [*cancelled, PromptFailed(attempt.prompt.id), *self._replace(attempt, now)]
 
     def response_aborted(self, response_id: int, tokens: int) -> list[Decision]:
-        """Handles the confirmation that a cancelled response has stopped after ``tokens`` tokens and all its data is removed."""
+        """Records that a cancelled response has stopped, after ``tokens`` tokens, and that its data is removed everywhere.
+
+        If the batch is complete and no other cancelled response still runs, the round ends."""
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -368,10 +376,7 @@ class TailBatching:
         return self._end_if_stopped()
 
     def group_checked(self, prompt_id: str, passes: bool, now: float) -> list[Decision]:
-        """Handles the verdict of the group filter on a prompt whose responses are all scored.
-
-        A prompt that ``passes`` is kept for the batch. Any other prompt is dropped, and another prompt replaces it.
-        """
+        """Keeps a prompt for the batch if the prompt ``passes`` the group filter. Otherwise drops it and starts another prompt."""
         attempt = self._unchecked
         if attempt is None or attempt.prompt.id != prompt_id:
             raise ValueError(f"prompt_id must be of the group to check, found {prompt_id!r}")
@@ -456,7 +461,7 @@ class TailBatching:
         return kind
 
     def _room(self, domain: _Domain) -> int:
-        """Returns the number of prompts of a domain that can be added and still be trained in the remaining steps."""
+        """Returns the number of new prompts of a domain for which the remaining batches have room."""
         return max(self._steps_left * domain.quota - domain.going - len(domain.fresh) - len(domain.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
@@ -620,7 +625,7 @@ class TailBatching:
         return [Cancel(attempt.prompt.id, tuple(response_ids))] if response_ids else []
 
     def _settle(self, attempt: _Attempt) -> None:
-        """Removes a prompt that is trained, rejected or failed, and forgets the prompt's generated responses."""
+        """Forgets a prompt that is trained, rejected or failed, and the prompt's generated responses."""
         del self._unsettled[attempt.prompt.id]
         self.settled += 1
         for response_id in attempt.generated:
@@ -633,9 +638,10 @@ class TailBatching:
         return self._refill(now)
 
     def _observe(self, attempt: _Attempt) -> None:
-        """Records the completion time of a prompt if this time is representative.
+        """Records the completion time of a prompt for the choice of ``prompt_ratio``. The prompt's responses are all scored.
 
-        Times from the first round after a start are not representative, because engines warm up in this round.
+        Leaves out the first round after a start, because engines warm up in it. Also leaves out deferred prompts in short rounds,
+        and prompts from outside the queue in other rounds, because :class:`CompletionTimes` models neither.
         """
         if not self._warm:
             return
@@ -648,7 +654,7 @@ class TailBatching:
             self._times.add_long(times[-1], times[max(rank, 1) - 1])
 
     def _find(self, response_id: int, tokens: int = 0) -> _Attempt | None:
-        """Returns the attempt (prompt in this round) that a response belongs to, or None if the response has already ended.
+        """Returns the prompt of this round that a response belongs to; None if the response has already ended.
 
         Raises:
             ValueError: the response was never launched, ``tokens`` is negative, or ``group_checked`` must come first.

@@ -67,7 +67,7 @@ class CheckGroup:
 
 @dataclass(frozen=True, slots=True)
 class PromptFailed:
-    """Report that a prompt will not be trained. Some of its responses failed after their last retry, and too few are left."""
+    """Report that a prompt is given up and will not be trained: responses failed after the last retry, and too few are left."""
 
     prompt_id: str
 

@@ -25,12 +25,12 @@ class CompletionTimes:
 
     **Observations.** In a short round, a prompt either completes after ``x`` seconds or is cut off after ``c`` seconds. A
     prompt that was cut off takes longer than ``c``. The Kaplan-Meier estimator turns both kinds of observations into a
-    distribution F, valid up to the longest observed completion time. The estimator requires that the end of a round depends
-    only on times already seen, which is the case. Beyond this longest time, F gets the shape of the longer times in long rounds.
-    These are times of later attempts of deferred prompts. If prompts are long by nature, the later attempt is long as well. If
-    prompts were slow by chance, later attempts have ordinary times, of which only those beyond the longest time are used. The
-    shape is right in both cases. A long round starts R0 responses per prompt, a short round r responses. The completion time
-    with r responses is therefore estimated from the R0 responses, as the time of rank R0 * (R0 + 1) / (r + 1) among them.
+    distribution F, valid up to the longest completion time ``m`` of short rounds. The estimator requires that the end of a round
+    depends only on times already seen, which is the case. Beyond ``m``, F gets the shape of those times in long rounds that exceed
+    ``m``. A long round runs deferred prompts once more. Prompts that are long by nature are long again. Prompts that were slow by
+    chance have ordinary times, of which only those beyond ``m`` are used. The shape is right in both cases. A long round starts R0
+    responses per prompt, a short round r responses. The completion time with r responses is therefore estimated from the R0
+    responses: by the time of rank R0 * (R0 + 1) / (r + 1) among them.
 
     **Objective.** A short round with n prompts lasts S(n) seconds, the mean of the P0-th smallest of n draws from F. It
     defers n - P0 prompts, and each deferred prompt costs 1/P0 of a long round. A long round lasts L seconds, the mean of the
@@ -73,8 +73,8 @@ class CompletionTimes:
     def full_wait(self) -> float | None:
         """Returns the expected seconds of a round that starts one batch of prompts and waits until all prompts are complete.
 
-        Returns ``None`` until a batch of prompts was observed in short rounds. If some of these prompts were cut off, also returns
-        ``None`` until a batch of prompts was observed in long rounds, which wait for all prompts.
+        Returns ``None`` until short rounds have yielded the times of as many prompts as a batch holds. If a prompt was cut off,
+        also returns ``None`` until long rounds, which wait for all prompts, have yielded as many times.
         """
         wanted = self.prompts_per_step
         tail_is_known = len(self._long) >= wanted or all(completed for _, completed in self._short)
@@ -86,8 +86,8 @@ class CompletionTimes:
         """Returns the ratio of started to trained prompts in [1, limit] with the lowest expected seconds per trained prompt.
 
         Args:
-            default: value to return until a batch of prompts was observed in short rounds, which cut off slow prompts, and
-                another batch in long rounds, which wait for all prompts.
+            default: value to return until short rounds (which cut off slow prompts) and long rounds (which wait for all prompts)
+                have each yielded the times of as many prompts as a batch holds.
             limit: largest ratio to consider. The key-value cache memory needed grows with the ratio.
         """
         wanted = self.prompts_per_step
@@ -111,7 +111,7 @@ class CompletionTimes:
         return {"short": [list(pair) for pair in self._short], "long": [list(pair) for pair in self._long]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds the completion times that an earlier run saved.
+        """Adds the completion times that an earlier run saved with :meth:`state_dict`.
 
         Raises:
             KeyError, TypeError, ValueError: ``state`` was not returned by ``state_dict``.

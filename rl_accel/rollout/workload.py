@@ -36,19 +36,19 @@ _MAX_NUMBER = 1_000_000_000
 
 @dataclass(frozen=True)
 class Lengths:
-    """Workload that draws random response lengths. The module docstring describes the random model.
+    """Workload that draws random response lengths. Responses to one prompt have similar lengths (see the module's docstring).
 
     Args:
         tokens: equally likely response lengths in tokens (quantiles of all lengths), ascending.
-        alike: intraclass correlation of the scores of a prompt's responses, from 0 (independent) to below 1.
-        known: mean and standard deviation of the shared score of each known prompt, in the order of the data, shape [P, 2]; None:
-            an unlimited number of unknown prompts.
+        alike: intraclass correlation of the response lengths within a prompt, from 0 (independent) to below 1.
+        known: mean and standard deviation of the random score that the responses of a prompt share, for each prompt with observed
+            responses, in the order of the data, shape [P, 2]; None: no prompt was observed, and their number is unlimited.
         seen: number of tokens of each observed response of the known prompts, shape [P, R]; 0: no response. The first call of
             :meth:`lengths` for a prompt returns the observed numbers, and draws only the missing responses.
         prompt_tokens: number of tokens in each prompt.
         rewards: equally likely durations of a reward in seconds; empty: rewards take no time.
         source: source of the data, in words for the report.
-        alternatives: other distributions that the data may have; :meth:`drawn` chooses a distribution by the seed.
+        alternatives: workloads that the run may have had, if its log does not tell; :meth:`drawn` selects one by the seed.
     """
 
     tokens: Ints
@@ -64,8 +64,8 @@ class Lengths:
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
         """Draws the lengths of new responses in tokens, shape [P, R].
 
-        Lengths of one prompt's responses are correlated. The random value that they share (the shared score, see the module) is
-        drawn at the first call for the prompt, and reused in later calls.
+        The responses of a prompt share a random score, which makes their lengths similar. The score is drawn at the first call for
+        the prompt, and reused in later calls.
         """
         from scipy.special import ndtr
 
@@ -91,10 +91,9 @@ class Lengths:
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns a copy of this workload without the random values drawn so far. With a ``seed``, the known prompts are shuffled.
+        """Returns a copy of this workload that has drawn nothing yet. With a ``seed``, the observed prompts are shuffled.
 
-        If the workload has ``alternatives`` (other possible workloads of the run), a ``seed`` selects one of them instead: number
-        ``seed`` modulo their count, unshuffled.
+        If the workload has ``alternatives``, a ``seed`` selects one of these instead: number ``seed`` modulo their count.
         """
         if self.alternatives and seed is not None:
             other = self.alternatives[seed % len(self.alternatives)]
@@ -105,7 +104,7 @@ class Lengths:
         return replace(self, known=self.known[order], seen=self.seen[order])
 
     def limited(self, limit: int) -> "Lengths":
-        """Returns a copy with another length limit, in tokens. Responses that hit the old limit hit the new limit as well."""
+        """Returns a copy with another length limit, in tokens. Responses that reached the old limit reach the new limit, too."""
 
         def cut(tokens: Ints) -> Ints:
             return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
@@ -116,12 +115,12 @@ class Lengths:
 
     @property
     def limit(self) -> int:
-        """Length of the longest response in tokens, which counts as the limit of the response length."""
+        """Number of tokens of the longest response, which is taken for the limit of the response length."""
         return int(self.tokens[-1])
 
 
 def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> Lengths:
-    """Returns the workload of a run with the response lengths ``groups``.
+    """Returns a workload that is fitted to the response lengths ``groups`` of a run.
 
     The intraclass correlation ``alike`` is estimated from the covariance of the logarithms of the lengths within prompts.
 

@@ -25,9 +25,9 @@ POLL_SECONDS = 2.0
 """Seconds between two times at which verl's V1 trainer checks whether a rollout is done."""
 DRAWS = 36
 LEAST_STEPS = 4
-"""Smallest number of steps that an estimate rests on."""
+"""Minimum number of logged steps for an estimate."""
 SMALLEST_GAIN = 0.02
-"""Share of a step's seconds. A smaller saving is reported as none."""
+"""Smallest saving that is reported, as a share of a step's seconds."""
 _GROUPS = (4, 8, 16)
 """Numbers of responses per prompt that are assumed in turn where the number is unknown."""
 _ALIKE = (0.0, 0.15, 0.3, 0.45)
@@ -36,7 +36,8 @@ _UNEXPLAINED = 0.25
 """Maximum error of a fit of rollout times to response lengths, as a share of the mean rollout time. If the root mean square error
 is larger, rollout times depend on something else, such as tools or rewards."""
 _SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
-"""Assumed seconds of a very slow engine: per token of a response, per token of a prompt, and to begin and end a rollout."""
+"""Seconds that a very slow engine takes: per token of the longest response, per token of a prompt, and to begin and end a rollout.
+Time beyond these seconds has another cause than response lengths."""
 _ROUND_RESPONSES = 15_000
 _FIELDS = {
     "seconds": ("timing_s/gen", 0.0),
@@ -46,16 +47,16 @@ _FIELDS = {
     "prompts": ("prompt_length/mean", 0.0),
     "generating": ("timing_s/agent_loop/generate_sequences/mean", math.nan),
 }
-"""Name of verl's metric for each array of :class:`Rollouts`, and the value for a step that lacks this metric."""
+"""Name of verl's metric for each array of :class:`Rollouts`, and the default for a step without this metric."""
 V1 = "training/off_policy/trajectory_"
-"""Beginning of the names of metrics that only verl's V1 trainer logs."""
+"""Prefix of metrics that only verl's V1 trainer logs."""
 STALENESS = "training/off_policy/trajectory_staleness/mean"
 """verl's metric for the number of updates between the weights that generated a response and the weights that are trained."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """An estimate with its 95% interval, from equally likely draws."""
+    """An estimate (``mean``) and the bounds of its 95% interval (``low``, ``high``), from equally likely random draws."""
 
     mean: float
     low: float
@@ -63,14 +64,14 @@ class Range:
 
     @classmethod
     def of(cls, draws: Sequence[float] | Floats, mean: float | None = None) -> "Range":
-        """Returns ``mean`` (default: that of the draws) and the central 95% of ``draws``."""
+        """Returns the estimate ``mean`` (default: the mean of ``draws``) with the central 95% of ``draws`` as its interval."""
         low, high = np.quantile(draws, (0.025, 0.975)).tolist()
         return cls(float(np.mean(draws)) if mean is None else mean, low, high)
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Rollouts of a run as a log without telemetry describes them. Arrays have one number per step, shape [S].
+    """Rollouts of a run, as far as a log without telemetry describes them. Arrays have one number per step, shape [S].
 
     Attributes:
         seconds: duration of the rollout stage ``gen``.
@@ -81,8 +82,8 @@ class Rollouts:
         responses: number of responses in a step; 0 if unknown.
         group: number of responses per prompt; None if unknown.
         polls: whether the trainer polls for the end of a rollout, and therefore notices the end late.
-        on_policy: whether each rollout trains the same weights that generated its responses. Otherwise, the effects of polling and
-            tail batching are not estimated.
+        on_policy: whether all responses were generated with the weights that they train. Otherwise, the effects of polling and tail
+            batching are not estimated.
         is_v1: whether the trainer is verl's V1 trainer.
         limit: longest response of the run in tokens, which is assumed to be the length limit; infinity if only one step reached
             this length.
@@ -148,7 +149,7 @@ class Rollouts:
     def phase(self) -> float:
         """Returns the seconds from the poll that finds a rollout done to the end of the stage ``gen``.
 
-        Returns 0 if the durations of ``gen`` do not show the interval between polls.
+        Returns 0 if the durations of ``gen`` do not differ by about whole multiples of the interval between polls.
         """
         direction = np.exp(2j * np.pi * self.seconds / POLL_SECONDS).mean()
         if abs(direction) < 0.8:
@@ -160,12 +161,12 @@ class Rollouts:
     def timed(self, phase: float, rng: np.random.Generator) -> tuple[float, float, Floats, Floats]:
         """Fits the model ``base + pace * longest`` to the rollout seconds, and draws the true duration of each rollout.
 
-        If the trainer polls, the log only shows the two polls between which a rollout ended. Fits of the model and random draws of
-        the end between these polls then alternate (data augmentation). ``phase``: result of :meth:`phase`.
+        If the trainer polls, the log only shows the two polls between which a rollout ended. The end is then drawn at random from
+        this interval, by the fitted model. Fits and draws alternate (data augmentation). ``phase``: result of :meth:`phase`.
 
         Returns:
-            ``base`` in seconds, ``pace`` in seconds per token, the true seconds of each rollout, shape [S], and the part of these
-            seconds that response lengths do not explain, shape [S] (0 if the model fits well).
+            ``base`` in seconds; ``pace`` in seconds per token; drawn duration of each rollout in seconds, shape [S]; seconds of a
+            rollout that response lengths do not explain, shape [S] (0 if the model fits well).
         """
         from scipy.optimize import linprog, nnls
         from scipy.special import ndtr, ndtri
@@ -195,7 +196,7 @@ class Rollouts:
         return float(base), float(pace) * unit, done, excess
 
     def lengths(self, shape: str, alike: float) -> Lengths:
-        """Returns the published length distribution ``shape``, stretched to fit this run.
+        """Returns the published length distribution ``shape`` (a key of PUBLISHED), stretched to fit this run.
 
         The mean, the maximum and the share of responses at the length limit are fitted. ``alike``: intraclass correlation of
         the lengths within a prompt.
@@ -229,7 +230,7 @@ class Rollouts:
 
 @functools.cache
 def _uncut(shape: str) -> Floats:
-    """Returns the logarithms of the quantiles of a published length distribution, only for responses below the length limit."""
+    """Returns quantiles of a published length distribution as logarithms. Responses at the length limit are left out."""
     tokens = published(shape).tokens
     free = np.log(tokens[tokens < PUBLISHED_LIMIT])
     return np.interp((np.arange(len(tokens)) + 0.5) / len(tokens), (np.arange(len(free)) + 0.5) / len(free), free)
@@ -238,19 +239,19 @@ def _uncut(shape: str) -> Floats:
 def in_rounds(
     lengths: Lengths, prompts: int, responses: int, launched: int, each: int, seed: int = 0
 ) -> tuple[float, float, float]:
-    """Simulates rollouts with and without tail batching, in which a response takes one time unit per token.
+    """Compares simulated rollouts with and without tail batching. A response takes one time unit per token.
 
     A short round launches ``launched`` prompts with ``each`` responses per prompt. The round ends when ``prompts`` prompts have
     ``responses`` complete responses each. All other prompts start again in long rounds. A long round runs ``prompts`` prompts with
     ``responses`` responses per prompt, and waits for all responses.
 
     Returns:
-        Mean number of tokens of the last response that a rollout with tail batching waits for, mean number of tokens of the longest
-        response of a rollout without tail batching, and trained tokens with tail batching divided by trained tokens without.
+        Mean duration of a rollout with tail batching, in tokens of the response that ends it; the same without tail batching, where
+        the longest response ends a rollout; trained tokens with tail batching, divided by trained tokens without.
     """
     rng, rounds = np.random.default_rng(seed), max(_ROUND_RESPONSES // (launched * each), 20)
     drawn = np.sort(lengths.lengths(range(rounds * launched), each, rng).reshape(rounds, launched, each), axis=2)
-    ended = drawn[:, :, responses - 1]  # a prompt has its responses with its R0-th shortest
+    ended = drawn[:, :, responses - 1]  # a prompt is complete with its R0-th shortest response
     order = np.argsort(ended, axis=1, kind="stable")
     tokens = np.take_along_axis(ended, order[:, prompts - 1, None], 1).mean()
     trained = np.take_along_axis(drawn, order[:, :prompts, None], 1)[:, :, :responses].sum(axis=(1, 2)).mean()
@@ -266,27 +267,29 @@ def in_rounds(
 
 
 def launched_by(prompts: int, responses: int) -> tuple[int, int]:
-    """Returns how many prompts a short round launches by default, and how many responses of each."""
+    """Returns the numbers of prompts, and of responses per prompt, that tail batching launches by default in a short round.
+
+    ``prompts``, ``responses``: numbers of prompts and of responses per prompt in a batch."""
     run = TailRun(prompts, responses)
     return run.surplus_prompts, run.surplus_responses
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Parts of the rollouts of a run without telemetry in seconds, and estimated savings per step.
+    """Estimated parts of the mean rollout of a run without telemetry, in seconds, and estimated effects of features.
 
     Attributes:
         rollouts: data from the log.
         lengths: distributions of response lengths that fit the log, one per draw.
         base, pace: fixed seconds of a rollout, and further seconds per token of the longest response.
-        polling: seconds from the true end of a rollout to the poll that finds the rollout done, if the trainer polls, else 0.
-        storing: seconds from this poll to the end of the stage ``gen``.
+        polling: seconds from the true end of a rollout to the poll that finds the rollout done; 0 if the trainer does not poll.
+        storing: seconds from the poll that finds the rollout done to the end of the stage ``gen``; 0 if the trainer does not poll.
         waiting: seconds in which only the longest tenth of the responses are still running.
         unexplained: seconds that response lengths do not explain, such as slow rewards.
         idle: share of slots without a request, if all responses begin together.
         tail: generation seconds that tail batching saves in addition to ``polling``; None if unknown.
         trained: number of trained tokens with tail batching, divided by the number without tail batching.
-        over: part of ``unexplained`` that exceeds the time limit of a reward, in mean seconds per rollout.
+        over: seconds of ``unexplained`` beyond the time limit of a reward, which reward_timeout may save.
     """
 
     rollouts: Rollouts
@@ -304,7 +307,7 @@ class Estimate:
 
 
 def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
-    """Estimates the parts of ``rollouts`` in seconds, and possible savings.
+    """Estimates how the time of ``rollouts`` divides into parts, and what tail_batching and reward_timeout would save.
 
     ``limit_seconds``: time limit of a reward with the feature reward_timeout.
     """

@@ -30,7 +30,7 @@ _METRIC = re.compile(f"(.*):{_VALUE}")
 _BEGUN = re.compile(r"[^:]*(?::\s*(?:[a-z][\w.]{0,15}(?:\([^()]*)?|[-+\d.einfa]*)\)?(?:\s+-?\s*)?)?")
 """Pattern of a logged metric whose end may be cut off, such as the last metric in a line."""
 _WIDEST = 1000
-"""Number of columns above which a line is taken for no row of a terminal."""
+"""Maximum number of columns of a terminal. If the console has a longer line, no terminal has wrapped its lines."""
 _OLD_PREFIX = "timing/"
 """Prefix of the timer metrics in verl's logs of 2024."""
 
@@ -93,8 +93,8 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
     A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. Colours, Ray's
     prefixes and text of other programs at the end are removed. Lines that a terminal has wrapped are joined, even if lines of
     other processes lie between the parts. All other lines are skipped. If the last line has no line end, the last metric of this
-    line may be cut off and is left out. Appends the prefix of the process that logs a step to ``workers``, unless the same process
-    has logged the previous step.
+    line may be cut off and is left out. For each step, appends Ray's prefix of the logging process to ``workers``, unless the
+    previous step has the same prefix.
     """
     steps: list[_Step] = []
     is_open, longest = False, 0
@@ -106,18 +106,18 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
         text = ESCAPE.sub("", line.rstrip("\n"))
         width = len(text)
         begun = _STEP.search(text)
-        # a container, a node or a clock may have put text of its own before Ray's prefix
+        # a container, a node or a logger may have put other text, such as the time, before Ray's prefix
         prefix = PROCESS.search(text, 0, begun.start()) if begun else PROCESS.match(text)
         worker = prefix[0] if prefix else ""
         if begun:
-            steps.append(_Step(_own(begun[0]), worker, line.endswith("\n"), [width]))
+            steps.append(_Step(_before_other_output(begun[0]), worker, line.endswith("\n"), [width]))
             is_open = True
             if workers is not None and [worker] != workers[-1:]:
                 workers.append(worker)
         elif worker:  # Ray writes a prefix before each line, not before each row
             is_open = is_open and worker != steps[-1].process
         elif is_open:
-            is_open = steps[-1].add(_own(text), width, line.endswith("\n"))
+            is_open = steps[-1].add(_before_other_output(text), width, line.endswith("\n"))
     # rows are as wide as the terminal; next to a longer line, a row such as "42" is a number that something has printed
     is_wrapped = longest < _WIDEST and all(step.rows[0] >= longest - 1 for step in steps if step.doubtful)
     for step in steps:
@@ -129,14 +129,14 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
 
 @dataclass
 class _Step:
-    """The line of a step in a console.
+    """Log line of a training step in a console. A terminal may have wrapped the line into several rows.
 
     Attributes:
         text: the joined rows of the line, without text of other programs.
         process: Ray's prefix of the line.
         is_ended: False if the console ends with the last row, without a line end.
         rows: number of characters of each row.
-        doubtful: first row, if there are two and the second names no metric; else "". The second row may be no part of the line.
+        doubtful: text of the first row if the second and last row names no metric and may thus be other output; else "".
     """
 
     text: str
@@ -146,9 +146,9 @@ class _Step:
     doubtful: str = ""
 
     def add(self, row: str, width: int, is_ended: bool) -> bool:
-        """Appends the next row of the console, unless it belongs to another line; returns False then.
+        """Appends the next row of the console to this line. If the row belongs to another line, only returns False.
 
-        ``row`` is the row without text of other programs, ``width`` the number of characters with this text.
+        ``row`` holds the row without text of other programs. ``width`` is the full number of characters of the row.
         """
         if not row:
             self.is_ended = True
@@ -163,8 +163,8 @@ class _Step:
         return True
 
 
-def _own(text: str) -> str:
-    """Returns ``text`` up to the first text of another program, such as Ray or a progress bar."""
+def _before_other_output(text: str) -> str:
+    """Returns the part of ``text`` before the output of another program, such as Ray or a progress bar."""
     foreign = _FOREIGN.search(text) if "[" in text or "pid=" in text or "%|" in text else None
     return text[: foreign.start()].rstrip() if foreign else text
 
@@ -177,7 +177,7 @@ def _is_whole(line: str) -> bool:
 
 
 def _record(line: str, is_ended: bool) -> Iterator[LogRecord]:
-    """Yields the record in the ``line`` of a step, if any.
+    """Yields the step number and the metrics in the log line of a step; nothing if the line has none.
 
     If ``is_ended`` is False, the last metric in the line may be cut off and is left out.
     """

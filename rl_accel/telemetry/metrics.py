@@ -43,7 +43,7 @@ def put(name: str, value: float) -> None:
 
 
 def set_observer(feature: str, observer: Observer | None) -> None:
-    """Registers ``observer``, which :func:`run_observers` calls with each step's metrics. None removes that of ``feature``."""
+    """Sets the ``observer`` that :func:`run_observers` calls for ``feature``, instead of any earlier observer. None removes it."""
     with _lock:
         _failed.discard(feature)
         if observer is None:

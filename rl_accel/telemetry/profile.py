@@ -26,8 +26,8 @@ _NEVER_ZERO = {
     "actor/entropy_loss",
     "actor/reward_kl_penalty",
 }
-"""Metrics of verl that indicate a critic, a KL term or an entropy term. In these cases, groups with equal rewards may influence
-training."""
+"""verl's metrics of a critic, a KL term or an entropy term. If one of these is logged, even prompt groups with equal rewards may
+influence training, so the feature skip_zero cannot be used."""
 
 PARTS = {
     "most_seconds": ("nine in ten responses", "#4878a8"),
@@ -41,15 +41,15 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """Time of a run's training steps by stage and cause.
+    """Time of a run's training steps by stage and cause. The "measured steps" are the logged steps after the warm-up steps.
 
     Attributes:
         folder: path that was read.
         logged: the log of the run.
         metrics: metrics of each logged step, by step number, with verl's names also for slime.
-        staged: seconds of each stage of the measured steps, by step number. Warm-up steps are left out.
+        staged: seconds of each stage of the measured steps, by step number and stage.
         notes: texts that each say which logged steps are left out and why.
-        group: number of responses per prompt; None: the number in the log, if any.
+        group: number of responses per prompt that the user gave; None: the number is taken from the log, if the log has it.
     """
 
     folder: Path
@@ -61,12 +61,12 @@ class Profile:
 
     @property
     def is_v1(self) -> bool:
-        """True for verl's V1 trainer."""
+        """True if the run used verl's V1 trainer."""
         return any(name.startswith(V1) for name in self.metrics[self.steps[-1]])
 
     @property
     def overlaps(self) -> bool:
-        """True if rollouts overlap with training, so that they train older weights."""
+        """True if rollouts run during training, so that responses come from older weights than those that are trained."""
         return self.logged.overlaps or any(self.metrics[step].get(STALENESS, 0) for step in self.steps)
 
     @property
@@ -105,31 +105,33 @@ class Profile:
 
     @cached_property
     def noted(self) -> Mapping[int, Mapping[str, float]]:
-        """Metrics of the feature telemetry in each measured step, by step number and name. Unknown metrics are left out."""
-        return {step: _below(TELEMETRY, self.metrics[step]) for step in self.steps}
+        """Metrics that the feature telemetry logged in each measured step, by step number and name. NaN and inf are left out."""
+        return {step: _with_prefix(TELEMETRY, self.metrics[step]) for step in self.steps}
 
     @cached_property
     def numbers(self) -> Mapping[str, float]:
-        """Means of the metrics of the feature telemetry, by name."""
+        """Means of the metrics of the feature telemetry over the measured steps, by name; {} without telemetry."""
         return _means(self.noted.values())
 
     def table(self, feature: str) -> Mapping[str, float]:
-        """Returns the means of the metrics of ``feature`` by name."""
-        return _means([_below(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps])
+        """Returns the means of the metrics of ``feature`` over the measured steps, by name."""
+        return _means([_with_prefix(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps])
 
     @cached_property
     def kept_files(self) -> Sequence[Path]:
-        """Files with the times of all responses."""
+        """Files in which the feature telemetry has kept the times of all responses."""
         return sorted((self.folder if self.folder.is_dir() else self.folder.parent).rglob(FILE_NAME))
 
     @cached_property
     def kept(self) -> Mapping[int, Sequence[Response]]:
-        """Responses of all steps, including the warm-up, by step number. Times are in seconds since the first response began."""
+        """Responses of all steps, including the warm-up, by step number; {} without telemetry or with several ``kept_files``.
+
+        Times are in seconds since the first response of the step began."""
         return stage_clock.read_kept(self.kept_files[0]) if self.numbers and len(self.kept_files) == 1 else {}
 
     @cached_property
     def responses(self) -> Mapping[int, Sequence[Response]]:
-        """Responses of each measured step, by step number, if metrics of the step's generation are known."""
+        """Responses of the measured steps, by step number. Steps without measured parts of generation are left out."""
         known = [step for step, numbers in self.noted.items() if "concurrency" in numbers]
         return {step: self.kept[step] for step in known if step in self.kept}
 
@@ -145,7 +147,8 @@ class Profile:
 
     @cached_property
     def estimate(self) -> Estimate | None:
-        """Parts of generation as estimated from the log, if their times are unknown and the log says enough."""
+        """Parts of generation, estimated from the log. None if they were measured, if rollouts overlap with training, if
+        tail_batching is on, or if the log does not say enough."""
         prompts, group = self.logged.batch()
         polls = not self.on & {"sampler", "tail_batching"}
         rollouts = Rollouts.of([self.metrics[step] for step in self.steps], self.group or group, prompts, polls)
@@ -170,7 +173,7 @@ class Profile:
 
     @cached_property
     def zero_groups(self) -> tuple[Sequence[float], str]:
-        """Result of :func:`_zero_shares`; no shares if skip_zero is on or cannot work."""
+        """Share of the text in prompt groups with equal rewards (:func:`_zero_shares`); none if skip_zero is on or cannot work."""
         names = set().union(*self.metrics.values())
         is_possible = self.folder.is_dir() and "skip_zero" not in self.on and _NEVER_ZERO.isdisjoint(names)
         return _zero_shares(self.folder) if is_possible else ([], "")
@@ -197,7 +200,7 @@ class Profile:
 def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Profile:
     """Reads the run in ``folder``, or in several paths joined by commas. Skips the first ``warmup`` steps, but never the last step.
 
-    ``group``: number of responses per prompt; None: the number in the log, if any.
+    ``group``: number of responses per prompt; None: the number is taken from the log, if the log has it.
 
     Raises:
         RlAccelError: ``folder`` contains no run, or more than one run.
@@ -223,8 +226,8 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
     return Profile(folder, logged, metrics, dict(measured), notes, group)
 
 
-def _below(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
-    """Returns the finite metrics whose names start with ``prefix``, by the rest of the name."""
+def _with_prefix(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
+    """Returns the finite metrics whose names start with ``prefix``. The keys of the result are without ``prefix``."""
     below = {name.removeprefix(prefix): value for name, value in logged.items() if name.startswith(prefix)}
     return {name: value for name, value in below.items() if math.isfinite(value)}
 
@@ -235,10 +238,11 @@ def _means(of_steps: Collection[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
-    """Returns the share of characters in prompt groups whose rewards are all equal, and the basis of this share in words.
+    """Returns the share of the text that is in prompt groups with equal rewards, and the basis of this share in words.
 
-    Prompts and responses are read from the files of verl's ``trainer.rollout_data_dir`` below ``folder``. The first number is the
-    measured share, all others are shares of bootstrap draws. There are no numbers if no group has equal rewards.
+    Prompts and responses are read from the files of verl's ``trainer.rollout_data_dir`` below ``folder``; text is measured in
+    characters. The first number is the share, all others are shares in bootstrap samples. Returns ([], "") if no group has equal
+    rewards.
     """
     of_groups: list[tuple[int, bool]] = []  # size in characters, and whether all rewards are equal
     for path in folder.rglob("*.jsonl"):

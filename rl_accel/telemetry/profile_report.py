@@ -116,7 +116,7 @@ def _show(run: Profile, console: Console) -> None:
 
 
 def _conclusion(best: Saving, step_seconds: float) -> str:
-    """Returns the sentence on the largest saving in a step."""
+    """Returns the last sentence of the report, which names the largest possible saving in a step."""
     what = f"{best.name}, {format_seconds(best.seconds)} a step."
     if not best.ours or best.at_most < SMALLEST_GAIN * step_seconds:
         return NOTHING_HELPS

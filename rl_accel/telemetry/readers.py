@@ -29,7 +29,7 @@ _STEP_METRIC = "training/global_step"
 """verl's metric for the number of the training step, used if a log record has none of ``_STEP_KEYS``."""
 _SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*)")
 _MOST_ROWS = 200
-"""Number of rows of a terminal above which a line is taken for no line of slime's metrics."""
+"""Maximum number of rows into which a terminal has wrapped a line of slime's metrics. Lines with more rows are skipped."""
 _OBJECT = re.compile(r"<[^<>]*>")
 """Pattern of the printed form of an object that cannot be parsed as Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
@@ -40,16 +40,16 @@ _KUBERNETES = re.compile(r"\d{4}-\S+ std(?:out|err) ([FP]) ")
 _ENCODING = "utf-8-sig"
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?")
 _COMMA = re.compile(r"[-+.\d]*,\d[.,\d]*([eE][-+]?\d+)?")
-"""Pattern of a number with commas, which are decimal points in some languages, or separate thousands."""
+"""Pattern of a number with commas, as decimal points (in some languages) or between thousands."""
 _LARGE = 50_000_000
-"""Size of a log in bytes from which on a progress bar is shown."""
+"""Minimum size in bytes of a log for which a progress bar is shown."""
 _BATCH = (
     re.compile(r"(?:train_batch_size|rollout[-_]batch[-_]size)['\"]?[ .=:]+(\d+)"),
     re.compile(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)['\"]?[ .=:]+(\d+)"),
 )
 """Patterns of the number of prompts and of responses per prompt, in a launch line or configuration of verl or slime."""
 _MOST_CONSOLES = 8
-"""Maximum number of console files in the folder of a log that are searched for the size of a batch. With more files, none is."""
+"""Maximum number of console files next to a log that are searched for the batch size. If there are more, none is searched."""
 TELEMETRY = "rl_accel/telemetry/"
 """Prefix of the metrics of the feature telemetry."""
 
@@ -64,8 +64,8 @@ class Logged:
         steps: metrics of each step, by step number.
         restarts: steps at which the run was restarted.
         config: configuration of the run as logged by W&B, with the GPUs under the key ``gpus``; empty for other logs.
-        workers: prefixes of the processes that logged steps to a console, in order, with one entry per change of the process.
-        damage: number of bytes that are damaged or no complete entry, by log file of TensorBoard or W&B.
+        workers: Ray's prefixes of the processes that logged steps to a console, in order; one entry for consecutive equal prefixes.
+        damage: number of bytes that could not be read (damaged or cut off), by log file of TensorBoard or W&B.
     """
 
     source: str = ""
@@ -91,7 +91,7 @@ class Logged:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on steps that are left out or mixed."""
+        """Sentences on what was left out (steps before a restart, damaged bytes) and on runs that cannot be told apart."""
         steps = ", ".join(map(str, self.restarts))
         notes = [f"the run began again at step {steps}: what was logged before from there on is left out"] * bool(steps)
         if len(set(self.workers)) < len(self.workers):
@@ -118,10 +118,9 @@ class Logged:
     def batch(self) -> tuple[int | None, int | None]:
         """Returns the number of prompts in a batch and the number of responses per prompt; None if unknown.
 
-        The numbers come from W&B's configuration, or from the launch line or configuration in the first megabyte of the log or of
-        ``run.json`` in the same folder. If the log is not console output, console files in the same folder are searched as well:
-        those with the name of the log, else all, which must agree. If the run was restarted, whole files are searched, and the last
-        start counts.
+        Searches W&B's configuration, then the launch line or configuration in the first megabyte of the log or of ``run.json`` in
+        its folder. If the log is not console output, console files in the folder come last: those with the name of the log or,
+        without such files, all. These must agree. If the run was restarted, whole files are searched, and the last start counts.
         """
         numbers = {"train_batch_size": ("data", "train_batch_size"), "rollout.n": ("actor_rollout_ref", "rollout", "n")}
         verl = {name: functools.reduce(_item, path, self.config) for name, path in numbers.items()}
@@ -162,7 +161,7 @@ def read(*paths: str) -> Logged:
 
 
 def _read(path: str, log: Logged) -> list[LogRecord]:
-    """Returns the records of the most detailed log at ``path``. Adds source, files, configuration and workers to ``found``.
+    """Returns the records of the most detailed log at ``path``. Adds source, files, configuration and workers to ``log``.
 
     Raises:
         RlAccelError: as for :func:`read`.
@@ -182,7 +181,7 @@ def _read(path: str, log: Logged) -> list[LogRecord]:
         else:
             files = sorted(file for pattern in patterns for file in place.rglob(pattern) if reader is not _csv)
         try:
-            once = {file.resolve(): file for file in reversed(files) if file.is_file()}  # without links to others
+            once = {file.resolve(): file for file in reversed(files) if file.is_file()}  # a path per file
             logs = {file: list(reader(file, log, run)) for file in reversed(once.values()) if not _defect(file)}
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
@@ -218,9 +217,10 @@ _DEFECTS = {
 
 
 def _defect(file: Path, must_be_text: bool = False) -> str:
-    """Returns the reason why ``file`` holds no log, such as "is empty"; "" if there is no such reason.
+    """Returns the reason why ``file`` holds no log, such as "is compressed (gzip)"; "" if there is no such reason.
 
-    A binary file is a defect only if the file ``must_be_text``, or if its name is not that of a binary log.
+    An empty file is a reason only if ``must_be_text``. A binary file is no reason if its name is that of TensorBoard or W&B and
+    ``must_be_text`` is False.
     """
     with file.open("rb") as opened:
         head = opened.read(8192)
@@ -240,7 +240,9 @@ def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """Yields the lines of a text log; of a log that Docker, Kubernetes or a collector has written, each line, joined from parts."""
+    """Yields the lines of a text log. If Docker, Kubernetes or a log collector wrote the log, takes the lines out of its records.
+
+    Lines that were split over several records are joined."""
     whole = ""
     with _opened(file) as lines:
         for line in lines:
@@ -259,7 +261,7 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _chunks(file: Path, is_whole: bool) -> Iterator[str]:
-    """Yields the first megabyte of a text file, in whole lines, and the others if the file ``is_whole`` of interest."""
+    """Yields the first megabyte of a text file, in whole lines. If ``is_whole``, also yields all other megabytes, one by one."""
     with file.open(encoding=_ENCODING, errors="replace") as lines:
         while chunk := lines.readlines(1_000_000):
             yield ESCAPE.sub("", "".join(chunk))
@@ -272,7 +274,9 @@ def _item(section: Any, key: str) -> Any:
 
 
 def _sizes(texts: Iterable[str]) -> list[int | None]:
-    """Returns the last number of prompts and of responses per prompt in ``texts``: the last override counts."""
+    """Returns the number of prompts in a batch and of responses per prompt, as ``texts`` name them last; None if not named.
+
+    The last occurrence counts, because an override on a command line comes after a default."""
     sizes: list[int | None] = [None, None]
     for text in texts:
         for index, pattern in enumerate(_BATCH):
@@ -324,7 +328,7 @@ def _wandb(file: Path, log: Logged, _: str) -> Iterator[LogRecord]:
 
 
 def _log_entries(file: Path, log: Logged) -> Iterator[bytes]:
-    """Yields the whole entries of a W&B log file, whose format is that of LevelDB's logs. Counts other bytes in ``found.damage``.
+    """Yields the undamaged entries of a W&B log file, which has the format of LevelDB's logs. Counts damage in ``log.damage``.
 
     The wandb package itself no longer reads this format.
     """
@@ -391,7 +395,7 @@ def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
 
 
 def _metrics(shown: str) -> dict[str, float]:
-    """Returns the metrics in a dict as Python prints it, with other text behind it. Returns {} for other text."""
+    """Returns the metrics in a text that begins with a dict as Python prints it. Returns {} for any other text."""
     code = _OBJECT.sub("None", shown[: shown.rindex("}") + 1])
     try:
         tree = ast.parse(code, mode="eval").body

@@ -22,7 +22,7 @@ NOTHING_HELPS = "Nothing of the pack would shorten a step of this run by more th
 _LIMITS = RewardTimeoutFlags()
 """Default time limits of the feature reward_timeout."""
 _TICK = 0.001
-"""Seconds per tick of the clock in a simulation of tail_batching."""
+"""Seconds per tick, the time unit in a simulation of tail_batching. A response is simulated as one token per tick."""
 _LARGE_OLD_LOG_PROB, _LARGE_STAGE = 0.15, 0.5
 """Shares of a step above which :func:`levers` advises a setting of verl: for ``old_log_prob``, and for generation or training."""
 
@@ -98,9 +98,9 @@ def find_savings(run: Profile) -> list[Saving]:
 
 
 def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, str], *features: str) -> Saving:
-    """Returns the estimated saving by the first of ``features`` in a part of a step.
+    """Returns the saving in the part ``name`` of a step, with the first of ``features`` as advice.
 
-    If one of ``features`` is on already, the result has no estimate, and says that the part is the rest that the feature leaves.
+    If one of ``features`` is on already, there is neither advice nor ``gain``: the feature has shortened the part already.
     """
     if running := sorted(run.on.intersection(features)):
         return Saving(name, seconds, f"{', '.join(running)}: on", None, "this is what is left of it", ours=False)
@@ -110,7 +110,7 @@ def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, s
 
 
 def _measured(run: Profile) -> list[Saving]:
-    """Returns savings in the generation of a run with telemetry."""
+    """Returns possible savings in the generation stage of a run, computed from the times that telemetry measured."""
     steps = list(run.responses.values())
     names = ("most_seconds", "waiting_seconds", "reward_seconds", "rest_seconds")
     most, waiting, reward, rest = (run.numbers.get(name, 0.0) for name in names)
@@ -129,7 +129,7 @@ def _measured(run: Profile) -> list[Saving]:
 
 
 def _estimated(run: Profile, estimate: Estimate) -> list[Saving]:
-    """Returns savings in the generation of a run without telemetry."""
+    """Returns possible savings in the generation stage of a run without telemetry, computed from an estimate of its parts."""
     rollouts, count = estimate.rollouts, len(estimate.rollouts.seconds)
     noticing = estimate.polling.mean + estimate.storing
     explained = run.stages["gen"] - noticing - estimate.unexplained.mean
@@ -172,8 +172,8 @@ def _generating(seconds: float) -> Saving:
     return Saving("generating nine in ten responses", seconds, advice, None, unknown, ours=False)
 
 
-def _again(values: Sequence[float]) -> Range:
-    """Returns the mean of ``values`` with the 95% interval of a bootstrap."""
+def _bootstrap_mean(values: Sequence[float]) -> Range:
+    """Returns the mean of ``values`` with its 95% interval, by a bootstrap (random samples of ``values`` with replacement)."""
     drawn = np.random.default_rng(0).choice(values, (1000, len(values)))
     return Range.of(drawn.mean(axis=1), statistics.fmean(values))
 
@@ -199,10 +199,10 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range |
 
 
 def prompt_ticks(responses: Sequence[Response]) -> list[list[float]] | None:
-    """Returns for each prompt the ticks from the start of the step's first response to the last token of each of its responses.
+    """Returns a list per prompt with the time in ticks at which each of its responses was generated.
 
-    Returns None without responses. Also returns None if a response was cancelled or failed, because the full time of this response
-    is unknown.
+    Time 0 is the start of the step's first response. Returns None if there are no responses, or if a response was cancelled or
+    failed, because the full time of this response is unknown.
     """
     if not responses or any(response.outcome != COMPLETED for response in responses):
         return None
@@ -247,7 +247,7 @@ def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[Range 
         for rewards in known
         if rewards
     ]
-    return _again(gains), (
+    return _bootstrap_mean(gains), (
         f"at most, and for rewards that execute something: rewards replayed with a limit of {limit:.1f} s, which is "
         f"max({scale} x {nine_in_ten:.2f} s (nine in ten take no longer) + {slack} s, {least} s)"
     )
@@ -258,4 +258,4 @@ def _gain_of_sampler(rests: Sequence[float]) -> tuple[Range | None, str]:
         return None, "one step alone does not tell polling from the rest"
     mean, shortest = statistics.fmean(rests), min(rests)
     how = f"mean {mean:.2f} s less the shortest of {len(rests)} steps, {shortest:.2f} s, whose poll came in time"
-    return _again([rest - shortest for rest in rests]), how
+    return _bootstrap_mean([rest - shortest for rest in rests]), how

@@ -24,7 +24,7 @@ COUNTERS = {
 vLLM exports the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or later) with metrics enabled. (SGLang's gauge
 ``num_retracted_reqs`` is not cumulative.)"""
 _COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
-"""Mapping from a counter of preemptions to another counter (its companion) that the server exports earlier.
+"""Mapping from a counter of preemptions to another counter (its companion) that shows that no preemption has happened yet.
 
 SGLang's metrics page has no counter of preemptions until the first preemption. The companion is on the page from the first token
 on, in all SGLang releases that have the counter. If only the companion is on the page, the number of preemptions is therefore 0."""
@@ -148,8 +148,8 @@ def parse(text: str, names: Sequence[str]) -> Reading | None:
 def _sum_over_labels(samples: Sequence[Sample]) -> float:
     """Returns the sum of the samples of one counter, which differ in their labels.
 
-    All ranks of one SGLang engine count the same events, each with labels such as ``tp_rank``. If the labels of
-    several samples differ only in ranks other than ``dp_rank``, only the largest of these samples is added.
+    All ranks of one data-parallel replica of SGLang count the same events, each with labels such as ``tp_rank``. Therefore only the
+    largest is added of those samples whose labels differ only in ranks other than ``dp_rank``.
     """
     if not all(math.isfinite(sample.value) for sample in samples):
         return math.nan

@@ -58,7 +58,8 @@ SLIME_NAMES = {
 
 SAVING = "save_checkpoint"
 OVERLAPPING = frozenset({"timing_s/generate_async", "fully_async/trainer/idle_ratio"})
-"""Metrics of verl's trainers one_step_off and fully_async, which generate while they train, and save checkpoints after a step."""
+"""Metrics that only verl's trainers one_step_off and fully_async log. These trainers generate while they train, and the time of a
+step does not include checkpoints."""
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Names of the stages of a training step whose seconds are proportional to the number of trained tokens."""
 OTHER = "other"
@@ -71,7 +72,7 @@ COMPLETED, CANCELLED, FAILED = "completed", "cancelled", "failed"
 
 @dataclass(slots=True)
 class Response:
-    """Times and outcome of one response. Times are in seconds of the wall clock, so that several processes can be compared.
+    """Points in time and final state of one response. Points in time are in seconds of the wall clock, equal in all processes.
 
     Attributes:
         prompt: id of the prompt group.
@@ -81,8 +82,8 @@ class Response:
         ended: time at which all work on the response had ended.
         tokens: number of generated tokens; None if unknown.
         server: rollout server that generated the response (the last turn, if there are several); None if unknown.
-        outcome: ``completed``, ``cancelled`` or ``failed``.
-        tools: seconds of the generation that were spent waiting for tool calls. Calls at the same time count once.
+        outcome: final state: ``completed``, ``cancelled`` or ``failed``.
+        tools: seconds of the generation that were spent waiting for tool calls. The time of parallel calls counts once.
     """
 
     prompt: str
@@ -97,7 +98,7 @@ class Response:
 
     @property
     def completed_at(self) -> float:
-        """Time at which a completed response and its reward, if any, were finished."""
+        """Point in time at which a completed response and its reward, if any, were finished."""
         return self.ended if self.rewarded is None else self.rewarded
 
 
@@ -110,7 +111,7 @@ def by_prompt(responses: Sequence[Response]) -> list[list[Response]]:
 
 
 def stages(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the seconds of each stage with a timer, and as ``other`` the seconds outside all timers.
+    """Returns the seconds of each timed stage of a training step and, under the key ``other``, the seconds outside all timers.
 
     The seconds add up to those of the whole step. Returns {} if ``metrics`` do not belong to a training step, or if the seconds of
     the step or of a stage are negative or not finite.
@@ -205,12 +206,12 @@ def generation(
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Returns the smallest of ``values`` that is greater than or equal to at least the ``share`` (0 to 1) of all values."""
+    """Returns a quantile without interpolation: the smallest of ``values`` such that at least ``share`` (0 to 1) are not larger."""
     return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
-    """Appends the ``responses`` of a training step to the file ``path``, with times in seconds since the first response began.
+    """Appends the ``responses`` of a training step to the file ``path``, with times in seconds since the first of these began.
 
     Raises:
         OSError: the file cannot be written.
@@ -238,7 +239,7 @@ def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
 def read_kept(path: Path) -> dict[int, list[Response]]:
     """Returns the responses in a file written by :func:`keep`, by step number. Skips incomplete lines.
 
-    If a run was resumed at an earlier step, older records of this step and of later steps are dropped.
+    If a run was resumed at an earlier step, its earlier records of this step and of later steps are dropped.
 
     Raises:
         OSError: the file cannot be read.

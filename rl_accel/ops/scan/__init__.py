@@ -45,8 +45,8 @@ def gae(
         rewards: [B, T] float32, float64, bfloat16 or float16; [N] when packed.
         values: the critic's values; shape, dtype and device of ``rewards``.
         mask: shape and device of ``rewards``; bool, integer or float with values from 0 to 1 (1: a response token). Fractions blend
-            both cases. None counts every token. Values outside [0, 1] raise an error on the CPU. On an accelerator, mask values are
-            not checked, because reading the result would stall the device's queue.
+            the results for 0 and 1. None: all ones. Values outside [0, 1] raise an error on the CPU. On an accelerator, mask values
+            are not checked, because reading the result would stall the device's queue.
         gamma: discount per token, in [0, 1].
         lam: GAE's lambda, in [0, 1].
         cu_seqlens: [S + 1] int32 or int64, on any device. Packed sequence s holds tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1.

@@ -17,9 +17,9 @@ DEFAULT_CHUNK = 64
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) if ``inputs`` has no values, in the dtype of the rewards.
+    """Returns (advantages, returns), or (discounted returns,) if ``inputs.values`` is None, in the dtype of the rewards.
 
-    Half precision is computed in float32.
+    Half-precision inputs are computed in float32.
     """
     gamma, lam, chunk_size = inputs.gamma, inputs.lam, inputs.chunk_size
     rewards = _rows(inputs.rewards, inputs)
@@ -63,9 +63,9 @@ def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: in
 
 
 def _walk(decay: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Solves local[i] += decay[i] * local[i + 1] from the end of dim 0 to the start, in place.
+    """Computes local[i] += decay[i] * local[i + 1] in place, from the last index i of dim 0 to the first. Returns ``local``.
 
-    ``decay`` holds the coefficients at first, and afterwards the product of the coefficients from each position to the end."""
+    ``decay`` holds the coefficients. They are replaced in place: by the products of the coefficients from each index to the end."""
     for position in range(len(local) - 2, -1, -1):
         local[position].addcmul_(decay[position], local[position + 1])
         decay[position].mul_(decay[position + 1])
@@ -84,7 +84,8 @@ def _ends(inputs: Inputs) -> torch.Tensor:
 
 
 def _cut(coefficients: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Returns the coefficients with zeros at sequence ends, so that no state flows into the preceding packed sequence."""
+    """Returns the coefficients with zeros at the last tokens of packed sequences. The scan goes from the last token to the first; a
+    zero stops it from carrying a state into the preceding sequence."""
     return coefficients if inputs.offsets is None else coefficients.index_fill(1, _ends(inputs), 0.0)
 
 
@@ -98,7 +99,7 @@ def _not_finite(results: torch.Tensor, inputs: Inputs) -> list[tuple[int, int, i
     """Returns the sequences with NaN or inf as (row, first token, end), to be recomputed with the token-by-token loop.
 
     A NaN or inf propagates to the first token of a sequence, in the loop as in the chunk scan. But the chunk scan also multiplies
-    inf by the zeros between packed sequences, and multiplies in another order than the loop. Both turn inf into NaN elsewhere.
+    inf by the zeros between packed sequences, and multiplies in another order than the loop. Both can turn inf into NaN.
     """
     segments = [(first, first + length) for first, length in inputs.segments() if length]
     if not segments:

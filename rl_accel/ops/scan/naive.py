@@ -14,7 +14,7 @@ from rl_accel.ops.inputs import Inputs
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) if ``inputs`` has no values, in the shape and dtype of the
+    """Returns (advantages, returns), or (discounted returns,) if ``inputs.values`` is None, in the shape and dtype of the
     rewards."""
     rewards, values = inputs.rewards, inputs.values
     mask = torch.ones_like(rewards) if inputs.mask is None else inputs.mask.to(rewards.dtype)

@@ -32,17 +32,17 @@ REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
 """Columns of the table of sequences. The first four hold the index of a sequence's first token in the flat arrays of rewards,
 values, mask and outputs; LENGTH holds the number of tokens."""
 STREAM_BYTES = 32 << 20
-"""Bytes of output above which stores bypass the caches. Such an output would not fit into the caches, and a store that bypasses
-the caches need not read the cache line first."""
+"""Number of bytes of the results above which they are stored past the caches. Results of this size do not fit into the caches, and
+such a store need not read the cache line first."""
 SMALL_TOKENS = 1 << 18
-"""Number of tokens below which one thread is faster than several threads (measured on two cores: break-even at about 300,000).
-Waking threads takes time."""
+"""Number of tokens below which one thread is faster than several, because waking threads takes time. On two cores, the measured
+break-even is at about 300,000 tokens."""
 SHARES_PER_THREAD = 4
 
 LANES = 8
 BLOCK = 2048
-"""Number of tokens of each sequence in scratch memory at a time. Long enough for contiguous reads; the scratch memory still fits
-into a level-2 cache."""
+"""Number of tokens of a sequence that are in scratch memory at a time. Large enough for long contiguous reads, and small enough for
+the scratch memory to fit into a level-2 cache."""
 PITCH = BLOCK + 16
 """Number of scratch elements between the starts of two lanes (sequences). Not a power of two, so that the lanes do not share
 cache sets."""
@@ -58,9 +58,9 @@ SCRATCH = STATE + 2 * LANES
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) if ``inputs`` has no value estimates (``inputs.values`` is None).
+    """Returns (advantages, returns), or (discounted returns,) if ``inputs.values`` is None, in the dtype of the rewards.
 
-    The results have the dtype of the rewards. Half-precision inputs are computed in float32.
+    Half-precision inputs are computed in float32.
     """
     rewards, reward_starts = _flat(inputs.rewards, inputs)
     values, value_starts = (None, reward_starts) if inputs.values is None else _flat(inputs.values, inputs)
@@ -127,7 +127,7 @@ def deal(lengths: Array, threads: int) -> list[Array]:
     balance unequal lengths and delays on a busy machine.
 
     Returns:
-        Shares, each [G, LANES]. A line holds the numbers of the sequences that run side by side; -1 marks a lane without a
+        Shares, each [G, LANES]. A row holds the indices of the sequences that run side by side; -1 marks a lane without a
         sequence.
     """
     rows = np.flatnonzero(lengths)
@@ -180,7 +180,7 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 
 class _Tile:
-    """Generates LLVM loads and stores of one tile (8 sequences x 8 tokens), which begins at token ``offset`` of the scratch
+    """Generates LLVM code that loads and stores one tile (8 sequences x 8 tokens), which begins at token ``offset`` of the scratch
     memory."""
 
     def __init__(self, context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> None:
@@ -406,16 +406,16 @@ def scan_lanes(
 ) -> bool:
     """Scans groups of sequences from :func:`deal` and writes the results. Returns whether the mask holds a value outside [0, 1].
 
-    With values, the scan computes GAE: advantages go to ``first_out``, returns to ``second_out``. Without values, discounted
-    returns with discount ``decay`` go to ``first_out``. The lanes of a group (one sequence each) walk back in lockstep from the
-    last token of each sequence. A lane whose sequence is shorter continues with tokens of mask 0.
+    If ``values`` is given, the scan computes GAE: advantages go to ``first_out``, returns to ``second_out``. If ``values`` is None,
+    discounted returns with discount ``decay`` go to ``first_out``. The lanes of a group (one sequence each) walk in lockstep, from
+    the last token of each sequence to the first. A lane with a shorter sequence continues with tokens of mask 0.
 
     Args:
-        rewards, values, mask: flat arrays, or None for values or mask.
-        table: [S, 5] int64, one line per sequence; columns: see :data:`LENGTH`.
+        rewards, values, mask: flat arrays; ``values`` and ``mask`` may be None.
+        table: [S, 5] int64, one row per sequence; columns: see :data:`LENGTH`.
         groups: [G, LANES] int64, row numbers of ``table``, the longest sequence first; -1 marks a lane without a sequence.
         scratch: array of SCRATCH zeros that no other thread uses.
-        gamma: factor of the next value; unused without values.
+        gamma: factor of the next value; unused if ``values`` is None.
         decay: factor of the running advantage or of the running return.
         streamed: whether stores to the outputs bypass the caches.
     """

@@ -28,7 +28,7 @@ jit: Any = triton.jit
 
 
 def scan(inputs: Inputs, *, block: int = BLOCK) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) if ``inputs`` has no values, in the dtype of the rewards.
+    """Returns (advantages, returns), or (discounted returns,) if ``inputs.values`` is None, in the dtype of the rewards.
 
     ``block``: number of tokens that a GPU program processes at a time, a power of two.
     """
@@ -87,8 +87,8 @@ def _compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
 
 @jit
 def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
-    """Returns the map of one token from the state after the token to the state before. The state is (next value, advantage) for
-    GAE, else (running return, return of the token)."""
+    """Returns the map of one token: coefficients (see ``_compose``) that turn the state at the next token into that at this token.
+    The state is (next value, advantage) for GAE, else (running return, return of the token)."""
     keep = 1 - m
     if GAE:
         return keep, value * m, decay * m + keep, gamma * m, (reward - value) * m
