@@ -20,8 +20,8 @@ _BOUNDS = {
     "wasted_tokens": ("wasted_tokens", "wasted", operator.le, ".1%"),
     "prompts_lost": ("prompts_lost", "lost", operator.le, ".0f"),
 }
-"""Checks that compare a number of each arm with a bound: mapping from check to the recipe's key with the bounds, the key of the
-number in ``summary.json``, the comparison, and the format of the number (:func:`~rl_accel.lab.ab.tables.as_text`)."""
+"""Checks that compare one number per arm with a bound. Maps the name of a check to the recipe's key that sets the bounds, the key
+of the number in ``summary.json``, the comparison, and the format of the number (:func:`~rl_accel.lab.ab.tables.as_text`)."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,11 @@ def run_checks(
 ) -> list[Check]:
     """Evaluates all checks that a recipe turns on.
 
-    ``results`` are the results of the runs that were started, and ``runs`` are the metrics of these runs. ``stages``, ``rollout``
-    (None if the recipe does not ask for it) and ``convergence`` are sections of ``summary.json``. ``asked`` is the number of runs
-    that were to be made.
+    Args:
+        results: results of the runs that were started.
+        runs: metrics of these runs.
+        stages, rollout, convergence: sections of ``summary.json``; ``rollout`` is None if the recipe does not ask for this section.
+        asked: number of runs that the user requested, started or not.
     """
     checks = [
         _completed(results, asked),
@@ -142,7 +144,7 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Map
         bounds: Mapping[str, float] = getattr(recipe.rollout, key)
         lines = []
         for arm, bound in bounds.items():
-            if arm in rows:  # --arms may leave arms out
+            if arm in rows:  # the option --arms may select only some of the recipe's arms
                 value = rows[arm].get(column)
                 text = f"{arm} {as_text(value, form)}, wanted {as_text(bound, form)}"
                 is_good = value is not None and holds(value, bound)
@@ -172,7 +174,7 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Map
 
 
 def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green: str = "", skipped: str = "") -> Check:
-    """Combines several conditions into one check, which is red if a condition does not hold.
+    """Combines several conditions into one check, which is red if any condition does not hold.
 
     The detail of a red check lists the texts of the conditions that do not hold.
 
@@ -180,7 +182,7 @@ def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green
         lines: one pair per condition: whether the condition holds, and a text with the measured value.
         wanted: text that is appended to the detail of a red check.
         green: detail of a green check; "" stands for the texts of all conditions.
-        skipped: detail of a check that is skipped because there are no conditions; "": such a check is green.
+        skipped: detail of the skipped check that is returned if ``lines`` is empty; if "" too, this check is green.
     """
     bad = [text for holds, text in lines if not holds]
     if bad:

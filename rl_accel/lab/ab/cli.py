@@ -135,7 +135,8 @@ def ab(
 
 
 def _that_can_run(plans: list[RunPlan], spec: Recipe) -> list[RunPlan]:
-    """Returns ``plans`` without the arms that need a missing module. Prints a line for each of these arms."""
+    """Returns ``plans`` without the runs of arms whose required Python module (``Arm.needs``) is missing. Prints a line for each
+    such arm."""
     for name, arm in spec.arms.items():
         if arm.needs and not is_installed(arm.needs):
             plans = [plan for plan in plans if plan.arm != name]
@@ -144,7 +145,7 @@ def _that_can_run(plans: list[RunPlan], spec: Recipe) -> list[RunPlan]:
 
 
 def _command(recipe: Path, options: dict[str, Any]) -> list[str]:
-    """Returns the words of the command that runs ``recipe`` with those ``options`` that are not None."""
+    """Returns the command line ``rl-accel ab RECIPE OPTIONS`` as a list of words. Options with the value None are left out."""
     words = ["rl-accel", "ab", str(recipe)]
     for option, value in options.items():
         if value is not None:
@@ -302,9 +303,10 @@ class ProgressView:
         self._task = None
 
     def _plain(self, text: str, always: bool = False) -> None:
-        """Prints ``text`` as a line if the console is not a terminal. A terminal shows progress bars instead.
+        """Prints ``text`` as a line if the console is not a terminal. On a terminal, does nothing, because progress bars are shown
+        there.
 
-        Drops ``text`` if the last line is less than ``_PLAIN_EVERY_S`` seconds old, unless ``always`` is True.
+        Also skips ``text`` if the last printed line is less than ``_PLAIN_EVERY_S`` seconds old, unless ``always`` is True.
         """
         if not self._console.is_terminal and (always or time.monotonic() - self._last_line > _PLAIN_EVERY_S):
             self._last_line = time.monotonic()

@@ -27,7 +27,7 @@ SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", 
 
 
 def load_arms(path: Path) -> dict[str, list[str]]:
-    """Reads a YAML file with a mapping from arm (variant) to a list of runs, the baseline first. Returns the paths of these runs.
+    """Reads a YAML file that maps each arm (variant) to a list of its runs, the baseline first. Returns the same mapping, to paths.
 
     A run in the file is a path or a glob pattern, relative to the folder of the file.
 
@@ -106,13 +106,15 @@ def gather(
 
 
 def _settings_of(run: Logged) -> dict[str, Any]:
-    """Returns the logged configuration of a run. verl logs seed and batch size in the section ``data``, slime at the top."""
+    """Returns the logged configuration of a run. Keys of verl's section ``data`` (seed, batch size) are copied to the top level,
+    where slime has them."""
     data = run.config.get("data")
     return run.config | (data if isinstance(data, dict) else {})
 
 
 def _seed_of(path: str, settings: Mapping[str, Any]) -> int | None:
-    """Returns the seed in the path of a run (``seedN``), or else in its configuration; None if there is none."""
+    """Returns the seed of a run: the number after ``seed`` in its path, or else the seed in its configuration; None if both lack
+    one."""
     seed = str((re.findall(r"seed[-_=]?(\d+)", path) or [settings.get("seed")])[-1])
     return int(seed) if seed.isdecimal() else None
 
@@ -181,10 +183,10 @@ def _starts(run: str) -> list[str]:
 
 
 def _arm(run: str) -> str:
-    """Returns a name for an arm, derived from the path ``run`` of the arm's first run.
+    """Returns a name for an arm, derived from ``run``, the path of the arm's first run.
 
-    Seeds, file suffixes and names of W&B folders are removed from each component of the path. The name is the last component that
-    is not empty then, or ``run`` if all are empty.
+    Seeds, file suffixes and names of W&B folders are removed from every part of the path. The last part that is not empty after
+    this is the name. If all parts are empty, the name is ``run`` itself.
     """
     own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
     parts = (re.sub(own, "", part) for part in reversed(Path(run.partition(",")[0]).parts))

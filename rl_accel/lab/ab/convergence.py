@@ -43,7 +43,8 @@ AXES = {
     "hours": "hours of training",
     "minutes": "minutes of training",
 }
-"""Mapping from x axis to label in the report. If no run takes an hour, the axis is in minutes instead of hours."""
+"""Mapping from the x axis of a curve to the label of this axis in the report. Time is in minutes if all runs are shorter than an
+hour."""
 _SECONDS = {"hours": 3600, "minutes": 60}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
 _REACH, _WINDOW = 0.9, 5  # share of the baseline's gain to reach; number of values in the moving average
@@ -51,14 +52,15 @@ _POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
 
 
 def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> dict[str, tuple[Array, Array]]:
-    """Returns the curve of ``metric`` in a run, on each x axis (steps, prompts, ``unit``) on which the positions are known.
+    """Returns the curve of ``metric`` in a run, once for each x axis: training steps, prompts trained, and training time.
 
     Args:
-        unit: axis of time, hours or minutes. A position is the summed time of all steps so far.
+        unit: unit of the time axis, "hours" or "minutes". The position of a step is the total time from the first step to the end
+            of this step.
 
     Returns:
-        Mapping from axis to a pair of arrays of equal length: positions, and finite values of the metric. The axis of time is left
-        out if the time of a step is missing.
+        Mapping from axis to a pair of arrays of equal length: positions, and finite values of the metric. "prompts" is left out if
+            the batch size is unknown, and time if the duration of a step is missing. Empty if no value is finite.
     """
     steps, values = (np.array(numbers, dtype=float) for numbers in curve(run, metric).values())
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
@@ -85,13 +87,16 @@ def _test(paired: bool, base: Array, other: Array, alternative: str = "two-sided
 
 
 def decide(base: Array, other: Array, margin: Array, paired: bool) -> npt.NDArray[np.str_]:
-    """Returns the answer of each of several comparisons: ``EQUAL``, ``DIFFERENT`` or ``NOT_ENOUGH``, shape [...].
+    """Tests whether two arms are equal or different in a metric. Does several independent comparisons at once.
 
     Args:
-        base, other: float64 [..., runs], levels (final metric values) of the runs of the baseline and of the other arm.
-        margin: float64, shape of ``base``: largest difference that counts as equal, in units of the metric, for each run of the
-            baseline. The values differ between runs if the margin is a share of the gain of each run.
+        base, other: float64 [..., runs], the level (final metric value) of each run of the baseline, and of the other arm.
+        margin: float64, shape of ``base``: largest difference that counts as equal, in units of the metric. There is one value per
+            baseline run, because the margin may be a share of the gain of each run.
         paired: True if ``base`` and ``other`` have the same seeds in the same order (paired t tests instead of Welch's).
+
+    Returns:
+        ``EQUAL``, ``DIFFERENT`` or ``NOT_ENOUGH`` (not enough runs for an answer) for each comparison, shape [...].
     """
     if min(base.shape[-1], other.shape[-1]) < MIN_SEEDS:
         return np.full(base.shape[:-1], NOT_ENOUGH)
@@ -104,8 +109,10 @@ def decide(base: Array, other: Array, margin: Array, paired: bool) -> npt.NDArra
 
 
 def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
-    """Returns the bounds of the 95% t confidence interval of mean(``other``) - mean(``base``); Welch's interval if not paired. Both
-    bounds are NaN if ``base`` or ``other`` has fewer than 3 runs."""
+    """Returns the lower and upper bound of the 95% t confidence interval of mean(``other``) - mean(``base``).
+
+    The interval is Welch's unless the runs are ``paired``. Both bounds are NaN if ``base`` or ``other`` has fewer than 3 runs.
+    """
     if min(len(base), len(other)) < MIN_SEEDS:
         return math.nan, math.nan
     bounds = _test(paired, base, other).confidence_interval(1 - ALPHA)
@@ -113,12 +120,18 @@ def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
 
 
 def seeds_enough(base: Array, other: Array, margin: float, paired: bool, true: float = 0.0) -> float:
-    """Returns the number of seeds per arm that an equivalence test with ``margin`` needs to answer "equal" with probability 0.8.
+    """Estimates the number of seeds per arm with which an equivalence test answers "equal" with probability 0.8; inf if above
+    1,000.
 
-    Returns inf if more than 1,000 seeds are needed. The standard deviation is estimated from the levels (final metric values)
-    ``base`` and ``other`` of the runs so far. This estimate is uncertain, so the probability is an average over possible standard
-    deviations (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005, with the prior 1/sigma). ``true`` is
-    the assumed true difference of the arms, as a multiple of the margin.
+    The standard deviation of the runs is known only from the few runs so far. The probability is therefore averaged over all
+    plausible standard deviations (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005, with the prior
+    1/sigma).
+
+    Args:
+        base, other: levels (final metric values) of the runs so far.
+        margin: largest difference that counts as equal, in units of the metric.
+        paired: True if ``base`` and ``other`` have the same seeds in the same order.
+        true: assumed true difference of the arms, as a multiple of the margin.
     """
     from scipy.stats import chi2, norm, t
 
@@ -139,10 +152,10 @@ def seeds_enough(base: Array, other: Array, margin: float, paired: bool, true: f
 
 
 def matched(base: Sequence[RunData], other: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:
-    """Returns the runs of both arms that are compared, and whether these runs are paired by seed.
+    """Selects the runs of two arms that are compared. Returns the runs of each arm, and True if they are paired by seed.
 
-    Runs are paired if all seeds are known and the two arms have the same seeds or at least three seeds in common. Runs with
-    other seeds are left out then. Without pairing, all runs are returned.
+    Runs are paired if all seeds are known and the two arms have the same seeds or at least three seeds in common. Runs with other
+    seeds are left out then. Without pairing, all runs are returned.
     """
     of_base, of_other = ({run.seed: run for run in runs if run.seed is not None} for runs in (base, other))
     shared = sorted(of_base.keys() & of_other.keys())
@@ -209,7 +222,7 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
 
 
 def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
-    """Joins the run names ``names`` to a text. If all runs of an arm are among ``names``, the text says "all runs of ARM"."""
+    """Joins run names to a text for the report. Replaces the names of all runs of an arm by "all runs of ARM"."""
     texts = []
     for arm in dict.fromkeys(run.arm for run in runs):
         runs_of_arm = [run.name for run in runs if run.arm == arm]

@@ -1,8 +1,8 @@
 """Command ``fork_client.py SOCKET WORDS...``, which runs ``python WORDS...`` in a fork of a running :mod:`fork_server`.
 
-The command has the standard streams, the folder, the environment and the exit code of that process, and passes signals on to it. If
-the server cannot be reached, the command becomes ``python WORDS...`` itself. Only light modules are imported, because every
-process of a run starts in this way.
+The fork gets the standard streams, working folder and environment of this command. The command passes signals on to the fork, and
+ends with the exit code of the fork. If the server cannot be reached, the command replaces itself by ``python WORDS...``. This
+module imports only light modules, because every process of a run starts through it.
 """
 
 import json
@@ -20,13 +20,13 @@ def main(path: str, words: list[str]) -> int:
         server.connect(path)
         socket.send_fds(server, [request], [0, 1, 2])
         pid = int(server.recv(64))
-    except (OSError, ValueError):  # no server, or a request that is too long for one packet
+    except (OSError, ValueError):  # there is no server, or the request is too long for one packet
         os.execv(sys.executable, [sys.executable, *words])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, _frame: os.kill(pid, received))
     status = server.recv(64)
     code = os.waitstatus_to_exitcode(int(status)) if status else 1
-    if code < 0:  # ends by the same signal, so that the parent sees what it would have seen
+    if code < 0:  # ends by the signal that ended the fork, as a process without a fork would
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

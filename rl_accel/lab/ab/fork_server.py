@@ -1,13 +1,14 @@
 """Server that forks Python processes in which the libraries of a run are imported already.
 
-A run of verl starts a dozen Python processes on one machine. Each of them imports torch, transformers and many others, which takes
-ten seconds of processor time; verl and this project take half a second. ``fork_server.py N`` imports the libraries once, and forks
-itself for each :mod:`fork_client` that connects to the listening socket with file descriptor N.
+A run of verl starts a dozen Python processes on one machine. Each process imports torch, transformers and other libraries, which
+takes ten seconds of processor time. ``fork_server.py N`` imports these libraries once, and forks itself for each :mod:`fork_client`
+that connects to the listening socket with file descriptor N.
 
-A fork imports verl, Ray and this project itself, as any process does: they read the environment when they are imported.
+verl, Ray and this project are not among the libraries, because they read the environment on import. Each fork imports them itself,
+in half a second.
 
-The server ends when its standard input closes. Only runs on a CPU use it, because CUDA does not survive a fork. The fork server of
-:mod:`multiprocessing` does not serve here: it runs functions of its parent, and Ray starts commands.
+The server ends when its standard input closes. Only runs on a CPU use the server, because CUDA does not survive a fork. The fork
+server of :mod:`multiprocessing` runs functions of its parent process; Ray needs a command.
 """
 
 import atexit
@@ -43,26 +44,26 @@ LIBRARIES = (
 def main(listener: socket.socket) -> None:
     """Imports the libraries, then forks a process for each client until the standard input closes.
 
-    A forked process returns from this function when the program of the client has ended. If a library has started a thread, this
-    function returns without a fork, because a fork does not inherit threads. Clients then start ordinary processes.
+    In a fork, returns when the client's program has ended. If a library has started a thread, returns at once and never forks,
+    because a fork does not inherit threads. Clients then start ordinary processes.
     """
-    del sys.path[0]  # this folder
+    del sys.path[0]  # the folder of this script
     for library in LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
     threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:  # a lock that one of them holds would stay locked in a fork
+    if threads > 1:  # a lock that another thread holds would stay locked in a fork
         print(f"rl-accel ab: processes start without a fork server, because it has {threads} threads", file=sys.stderr)
         return
-    gc.freeze()  # a collection in a fork would copy every page
+    gc.freeze()  # garbage collection in a fork would copy every memory page
     atexit.register(gc.unfreeze)
     if (request := _serve(listener)) is not None:
         _run(request)
 
 
 def _serve(listener: socket.socket) -> dict[str, Any] | None:
-    """Forks this process for each client until the standard input closes. Returns the client's request in a fork, and None in the
-    server."""
+    """Forks this process once per client, until the standard input closes. In a fork, returns the client's request at once. In the
+    server, returns None at the end."""
     child_ended, wakeup = os.pipe()
     os.set_blocking(child_ended, False)
     os.set_blocking(wakeup, False)
@@ -75,10 +76,10 @@ def _serve(listener: socket.socket) -> dict[str, Any] | None:
             os.read(child_ended, 4096)
             _report(clients)
         for pid in [pid for pid, client in clients.items() if client in ready]:
-            os.kill(pid, signal.SIGKILL)  # its client was killed
+            os.kill(pid, signal.SIGKILL)  # the client of this fork was killed
             clients.pop(pid).close()
         if sys.stdin in ready:
-            for pid in clients:  # workers of Ray that outlive its node by some seconds
+            for pid in clients:  # workers of Ray may outlive Ray's node by some seconds
                 os.kill(pid, signal.SIGTERM)
             return None
         if listener not in ready:
@@ -105,7 +106,7 @@ def _serve(listener: socket.socket) -> dict[str, Any] | None:
 
 
 def _report(clients: dict[int, socket.socket]) -> None:
-    """Sends each client whose fork has ended the wait status (exit code or signal) of this fork."""
+    """Sends the wait status (exit code or signal) of each fork that has ended to the client of this fork."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if client := clients.pop(ended[0], None):
@@ -115,14 +116,14 @@ def _report(clients: dict[int, socket.socket]) -> None:
 
 
 def _run(request: dict[str, Any]) -> None:
-    """Runs the program of a request in this process, as ``python WORDS...`` would."""
+    """Runs the client's command ``python WORDS...`` in this fork, with the environment and working folder of the client."""
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     import numpy as np
     import torch
 
-    np.random.seed()  # forks would draw the same numbers; `random` and torch take care of themselves
+    np.random.seed()  # without a new seed, all forks would draw the same numbers; `random` and torch reseed themselves
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # OpenMP has read the server's variable
     words = request["words"]
     if words[0] == "-m":

@@ -28,8 +28,8 @@ from rl_accel.runtime import is_installed
 
 TRIED_VERL = "0.9.1"
 Row = tuple[str, str, str]
-"""Result of one check as three strings: requirement, verdict and reason. The verdict is works, missing, wrong, unknown, or idle
-(the feature has nothing to do in this run)."""
+"""Result of one check as three strings: requirement, verdict and reason. The verdict is works, missing, wrong, unknown, or idle (a
+feature is on but has no effect in this run)."""
 
 _SLIME_MAINS = ("train.py", "train_async.py")
 _SLIME_NUMBERS = {
@@ -39,9 +39,9 @@ _SLIME_NUMBERS = {
     "rollout_max_prompt_len": 0,
     "tensor_model_parallel_size": 1,
 }
-"""slime's arguments that decide the memory of a GPU, with default values."""
+"""Names of slime's arguments from which the needed GPU memory is computed, and values to assume for arguments that are absent."""
 _HYDRA_FLAGS = {"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name"}
-"""Flags of hydra that choose verl's configuration file."""
+"""Hydra's command-line flags that choose verl's configuration file, by its folder ("path") or its name ("name")."""
 _GIB = 2**30
 _FSDP_BYTES = 16
 """Bytes of training state per model parameter with FSDP: float32 value, gradient and two Adam moments, split over all GPUs."""
@@ -71,6 +71,8 @@ if problem:
 
 def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
     """Checks whether this machine meets the requirements of a recipe. Checks one run of each arm.
+
+    Sets the environment variables of the first arm's run in this process, because verl reads them on import.
 
     Args:
         file: recipe file.
@@ -136,7 +138,7 @@ def compose_verl(plan: RunPlan) -> DictConfig:
         else:
             overrides.append(word)
     folder = None
-    if options["path"]:  # relative to the folder of the main
+    if options["path"]:  # hydra takes the path relative to the folder of the main module
         package = importlib.util.find_spec(main.rpartition(".")[0])
         folder = Path(*(package.submodule_search_locations or ()) if package else (), options["path"])
     config: DictConfig = VerlRun.compose(main, overrides, folder, options["name"].removesuffix(".yaml")).config
@@ -147,8 +149,7 @@ def validate_verl(config: DictConfig) -> dict[str, str]:
     """Checks a composed configuration in the way that verl and rl-accel check it at the start of a run. Works on a copy.
 
     Returns:
-        Mapping from a requested feature of rl-accel to the reason why this feature has nothing to do in this run. Features that
-        have something to do are left out.
+        Mapping from each requested feature of rl-accel that has no effect in this run to the reason.
 
     Raises:
         Exception: raised by verl or rl-accel for a key or value that does not fit.
@@ -254,9 +255,10 @@ def _files(what: str, paths: Sequence[Any], prepared: bool = False) -> Iterator[
 
 @functools.cache
 def _configuration(path: str) -> Mapping[str, Any] | None:
-    """Returns the content of a model's ``config.json``, from the folder ``path`` or the cache of the Hugging Face hub; else None.
+    """Returns the content of a model's ``config.json``; None if there is no such file on this machine.
 
-    Sends no request to the hub, because each try takes seconds on a machine without internet.
+    Looks in the folder ``path``, then in the local cache of the Hugging Face hub under the name ``path``. Sends no request to the
+    hub, because each try takes seconds on a machine without internet.
     """
     from huggingface_hub import try_to_load_from_cache
 

@@ -87,7 +87,7 @@ class Metrics:
     """Metric shown as the reward curve and in the progress bar."""
     stage_prefix: str = "timing_s/"
     step: str = "step"
-    """Name of the metric with the seconds of a whole step, without the prefix ``stage_prefix``."""
+    """Name of the metric with the seconds of a whole step, written without ``stage_prefix``."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     """Names of the timed, non-overlapping stages of a step. The report shows the remaining time of the step as stage "other"."""
     average: str = "median"
@@ -113,16 +113,17 @@ class Checks:
     """Conditions that the runs of an A/B must meet. An empty list, an empty mapping or null turns a check off."""
 
     identical: list[str] = field(default_factory=list)
-    """Metrics that must be equal at every step in all arms with the same seed."""
+    """Names of metrics whose values must be equal in all arms, step by step, for runs with the same seed."""
     rollout_probs_diff: float | None = 1e-3
-    """Largest allowed value of verl's ``training/rollout_probs_diff_max``: difference of rollout and trainer probabilities."""
+    """Largest allowed value of verl's metric ``training/rollout_probs_diff_max``: the largest difference between the probabilities
+    that the rollout engine and the trainer give to a token."""
     reward_gain: float | None = None
     """Smallest allowed gain of every run: mean reward of the last fifth of the steps minus mean reward of the first fifth."""
     faster: dict[str, float] = field(default_factory=dict)
     """Mapping from stage (or the whole step) to the smallest allowed speedup. The speedup of an arm is the average seconds of the
     baseline divided by the average seconds of the arm."""
     warn_only: list[str] = field(default_factory=list)
-    """Names of checks that do not set the exit code of ``rl-accel ab`` to 1 when they are red."""
+    """Names of checks that only warn: if they are red, ``rl-accel ab`` still ends with exit code 0."""
 
 
 @dataclass
@@ -235,9 +236,9 @@ def save(recipe: Recipe, path: Path) -> None:
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """Reads the mapping in a recipe file, and merges it into the base recipe if the file has the key ``extends``.
+    """Reads a recipe file into a mapping. If the recipe has a key ``extends``, merges it into its base recipe.
 
-    ``extended_by``: recipe files whose ``extends`` led to this file; used to detect a cycle.
+    ``extended_by``: files of the recipes that extend this one, directly or not; used to detect a cycle.
     """
     try:
         text = path.read_text()
@@ -247,7 +248,11 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _extended(recipe: dict[str, Any], path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """Merges ``recipe``, read from the file ``path``, into the base recipe that its key ``extends`` names, if there is one."""
+    """Returns ``recipe`` merged into its base recipe, the file that the key ``extends`` names. Without this key, returns
+    ``recipe``.
+
+    ``path``: file of ``recipe``. ``extended_by``: as in :func:`_read`.
+    """
     if "extends" not in recipe:
         return recipe
     recipe = dict(recipe)
@@ -294,8 +299,8 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
     """Converts ``values`` to an object of the dataclass ``schema``. ``where`` is the dotted key of ``values`` in the recipe.
 
-    OmegaConf checks and converts each value. OmegaConf does not build the whole object, because it would then resolve the
-    ``${...}`` placeholders, which :func:`plan_runs` and hydra fill in later.
+    OmegaConf checks and converts the values one by one. It does not build the whole object, because it would then resolve the
+    ``${...}`` placeholders too early: :func:`plan_runs` and hydra fill them in later.
     """
     if not isinstance(values, Mapping):
         raise RecipeError(f"{source}: {where} wants a mapping with the keys {_keys(schema)}, found {values!r}")
@@ -334,7 +339,7 @@ def _keys(schema: Any) -> str:
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
-    """Yields an error message for each invalid value that has the right type, the most basic errors first."""
+    """Yields an error message for each value that has the right type but is not allowed, the most basic errors first."""
     if not _NAME.fullmatch(recipe.name):
         yield f"name wants letters, digits and ._-, found {recipe.name!r}"
     if not recipe.command:

@@ -60,7 +60,7 @@ from rl_accel.telemetry.stage_clock import FILE_NAME
 
 SCHEMA = "rl_accel.ab/2"
 _DRAWS = 20
-"""Number of random draws (simulated runs) that a prediction averages."""
+"""Number of simulated runs whose results are averaged for a prediction."""
 _BUSY = 2.0
 """Load average per CPU core at the start of a run, above which the report warns that the run's times cannot be trusted."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
@@ -135,8 +135,8 @@ def summarise(
 def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]) -> None:
     """Adds predicted rollout seconds and wasted tokens to the row of each arm in ``rows``.
 
-    The predictions are those of ``rl-accel plan``, computed from telemetry of the baseline's runs. They are None without telemetry,
-    and for an arm that trains asynchronously.
+    The predictions are those of ``rl-accel plan``, computed from telemetry of the baseline's runs. They are None if there is no
+    telemetry, and for an arm with asynchronous training.
     """
     names = recipe.metrics
     setups, steps = [], 1

@@ -27,10 +27,10 @@ from rl_accel.telemetry.logs import LogRecord, parse_log_line
 GRACE_S = 15.0
 """Seconds that a trainer may take to stop before it is killed."""
 MODULES = "VERL_USE_EXTERNAL_MODULES"
-"""Environment variable with the modules, separated by commas, that verl imports."""
+"""Name of the environment variable that lists modules for verl to import at its start, separated by commas."""
 RAY_DID_NOT_START = "The current node timed out during startup"
-"""Ray's error message if Ray's agents are not up after 15 seconds, or Ray's node after 30 seconds. Ray needs longer on busy cores,
-and neither limit can be set (https://github.com/ray-project/ray/issues/65983)."""
+"""Ray's error message if a Ray node takes more than 30 seconds to start, or the agents of the node more than 15. Ray needs longer
+on busy cores, and neither limit can be set (https://github.com/ray-project/ray/issues/65983)."""
 _STARTS = 3
 _POLL_S = 0.2
 
@@ -63,12 +63,12 @@ class RunResult:
         return self.label or f"{self.arm}-seed{self.seed}"
 
     def is_of(self, plan: RunPlan) -> bool:
-        """Returns whether ``plan`` has the same command, environment and number of steps as this run."""
+        """Returns whether this result belongs to ``plan``: same command, environment and number of steps."""
         return (self.command, self.env, self.steps_wanted) == (list(plan.command), dict(plan.env), plan.steps)
 
 
 class Watcher(Protocol):
-    """Interface of a progress display. The methods are called in the thread that calls :func:`run_all`."""
+    """Interface of a progress display. :func:`run_all` calls the methods, in its own thread."""
 
     def started(self, plan: RunPlan) -> None: ...
     def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -79,7 +79,7 @@ class Watcher(Protocol):
 class GrowingLog:
     """Incremental reader of the metrics file that verl's ``file`` logger writes during a run.
 
-    A line that is not yet complete is read by a later call of :meth:`read`.
+    An incomplete last line is left for a later call of :meth:`read`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,7 +115,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Context manager that records SIGINT, SIGTERM and SIGHUP in ``signals``. For the main thread."""
+        """Context manager that records SIGINT, SIGTERM and SIGHUP in ``signals``. Works only in the main thread."""
         caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in caught}
         try:
@@ -150,9 +150,9 @@ def run_all(plans: Sequence[RunPlan], watcher: Watcher, stop: Stop, resume: bool
 
 
 def run_one(plan: RunPlan, watcher: Watcher, stop: Stop) -> RunResult:
-    """Runs one plan in the folder ``plan.directory``, which is emptied before.
+    """Runs one plan in the folder ``plan.directory``. Deletes the old content of this folder first.
 
-    Writes train.log, metrics.jsonl and run.json into this folder, and copies Ray's logs into it if the run fails.
+    Writes train.log, metrics.jsonl and run.json into the folder, and copies Ray's logs into it if the run fails.
     """
     shutil.rmtree(plan.directory, ignore_errors=True)
     plan.directory.mkdir(parents=True)
@@ -293,7 +293,7 @@ def load_result(directory: Path) -> RunResult | None:
     try:
         stored = json.loads((directory / "run.json").read_text())
         known = {name: value for name, value in stored.items() if name in RunResult.__dataclass_fields__}
-        return RunResult(**known)  # earlier checkouts wrote further keys
+        return RunResult(**known)  # earlier versions of rl-accel wrote further keys
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 

@@ -24,17 +24,17 @@ from rl_accel.rollout.saved import FOLDER
 from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OVERLAPPING, SAVING, read_kept
 
 LEDGER = f"{FOLDER}/ledger.jsonl"
-"""End of the path of the file in which tail batching logs the prompts trained in each step."""
+"""End of the path of the ledger, the file in which tail batching logs the prompts that each step trained."""
 OTHER = "other"
 _RESAMPLES = 2000
 _MIN_PAIRS = 5
 KINDS = ("short", "long", "final")
 ALL = "all"
-"""Kind of a step whose rollout waits for every response, as without tail batching. ``KINDS`` are the kinds of rounds of tail
-batching; a round is the rollout of one step."""
+"""Kind of a step without tail batching, whose rollout waits for all responses. ``KINDS`` are the kinds of a step with tail
+batching: short (slow prompts are cut off), long (deferred prompts run) and final (at the end of the run, all prompts run)."""
 _COUNTED = ("rollout/", METRICS_PREFIX)
-"""Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``, the most reliable first: counted by the rollout engine, and
-counted by tail batching."""
+"""Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``. The counts of the rollout engine come first, because they are
+more reliable than the counts of tail batching."""
 _LOST = "rollout/prompts_lost"
 _BATCH = "data.train_batch_size="
 _DATA = {
@@ -46,7 +46,8 @@ _DATA = {
     "staleness, worst": ("training/off_policy/trajectory_staleness_worst/max",),
     "prompts put off a step": (METRICS_PREFIX + "prompts_deferred",),
 }
-"""Statistics of the training data in the report: mapping from label to the names of the metric in verl, slime or rl-accel."""
+"""Statistics of the training data that the report shows: mapping from label to the names of the metric in verl, slime or
+rl-accel."""
 _PHASES = {
     "rollout and reward": (
         "response*",
@@ -64,8 +65,8 @@ _PHASES = {
     "validation": ("val-*", "val/*"),
     OTHER: ("*",),
 }
-"""Phases of a training step in order of computation, each with shell patterns of the metrics that the phase computes. If two runs
-differ in a step, the runs diverge in the first phase with a difference."""
+"""Phases of a training step, in the order in which they run. Each phase has shell patterns of the metrics that it determines. If
+two runs differ at a step, the first phase with a differing metric is where they diverge."""
 
 
 @dataclass(frozen=True)
@@ -96,22 +97,25 @@ class RunData:
 
     @property
     def batch_size(self) -> int | None:
-        """Number of prompts per step, from the last override ``data.train_batch_size`` in the command; None without override."""
+        """Number of prompts per step, from the last override ``data.train_batch_size`` in the command; None without such an
+        override."""
         words = [word.lstrip("+") for word in self.command]
         sizes = [word.removeprefix(_BATCH) for word in words if word.startswith(_BATCH)]
         return int(sizes[-1]) if sizes and sizes[-1].isdigit() else None
 
     def files(self, pattern: str) -> list[Path]:
-        """Returns the files in the run's folder and its subfolders whose path ends with the glob ``pattern``."""
+        """Returns all files below the run's folder, at any depth, whose path ends with the glob ``pattern``."""
         return sorted(self.folder.rglob(pattern)) if self.folder else []
 
     def training_steps(self, names: Metrics) -> dict[int, Mapping[str, float]]:
-        """Returns the metrics of each step that logged its total seconds (finite). A validation before training logs none."""
+        """Returns the metrics of all training steps, by step number. Steps without a finite total time are left out, such as a
+        validation before training."""
         return {k: v for k, v in self.steps.items() if math.isfinite(v.get(names.step_metric, math.nan))}
 
 
 def measured_steps(run: RunData, names: Metrics) -> list[int]:
-    """Returns the steps whose times count: all steps after the first ``names.warmup_steps`` steps, but at least the last step."""
+    """Returns the numbers of the steps that time statistics use: all steps after ``names.warmup_steps``, and always the last
+    step."""
     steps = sorted(run.training_steps(names))
     return steps[min(names.warmup_steps, max(0, len(steps) - 1)) :]
 
@@ -119,10 +123,13 @@ def measured_steps(run: RunData, names: Metrics) -> list[int]:
 def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names: Metrics) -> list[dict[str, Any]]:
     """Returns one row per stage with the seconds of each arm, and with the speedup of each arm over the baseline.
 
-    A row is ``{"stage", "arms": {arm: {median, mean, steps}}, "ratios": {arm: {ratio, low, high, pairs, saved_s}}}``. ``ratio`` is
-    the average of the baseline divided by the average of the arm, over pairs of equal steps with the same seed. ``low`` and
-    ``high`` bound the 95% interval of the ratio, from a paired bootstrap over these steps; null below 5 pairs. The interval covers
-    noise between the steps of these runs, not between machines or loads. ``saved_s`` is the difference of the averages in seconds.
+    A row is ``{"stage", "arms": {arm: {median, mean, steps}}, "ratios": {arm: {ratio, low, high, pairs, saved_s}}}``. The values
+    under ``ratios`` come from pairs of a baseline's step and an arm's step with the same seed and step number:
+
+    - ``ratio``: average seconds of the baseline divided by average seconds of the arm.
+    - ``low``, ``high``: bounds of the 95% interval of the ratio (paired bootstrap over steps); null below 5 pairs. The interval
+      covers noise between the steps of these runs, not between machines or loads.
+    - ``saved_s``: difference of the averages in seconds.
     """
     times = {run.name: _stage_times(run, names) for run in runs}
     average = np.median if names.average == "median" else np.mean
@@ -151,8 +158,8 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
 def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
     """Returns the seconds of each stage in each measured step, as stage -> step -> seconds.
 
-    The whole step is a stage too. The stage "other" has the remaining seconds of a step. Steps with a stage whose seconds are not
-    finite are left out.
+    The whole step is also listed as a stage. The stage "other" is the rest of the step outside all stages. A step is left out if
+    the seconds of a stage are not finite.
     """
     times: dict[str, dict[int, float]] = {}
     for step in measured_steps(run, names):
@@ -185,8 +192,8 @@ def _paired_times(couples: Iterable[tuple[Any, Any]], stage: str) -> npt.NDArray
 def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
     """Returns ``ratio``, which is ``average(base) / average(other)``, and the bounds ``low`` and ``high`` of its 95% interval.
 
-    The interval is a bootstrap with a fixed seed. The bounds are None if no values differ, or if there are too few values: below
-    5 pairs if ``paired``, else below 2 values in ``base`` or ``other``.
+    The interval is a bootstrap with a fixed random seed. The bounds are None if all values are the same, or if there are too few
+    values: below 5 pairs if ``paired``, else below 2 values in ``base`` or ``other``.
     """
     from scipy.stats import bootstrap
 
@@ -280,8 +287,11 @@ def curve(run: RunData, metric: str) -> dict[str, list[Any]]:
 
 
 def gain(run: RunData, metric: str) -> dict[str, float] | None:
-    """Returns how much ``metric`` rose in a run: ``before`` and ``after`` (means over the first and the last fifth of the steps, at
-    least one step each), and ``gain`` (``after`` - ``before``). Returns None if fewer than two steps logged the metric."""
+    """Returns the rise of ``metric`` in a run; None if fewer than two steps logged a finite value.
+
+    ``before`` and ``after`` are the means over the first and the last fifth of these steps (at least one step), and ``gain`` is
+    ``after`` - ``before``.
+    """
     values = np.array(curve(run, metric)["values"], dtype=float)
     levels = before_and_after(values[np.isfinite(values)])
     return levels and {"before": levels[0], "after": levels[1], "gain": levels[1] - levels[0]}
@@ -301,11 +311,16 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
     - ``ledgers[]``: for each run with a ledger, the result of :func:`ledger_counts`.
     - ``without_ledger[]``: names of the runs with tail batching but without a ledger.
     - ``series{run: {...}}``: results of :func:`series`.
-    - ``arms[]``: one row per arm. ``seconds`` is the mean of the rollout seconds of the measured steps. ``ratio`` is the baseline's
-      ``seconds`` / the arm's, with the bounds ``low`` and ``high`` of its 95% interval (bootstrap over steps).
-      ``kinds{kind: {steps, seconds}}`` splits the steps by kind of round. ``wasted`` is the share of tokens not trained on, and
-      ``lost`` the number of lost prompts. ``accepted`` and ``cancelled`` are the mean tokens of trained and of cancelled responses
-      of the prompts that have both. ``lengths`` describes the responses trained on (:func:`length_distribution`).
+    - ``arms[]``: one row per arm, with the keys below.
+
+    Keys of a row:
+
+    - ``seconds``: mean rollout seconds of the measured steps. ``kinds{kind: {steps, seconds}}``: the same for each kind of step.
+    - ``ratio``: ``seconds`` of the baseline divided by ``seconds`` of the arm. ``low``, ``high``: bounds of its 95% interval
+      (bootstrap over steps).
+    - ``wasted``, ``accepted``, ``cancelled``: see :func:`_tokens`.
+    - ``lost``: largest logged number of lost prompts.
+    - ``lengths``: lengths of the responses trained on (:func:`length_distribution`).
     """
     kinds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
     seconds = {arm: list(itertools.chain(*by_kind.values())) for arm, by_kind in kinds.items()}
@@ -334,7 +349,7 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
 
 
 def kind_of(metrics: Mapping[str, float]) -> str:
-    """Returns the kind of a step with these metrics: short, long or final round of tail batching, else ``ALL``."""
+    """Returns the kind of a step, read from its metrics: "short", "long" or "final" with tail batching, else ``ALL``."""
     return next((kind for kind in KINDS if metrics.get(f"{METRICS_PREFIX}{kind}_round") == 1.0), ALL)
 
 
@@ -354,10 +369,11 @@ def _logged(runs: Iterable[RunData], metric: str) -> list[float]:
 
 
 def _tokens(runs: Sequence[RunData]) -> dict[str, float | None]:
-    """Returns the share of generated tokens that were wasted (not trained on), and two mean lengths of responses in tokens.
+    """Returns three statistics of the generated tokens. A value is None if no run logged the data.
 
-    ``accepted`` is the mean length of trained responses, and ``cancelled`` that of cancelled responses, of the prompts that have
-    both. A value is None if no run logged the data.
+    - ``wasted``: share of the generated tokens that were not trained on.
+    - ``accepted``, ``cancelled``: mean length in tokens of trained responses, and of cancelled (cut off) responses. Both cover only
+      prompts that have both kinds of responses.
     """
     prefix = next((prefix for prefix in _COUNTED if _logged(runs, prefix + "tokens_generated")), METRICS_PREFIX)
     generated, wasted = (sum(_logged(runs, prefix + name)) for name in ("tokens_generated", "tokens_wasted"))
@@ -381,10 +397,10 @@ def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
 
 
 def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
-    """Returns statistics of the training data, as statistic -> arm -> mean over the arm's runs. Leaves out statistics without data.
+    """Returns statistics that show whether arms trained on different data, as statistic -> arm -> mean over the arm's runs.
 
-    Statistics from metrics use the steps that all runs reached. Statistics from telemetry (lengths of completed responses) and from
-    ledgers (tail batching's files of trained prompts) use all steps.
+    A statistic without data is left out. Statistics from metrics cover only steps that all runs reached. Statistics from telemetry
+    (lengths of completed responses) and from ledgers (tail batching's files of trained prompts) cover all steps.
     """
     end = min((max(run.steps) for run in runs), default=0)
     means: dict[str, dict[str, list[float]]] = {}
@@ -456,10 +472,12 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
 
 
 def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
-    """Returns four lists with one entry per training step of a run.
+    """Returns four lists, each with one entry per training step of a run.
 
-    They hold the step's number, the kind of its rollout in tail batching (short, long, or final: the last step, which generates
-    what is left), its rollout seconds, and the number of deferred prompts that still wait.
+    - ``steps``: number of the step.
+    - ``kind``: kind of the step, see :func:`kind_of`.
+    - ``seconds``: rollout seconds; None if not logged.
+    - ``queue``: number of deferred prompts that wait for a later step; None without tail batching.
     """
     steps = run.training_steps(recipe.metrics)
     return {

@@ -1,8 +1,8 @@
 """Supervisor of one command: ``python -m rl_accel.lab.ab.supervisor GRACE_S FOLDER COMMAND...``.
 
-The supervisor ends all processes of the command when the command ends, when the supervisor gets SIGTERM, and when the supervisor's
-standard input closes. This input is a pipe from the runner (:mod:`rl_accel.lab.ab.runner`), so the command ends even if the runner
-is killed. If the supervisor is killed, the command gets SIGTERM.
+The supervisor waits until the command ends, the supervisor gets SIGTERM, or the supervisor's standard input closes. It then ends
+all processes of the command. The standard input is a pipe from the runner (:mod:`rl_accel.lab.ab.runner`), so that the command ends
+even if the runner is killed. If the supervisor itself is killed, the command gets SIGTERM.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ from rl_accel.processes import (
 )
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Environment variables of the fork server. OpenMP and pyarrow's allocator then start no threads; forks do not inherit threads."""
+"""Environment variables that keep OpenMP and pyarrow's allocator from starting threads in the fork server. A fork does not inherit
+threads."""
 _ORPHANS_S = 5.0
 """Seconds that remaining daemons of a trainer may take to shut down by themselves after the trainer has ended."""
 
@@ -38,7 +39,8 @@ _ORPHANS_S = 5.0
 def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]:
     """Context manager that starts a :mod:`fork_server` with the interpreter ``python``, and ends the server afterwards.
 
-    Yields a command that takes the place of ``python``: it reaches the server at the socket ``path``, and runs as a fork of it.
+    Yields a command (list of words) to use in place of ``python``. The command runs in a fork of the server, which it reaches
+    through the socket ``path``.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
@@ -61,8 +63,8 @@ def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]
 def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
     """Context manager that starts a :mod:`fork_server` for a run on verl's CPU platform, and ends the server after the run.
 
-    Yields a command that runs the program of ``command`` as a fork of the server. Ray then starts its workers as forks too. On
-    other platforms, and for a run that joins a Ray cluster, yields ``command`` itself and starts no server.
+    Yields a command that does the same as ``command``, but in a fork of the server. Ray then starts its workers as forks as well.
+    On other platforms, and for a run that joins a running Ray cluster, starts no server and yields ``command`` unchanged.
     """
     name, *words = command
     python = os.path.abspath(shutil.which(name) or name)
@@ -72,7 +74,7 @@ def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
     if not (is_python and is_program and is_on_cpu and temp) or os.environ.get("RL_ACCEL_FORK_SERVER") == "0":
         yield command
         return
-    path = f"{temp}/forks-{os.getpid()}"  # a run that is started again has the folder of its first start
+    path = f"{temp}/forks-{os.getpid()}"  # if the run is started again in the same folder, the PID makes the path new
     with forks(python, path, os.environ) as start:
         os.environ[WORKER_PYTHON] = shlex.join(start)
         yield [*start, *words]
@@ -93,9 +95,9 @@ def supervise(grace_s: float, temp: str, command: list[str]) -> int:
     """
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    # The runner handles these, and then closes the supervisor's stdin. SGLang ends its servers by SIGQUIT.
+    # Not for the supervisor: the runner handles SIGINT and SIGHUP, then closes this stdin; SGLang ends its servers by SIGQUIT.
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(ignored, lambda number, _: None)  # the command would inherit SIG_IGN
+        signal.signal(ignored, lambda number, _: None)  # not SIG_IGN, which the command would inherit
     become_subreaper()
     with _fork_server(command, temp) as words:
         try:

@@ -95,7 +95,8 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
 
 
 def _texts(row: Mapping[str, Any], form: str) -> list[str]:
-    """Returns four table cells: value of the baseline, value of the arm, difference or ratio of these values, and its 95% interval.
+    """Returns the table cells of a comparison: baseline's value, arm's value, their difference or ratio, and the 95% interval of
+    the latter.
 
     ``form`` is the number format of the last two cells.
     """
@@ -117,6 +118,6 @@ def as_text(value: float | None, form: str) -> str:
     """
     if value is None or not math.isfinite(value):
         return ""
-    if form == ".4g" and abs(value) >= 1000:  # numbers of prompts should not read 2.3e+04
+    if form == ".4g" and abs(value) >= 1000:  # a number of prompts should not look like 2.3e+04
         form = ",.0f"
     return format_seconds(value) if form == "s" else f"{value:{form.rstrip('x')}}{'x' * form.endswith('x')}"
