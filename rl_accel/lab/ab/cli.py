@@ -135,8 +135,7 @@ def ab(
 
 
 def _that_can_run(plans: list[RunPlan], spec: Recipe) -> list[RunPlan]:
-    """Returns ``plans`` without the runs of arms whose required Python module (``Arm.needs``) is missing. Prints a line for each
-    such arm."""
+    """Returns ``plans`` without the arms whose required module (``Arm.needs``) is missing. Prints a line for each such arm."""
     for name, arm in spec.arms.items():
         if arm.needs and not is_installed(arm.needs):
             plans = [plan for plan in plans if plan.arm != name]
@@ -303,10 +302,9 @@ class ProgressView:
         self._task = None
 
     def _plain(self, text: str, always: bool = False) -> None:
-        """Prints ``text`` as a line if the console is not a terminal. On a terminal, does nothing, because progress bars are shown
-        there.
+        """Prints ``text`` as a line if the console is not a terminal. A terminal shows progress bars instead.
 
-        Also skips ``text`` if the last printed line is less than ``_PLAIN_EVERY_S`` seconds old, unless ``always`` is True.
+        Skips ``text`` if the last printed line is less than ``_PLAIN_EVERY_S`` seconds old, unless ``always`` is True.
         """
         if not self._console.is_terminal and (always or time.monotonic() - self._last_line > _PLAIN_EVERY_S):
             self._last_line = time.monotonic()

@@ -113,8 +113,7 @@ def _settings_of(run: Logged) -> dict[str, Any]:
 
 
 def _seed_of(path: str, settings: Mapping[str, Any]) -> int | None:
-    """Returns the seed of a run: the number after ``seed`` in its path, or else the seed in its configuration; None if both lack
-    one."""
+    """Returns the seed of a run: the number after ``seed`` in its path, or else the seed in its configuration, or else None."""
     seed = str((re.findall(r"seed[-_=]?(\d+)", path) or [settings.get("seed")])[-1])
     return int(seed) if seed.isdecimal() else None
 

@@ -43,8 +43,7 @@ AXES = {
     "hours": "hours of training",
     "minutes": "minutes of training",
 }
-"""Mapping from the x axis of a curve to the label of this axis in the report. Time is in minutes if all runs are shorter than an
-hour."""
+"""Mapping from the x axis of a curve to its label in the report. Time is in minutes if all runs are shorter than an hour."""
 _SECONDS = {"hours": 3600, "minutes": 60}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
 _REACH, _WINDOW = 0.9, 5  # share of the baseline's gain to reach; number of values in the moving average
@@ -55,12 +54,11 @@ def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> di
     """Returns the curve of ``metric`` in a run, once for each x axis: training steps, prompts trained, and training time.
 
     Args:
-        unit: unit of the time axis, "hours" or "minutes". The position of a step is the total time from the first step to the end
-            of this step.
+        unit: unit of the time axis, "hours" or "minutes". The position of a step is the total time up to the end of this step.
 
     Returns:
         Mapping from axis to a pair of arrays of equal length: positions, and finite values of the metric. "prompts" is left out if
-            the batch size is unknown, and time if the duration of a step is missing. Empty if no value is finite.
+        the batch size is unknown, and time if the duration of a step is missing. Empty if no value is finite.
     """
     steps, values = (np.array(numbers, dtype=float) for numbers in curve(run, metric).values())
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
@@ -120,12 +118,10 @@ def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
 
 
 def seeds_enough(base: Array, other: Array, margin: float, paired: bool, true: float = 0.0) -> float:
-    """Estimates the number of seeds per arm with which an equivalence test answers "equal" with probability 0.8; inf if above
-    1,000.
+    """Estimates the number of seeds per arm with which an equivalence test answers "equal" with probability 0.8; inf if over 1,000.
 
-    The standard deviation of the runs is known only from the few runs so far. The probability is therefore averaged over all
-    plausible standard deviations (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005, with the prior
-    1/sigma).
+    A few runs give only an uncertain standard deviation, so the probability is an average over all plausible standard deviations
+    (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005, with the prior 1/sigma).
 
     Args:
         base, other: levels (final metric values) of the runs so far.
