@@ -1,9 +1,8 @@
 """Starts real SGLang servers on this CPU and the real ``sglang-router`` in front of them, for slime's rollout code.
 
 A server runs in the environment that ``make sglang`` builds, the router in the environment of this process. They exchange HTTP
-requests. Run as a program, this module starts SGLang's own ``launch_server`` with the repairs of
-:mod:`rl_accel.lab.verl_cpu.sglang`:
-``.venv-sglang/bin/python -m rl_accel.lab.sglang_servers --model-path FOLDER --device cpu``.
+requests. If this module runs as a program, it starts SGLang's own server (``launch_server``), after the changes for CPUs in
+:mod:`rl_accel.lab.verl_cpu.sglang`: ``.venv-sglang/bin/python -m rl_accel.lab.sglang_servers --model-path FOLDER --device cpu``.
 """
 
 import os
@@ -24,10 +23,10 @@ from rl_accel.lab.verl_cpu import sglang
 from rl_accel.processes import end_with_parent
 
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"))
-"""Python of the environment with SGLang."""
+"""Path of the Python interpreter of the environment with SGLang."""
 
 _START_SECONDS = 600.0
-"""Maximum seconds until a process serves. SGLang imports itself in three processes: 45 seconds of processor time."""
+"""Maximum seconds for the start of a server or router. SGLang needs 45 seconds of processor time for its imports alone."""
 _OPTIONS = {
     "host": "127.0.0.1",
     "mem-fraction-static": 0.1,
@@ -44,14 +43,14 @@ def sglang_problem() -> str:
 
 @contextmanager
 def sglang_server(model: Path, **options: object) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """Runs an SGLang server of the model in the folder ``model`` during the ``with`` block. Yields its address and its process.
+    """Runs an SGLang server of the model in the folder ``model`` during the ``with`` block. Yields the server's URL and process.
 
     Args:
         model: folder with weights and a tokenizer, as transformers saves them.
         options: further flags of SGLang's server, such as ``max_total_tokens=600``.
 
     Raises:
-        RlAccelError: there is no SGLang, or the server did not start. The message contains the end of the server's output.
+        RlAccelError: SGLang is not installed, or the server did not start. The message contains the end of the server's output.
     """
     if reason := sglang_problem():
         raise RlAccelError(reason)
@@ -70,8 +69,7 @@ def sglang_server(model: Path, **options: object) -> Iterator[tuple[str, "subpro
 
 @contextmanager
 def sglang_router(servers: Sequence[str]) -> Iterator[str]:
-    """Runs a router in front of the servers at the addresses ``servers`` during the ``with`` block. Yields the address of the
-    router.
+    """Runs a router in front of the servers with the URLs ``servers`` during the ``with`` block. Yields the router's URL.
 
     Raises:
         RlAccelError: the router did not start or does not list all servers. The message contains the end of the router's output.
@@ -94,9 +92,10 @@ def sglang_router(servers: Sequence[str]) -> Iterator[str]:
 def _running(
     command: Sequence[str], url: str, serves: Callable[[httpx.Client], bool], env: dict[str, str] | None = None
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Runs the Python module ``command[2]`` and yields its process once ``serves(client)`` is true.
+    """Context manager that runs ``command`` and yields its process as soon as ``serves(client)`` is true, where ``client`` sends to
+    ``url``.
 
-    Kills the process and its children at the end of the block. Ends the process if this process is killed.
+    Kills the process and its children at the end of the block. If this process is killed, the started process is ended, too.
     """
     with (
         tempfile.TemporaryFile("w+") as output,  # an unread pipe would fill up and block the process

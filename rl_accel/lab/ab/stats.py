@@ -31,7 +31,8 @@ _MIN_PAIRS = 5
 KINDS = ("short", "long", "final")
 ALL = "all"
 """Kind of a step without tail batching, whose rollout waits for all responses. ``KINDS`` are the kinds of a step with tail
-batching: short (slow prompts are cut off), long (deferred prompts run) and final (at the end of the run, all prompts run)."""
+batching: short (slow prompts are cut off), long (deferred prompts run) and final (at the end of the run, the remaining prompts
+run)."""
 _COUNTED = ("rollout/", METRICS_PREFIX)
 """Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``. The counts of the rollout engine come first, because they are
 more reliable than the counts of tail batching."""

@@ -1,6 +1,6 @@
 """Command ``rl-accel bench advantages``: times verl's REINFORCE++ and ``masked_whiten``, and rl-accel's fast replacements.
 
-If a replacement returns other bits than verl's function, the function gets no times.
+A function is timed only if its replacement returns the same bits as verl's function.
 """
 
 import gc
@@ -23,7 +23,7 @@ REPEATS = 3
 """Number of timed calls of each function, of which the median counts."""
 
 SLOW_SECONDS = 5.0
-"""Limit in seconds for one call of a function. A call that takes longer is not repeated."""
+"""Seconds of one call above which a function is called only once."""
 
 BYTES_PER_TOKEN = 72
 """Upper bound of the peak bytes per token: float32 inputs and outputs, the int64 mask, and verl's temporaries."""
@@ -38,8 +38,8 @@ def patches() -> list[Any]:
 def batch(rows: int, tokens: int) -> dict[str, Any]:
     """Returns random arguments for all replaced functions, by parameter name.
 
-    The tensors are [B, T] with B = ``rows`` and T = ``tokens``; the response masks have rows of random length. The rewards also
-    serve as ``values``, and the response mask as ``mask``.
+    The tensors are [B, T] with B = ``rows`` and T = ``tokens``; the response masks have rows of random length. The same tensor
+    serves as rewards and as ``values``, and the response mask serves as ``mask``.
     """
     from omegaconf import OmegaConf
 

@@ -30,7 +30,7 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "anchor store": ("AnchorStore",),
     "trainer": ("TaskRunnerV1",),
 }
-"""Mapping from the kind of a process to substrings of its command line (under vLLM, SGLang and the CPU engine)."""
+"""Kinds of processes to kill. Each kind has substrings of its command line (under vLLM, SGLang and the CPU engine)."""
 
 STEPS, PROMPTS, KILLS = 6, 8, 2
 OVERRIDES = (
@@ -44,15 +44,15 @@ OVERRIDES = (
 )
 LAUNCHES = KILLS + 1
 STANDSTILL_S = 600.0
-"""Seconds without a new line in the settlement log (one line per training step) after which a run counts as hung."""
+"""Seconds without a completed training step (a new line in tail batching's ledger) after which a run counts as hung."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """A planned SIGKILL to one process of kind ``victim``.
+    """A planned SIGKILL to one process of kind ``victim``, sent ``seconds`` seconds after training step ``step`` has completed.
 
-    The signal is sent ``seconds`` seconds, but at most the seconds of the run's shortest step, after the settlement log, which has
-    one line per training step, has reached ``step`` lines.
+    A step counts as completed when tail batching's ledger has a line for it. The wait is shortened to the seconds of the run's
+    shortest step so far.
     """
 
     victim: str
@@ -70,7 +70,7 @@ class Result:
         launches: number of launches of the trainer; above 1 if the run failed and was resumed.
         seconds: seconds of all launches together.
         failed_responses: number of failed responses of all launches.
-        problems: violated requirements, as messages; the schedule passes if the list is empty.
+        problems: messages about violated requirements; the schedule passes if the list is empty.
     """
 
     seed: int
@@ -82,8 +82,8 @@ class Result:
 
 
 def schedule(seed: int) -> list[Kill]:
-    """Returns the planned kills of a seed, in order of steps. Over n consecutive seeds, each of the n kinds in :data:`VICTIMS` is
-    killed first exactly once."""
+    """Returns the planned kills for a seed, ordered by step. Over n consecutive seeds, where n is the number of kinds in
+    :data:`VICTIMS`, each kind is the first victim exactly once."""
     rng, victims = random.Random(seed), tuple(VICTIMS)
     chosen = [victims[seed % len(victims)], *rng.choices(victims, k=KILLS - 1)]
     # verl is still starting before step 1, and the run may be over after the last of these steps
@@ -95,9 +95,8 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
     """Launches the training run of ``plan``, kills processes by the schedule of ``seed``, and launches the run again after a
     failure.
 
-    There are at most :data:`LAUNCHES` launches. There is no further launch after a launch that hung, or that failed although
-    nothing was killed. At the end, checks the settlement log in ``folder``, which lists the prompts that each step trained or gave
-    up.
+    There are at most :data:`LAUNCHES` launches, and none after a launch that hung, or that failed although nothing was killed. At
+    the end, checks the ledger in ``folder``: tail batching's file of the prompts that each step trained or gave up.
     """
     folder.mkdir(parents=True)
     result, due, began = Result(seed), schedule(seed), time.monotonic()
@@ -111,7 +110,7 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
         steps, now = len(_lines(ledger)), time.monotonic()
         if steps != settled:
             if settled >= 0:
-                shortest = min(shortest, now - since)  # a longer pause could be over only after the last step
+                shortest = min(shortest, now - since)  # after a longer wait, the run could have ended already
             settled, since = steps, now
         waited = now - since
         if due and steps >= due[0].step and waited >= min(due[0].seconds, shortest) and _kill(due[0].victim, metrics):
@@ -138,8 +137,8 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
 
 
 def _wrong(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the problems of a settlement log. The log must hold :data:`STEPS` steps of :data:`PROMPTS` trained prompts, no
-    prompt twice and no failed prompt."""
+    """Returns the problems of a ledger. It must hold :data:`STEPS` steps of :data:`PROMPTS` trained prompts, no prompt twice and no
+    failed prompt."""
     problems = []
     if [line["step"] for line in ledger] != list(range(1, STEPS + 1)):
         problems.append(f"the ledger has the steps {[line['step'] for line in ledger]}")

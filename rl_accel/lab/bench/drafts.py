@@ -22,7 +22,7 @@ from rl_accel.drafts.drafter import SETTINGS, Drafter
 from rl_accel.drafts.index import SOURCES
 
 Response = tuple[list[int], list[int]]
-"""Tokens of a prompt, and tokens of one response to this prompt."""
+"""A prompt and one response to it, both as lists of token ids."""
 
 
 @click.command("drafts")
@@ -104,8 +104,9 @@ class Replay:
 
     Attributes:
         engine_steps: number of engine steps without drafts (key False) and with drafts (key True).
-        epochs: mapping from epoch of a prompt (from 1) to accepted draft tokens and engine steps, summed over requests.
-        seconds: mapping from number of running requests to the seconds of each call of the drafter.
+        epochs: two sums over requests, number of accepted draft tokens and number of engine steps, by the epoch of the prompt. The
+            epoch counts from 1 how often the prompt has occurred.
+        seconds: seconds of each call of the drafter, by number of running requests.
         counts: counters of the drafter, by name.
     """
 
@@ -122,7 +123,7 @@ def replay(steps: list[list[Response]], running: int, settings: dict[str, int], 
         steps: prompts and responses of each training step.
         running: maximum number of requests that run at once.
         settings: settings of the drafter.
-        fill: whether the drafter's history starts full of random responses.
+        fill: True to fill the drafter's history with random responses first.
     """
     result = Replay()
     drafter = _drafter(settings, fill, lambda: sum(result.engine_steps.values()))
@@ -159,9 +160,9 @@ def _drafter(settings: dict[str, int], fill: bool, engine_steps: Callable[[], in
 
 
 def _generate(waiting: list[_Row], matrix: np.ndarray, drafter: Drafter | None, result: Replay) -> None:
-    """Replays the responses ``waiting``, the last one first, with drafts of ``drafter`` unless it is None. Adds to ``result``.
+    """Replays the responses in ``waiting``, from the last to the first, and adds the measurements to ``result``.
 
-    A row of ``matrix`` holds the tokens of a running request, as in vLLM.
+    ``drafter`` proposes the drafts; None for no drafts. A row of ``matrix`` holds the tokens of a running request, as in vLLM.
     """
     rows: list[_Row] = []
     while waiting or rows:

@@ -36,10 +36,10 @@ GOAL_SHAPES = ((256, 32768), (256, 131072))
 GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
 COPY_GOAL = 1.5
 COPY = "plain copy"
-"""Name of the lower bound: a ``clone()`` that moves as many bytes as any GAE must (rewards, values, mask, advantages, returns)."""
+"""Name of the lower bound of the time: a ``clone()`` that moves as many bytes as any GAE must (rewards, values, mask, advantages,
+returns)."""
 LONGEST_S = 20.0
-"""Maximum expected seconds of one call of a GAE implementation. Slower implementations are left out, except at shapes that have a
-goal."""
+"""Maximum expected seconds of one call of a GAE implementation. A slower one is left out, except at shapes with a speed goal."""
 GAMMA, LAM = 0.99, 0.95
 _TOLERANCE = 1e-4
 
@@ -59,7 +59,7 @@ Lists = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A GAE implementation in the comparison. ``masked`` is True if the implementation honours verl's mask."""
+    """A GAE implementation in the comparison. ``masked`` is True if it takes verl's response mask into account."""
 
     name: str
     run: Callable[[Inputs], Result]
@@ -172,7 +172,7 @@ def make_inputs(shape: Shape, device: str, seed: int = 0) -> Inputs:
 
 
 def _gate(candidates: list[Contestant], device: str, console: Console) -> list[Contestant]:
-    """Returns the GAE implementations with correct results: they agree with verl's loop in float64.
+    """Returns the GAE implementations with correct results, those that agree with verl's loop in float64.
 
     Implementations with ``exact`` must also equal verl's loop in float32 bit for bit.
     """
@@ -243,9 +243,9 @@ def _measure(
 
 
 def expected_seconds(name: str, shape: Shape, before: list[dict[str, Any]]) -> float:
-    """Returns the expected seconds of one call of the GAE implementation ``name``; 0 if no smaller shape has been measured.
+    """Estimates the seconds of one call of the GAE implementation ``name`` at ``shape``; 0 if no smaller shape has been measured.
 
-    Scales the time of the largest shape in ``before`` that is smaller than ``shape`` by the ratio of the numbers of tokens.
+    Takes the time of the largest smaller shape in ``before`` (the results so far) in proportion to the number of tokens.
     """
     smaller = [row for row in before if name in row["seconds"] and row["batch"] * row["tokens"] < shape[0] * shape[1]]
     if not smaller:
@@ -276,7 +276,8 @@ def _show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
-    """Returns the milliseconds of a GAE implementation at one shape, with the MiB that it needs beyond inputs and outputs."""
+    """Returns a table cell with the milliseconds of a GAE implementation at one shape, and the MiB needed beyond inputs and
+    outputs."""
     if (median := _median(row, name)) is None:
         return "-"
     peak = None if name == COPY else row["seconds"][name]["peak_extra_bytes"]

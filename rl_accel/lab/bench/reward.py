@@ -34,15 +34,15 @@ from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.sandbox import Case, Graders, Sandbox
 
 PROMPTS, RESPONSES, EPOCHS, BATCH = 112, 16, 1, 14
-"""Default size of the benchmark: prompts of an epoch, responses of a prompt, epochs, and prompts of a batch."""
+"""Default size of the benchmark: prompts per epoch, responses per prompt, epochs, and prompts per batch."""
 CONDITIONS = ("quiet", "loaded")
-"""Loads of the machine: as it is, and with one extra busy process per core."""
+"""Load of the machine during a measurement. quiet: no extra load. loaded: one extra busy process per core."""
 CALLS = 500
 """Number of measured calls of a grader that never hangs."""
 FASTER_GOAL = 3.0
 KILLED_GOAL = 0.002
 CALL_GOAL = 0.001
-"""Maximum seconds that a call of a grader which never hangs may take longer than in stock verl."""
+"""Goal: maximum extra seconds that rl-accel adds to a call of a grader that never hangs, compared with stock verl."""
 NEVER = 10**9
 
 HANGING = 0.0505
@@ -79,7 +79,7 @@ class Response:
     Attributes:
         prompt: name of the prompt.
         code: Python code of the program.
-        correct: whether the program would finally print the right answer.
+        correct: whether the program prints the right answer, if it is given enough time.
         seconds: duration of the program; None if the program never ends.
     """
 
@@ -291,12 +291,13 @@ def load(processes: int) -> Iterator[None]:
 def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm]) -> dict[str, Any]:
     """Returns a mapping from time limit policy to measured numbers, among them these:
 
-    - ``seconds``: wall-clock seconds of all executions together. ``times_less``: the same of the first policy, divided by it.
+    - ``seconds``: wall-clock seconds of all executions together.
+    - ``times_less``: ``seconds`` of the first policy divided by ``seconds`` of this policy.
     - ``own_seconds``: ``seconds`` without waits for a processor, so that a busy machine does not change the number.
     - ``step_s``: mean seconds from the start of a batch to the last result of the batch.
     - ``wrongly_killed``: number of correct answers that did not pass.
-    - ``struck``: mapping from the limit (such as ``wall``) to the number of executions that this limit stopped.
-    - ``full_budget``: number of stopped executions that had the full budget, because no limit was known or as a probe.
+    - ``struck``: number of executions stopped by each limit, by name of the limit (such as ``wall``).
+    - ``full_budget``: number of stopped executions with the longest limit, given if no other limit is known, and to probes.
     """
     responses = [response for batch in batches for response in batch]
     rows: dict[str, Any] = {}
@@ -326,10 +327,10 @@ def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm]) ->
 
 
 def kill_verdict(killed: int, correct: int) -> str:
-    """Returns whether the share of killed correct answers meets the goal: "met", "NOT met" or "too few to tell".
+    """Compares the share of wrongly stopped correct answers with the goal. Returns "met", "NOT met" or "too few to tell".
 
-    A single killed answer may be chance and never fails the goal. For "met", the measured share must be within the
-    goal. A one-sided binomial test must also reject, at the 5% level, that the true share equals the goal.
+    A single stopped answer may be chance and never fails the goal. For "met", the measured share must be within the goal. A
+    one-sided binomial test must also reject, at the 5% level, that the true share equals the goal.
 
     Args:
         killed: number of correct answers that did not pass.
@@ -342,8 +343,8 @@ def kill_verdict(killed: int, correct: int) -> str:
 
 
 def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
-    """Returns the flags of the two time limit policies. "adaptive" has the defaults of rl-accel with every time multiplied by
-    ``scale``. "fixed" is the same, but never adapts."""
+    """Returns the flags of two time limit policies, with all default times of rl-accel multiplied by ``scale``. "adaptive" learns
+    limits from correct executions. "fixed" always uses the maximum."""
     defaults = RewardTimeoutFlags()
     slack, minimum = defaults.slack * scale, defaults.minimum * scale
     adaptive = replace(defaults, slack=slack, minimum=minimum, maximum=PROGRAM_BUDGET * scale)

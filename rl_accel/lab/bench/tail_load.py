@@ -48,9 +48,9 @@ from rl_accel.rollout.tail_batching import TailBatching
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 WORKERS, SERVERS = 2, 2
 RATIO = 1.25
-"""Ratio of launched to trained prompts, and of launched to trained responses of a prompt."""
+"""Ratio of launched to trained prompts, and of launched to trained responses per prompt."""
 TOKENS = 128
-"""Number of tokens of a response that takes the median time; proportional to the response time."""
+"""Number of tokens of a response with the median response time. Other responses have tokens in proportion to their time."""
 LONGEST = 8.0
 """Upper bound of a random response time, as a multiple of the median time. Corresponds to a limit on the response length."""
 
@@ -124,7 +124,7 @@ class NotingWorker(TailAgentLoopWorker):
 
 
 class ReplicaStandIn:
-    """Stand-in for verl's ``RolloutReplica``, with the two methods that rl-accel's trainer calls to stop and resume rollout
+    """Replacement for verl's ``RolloutReplica``, with the two methods that rl-accel's trainer calls to stop and resume rollout
     servers."""
 
     def __init__(self, server: Any) -> None:
@@ -152,8 +152,8 @@ class Load:
     Args:
         prompts: number of prompts of a batch.
         responses: number of responses of a prompt.
-        rounds: number of rounds that will be played.
-        folder: folder for the tokenizer and the settlement log (the log of the prompts that each step trained).
+        rounds: number of rounds that will run.
+        folder: folder for the tokenizer and the ledger (tail batching's file of the prompts that each step trained).
     """
 
     def __init__(self, prompts: int, responses: int, rounds: int, folder: Path) -> None:
@@ -169,7 +169,7 @@ class Load:
         self._core = TailBatching(run_of(config))
         self._supply = PromptSupply(self._core.run, lambda: _row(next(numbers)), 10**9)
         replicas = [ReplicaStandIn(server) for server in self._servers.values()]
-        engine = replace(engine_of(config), pause=None)  # the engine's pause would look for a real engine in the server
+        engine = replace(engine_of(config), pause=None)  # pausing would look for a real engine in the server
         stopped = RolloutServers(SimpleNamespace(get_replicas=lambda: replicas), engine)
         log = Ledger(folder)
         log.rewind(0)
@@ -180,7 +180,7 @@ class Load:
         self._trained: set[str] = set()
 
     def play(self, step: int) -> dict[str, Any]:
-        """Plays the round of ``step`` and returns its measurements.
+        """Runs one rollout round, that of training step ``step``, and returns its measurements by name.
 
         Raises:
             RuntimeError: the batch is wrong, or a response is left somewhere.
@@ -285,7 +285,7 @@ def _row(number: int) -> dict[str, Any]:
 
 
 def main(prompts: str, responses: str, rounds: str, out_file: str) -> None:
-    """Starts a Ray cluster, plays the rounds, and writes the measurements of each round to the file ``out_file``."""
+    """Starts a Ray cluster, runs the rounds, and writes the measurements of each round to the file ``out_file``."""
     out = Path(out_file)
     ray.init(num_cpus=32, num_gpus=0, include_dashboard=False, log_to_driver=False)
     try:

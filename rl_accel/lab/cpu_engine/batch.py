@@ -227,7 +227,7 @@ class Batch:
         self._prompts: FIFOCache[tuple[int, ...], tuple[PromptCache, torch.Tensor]] = FIFOCache(_PROMPTS_KEPT)
 
     def begin(self, request: Request) -> tuple[PromptCache, int, float]:
-        """Prefills the prompt of ``request`` and, after a preemption, the response so far.
+        """Computes the key-value cache of the prompt of ``request`` and, after a preemption, of the response so far.
 
         Returns the filled cache for :meth:`join`, the next token, and the log-probability of this token.
         """
@@ -246,7 +246,8 @@ class Batch:
         self._sampler = None
 
     def _read_prompt(self, prompt: tuple[int, ...]) -> tuple[PromptCache, torch.Tensor]:
-        """Returns the key-value cache and the last logits of a prompt. Equal prompts (a prompt group) share one prefill."""
+        """Returns the key-value cache and the last logits of a prompt. Equal prompts, as in a prompt group, are computed only
+        once."""
         if prompt not in self._prompts:
             self._prompts[prompt] = self.read(prompt)
         return self._prompts[prompt]

@@ -66,7 +66,7 @@ class Engine:
         self._seed = seed
         self.seconds_per_step = seconds_per_step
         self._commands: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # no command enters the queue after the last command was removed
+        self._gate = threading.Lock()  # lets no command enter the queue after the engine has stopped
         self._paused = False
         self._stopping = False
         self._closed = False
@@ -99,7 +99,7 @@ class Engine:
         return request.future
 
     def ends(self, token: int, params: SamplingParams) -> bool:
-        """Returns whether ``token`` ends a response with the sampling parameters ``params``."""
+        """Returns whether ``token`` is an end token of a request with the sampling parameters ``params``."""
         return (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
 
     def abort(self, request_id: str) -> "Future[int]":

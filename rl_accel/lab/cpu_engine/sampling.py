@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
-"""Sampling parameters that this engine lacks, each with its value for "no effect". Any other value raises ValueError."""
+"""Sampling parameters that this engine does not implement, each with the value that has no effect. Other values raise
+ValueError."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,7 @@ def derive_seed(*parts: int | str | None) -> int:
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Returns one random number per row, float64 and uniform in [0, 1), from uint64 ``seeds`` [B] and ``positions`` [B].
 
-    Each random number is the element at the row's position in the SplitMix64 stream of the row's seed (Steele, Lea and Flood,
-    2014).
+    A row's number is element ``position`` of the SplitMix64 sequence of the row's seed (Steele, Lea and Flood, 2014).
     """
     with np.errstate(over="ignore"):
         z: npt.NDArray[np.uint64] = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

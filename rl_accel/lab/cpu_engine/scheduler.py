@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 
 HEADROOM = 8
-"""Number of decoding steps for which the cache budget must suffice when a request is admitted, counting all running requests and
-the new request."""
+"""Number of decoding steps for which the cache budget must suffice when a request is admitted. The steps include all running
+requests and the new request."""
 
 
 class EngineError(RuntimeError):
@@ -130,8 +130,8 @@ class Scheduler:
         return self.waiting.popleft()
 
     def preempt(self, running: Sequence[Request]) -> list[int]:
-        """Moves the youngest of the ``running`` requests back into the queue, one by one, until the cache budget suffices for a
-        decoding step. Returns the rows of the requests that keep running."""
+        """Stops the youngest of the ``running`` requests, one by one, until the cache budget suffices for a decoding step. Moves
+        them to the front of the queue. Returns the rows of the requests that keep running."""
         rows = list(range(len(running)))
         if self.kv_tokens is None:
             return rows
@@ -147,7 +147,7 @@ class Scheduler:
 
     @property
     def preempted(self) -> int:
-        """Number of requests in the queue that have already generated tokens."""
+        """Number of requests in the queue that have already generated tokens, because they ran before."""
         return sum(bool(request.tokens) for request in self.waiting)
 
     def drop(self, chosen: Callable[[Request], bool]) -> list[Request]:

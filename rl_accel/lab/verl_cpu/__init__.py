@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 PLATFORM = "cpu"
 ROLLOUT = "hf_cpu"
 WORKER_PYTHON = "RL_ACCEL_WORKER_PYTHON"
-"""Environment variable with the command that Ray starts instead of Python for the workers of a run.
+"""Name of an environment variable. Its value is the command that Ray runs instead of ``python`` to start the workers of a run.
 
-Trainers of another interpreter than the command's ignore it."""
+A trainer ignores the variable if the command belongs to another Python interpreter.
+"""
 
 _ENVIRONMENT = {
-    "VERL_ENGINE_DEVICE": "cuda",  # verl registers engines by device; the FSDP engine for cuda runs anywhere
+    "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine that verl registers for cuda also runs on a CPU
     "OMP_NUM_THREADS": "1",  # Ray's workers share the cores; one thread fixes the order of sums
     "TOKENIZERS_PARALLELISM": "false",
 }

