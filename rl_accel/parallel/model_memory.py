@@ -13,8 +13,7 @@ FLAG = "rl_accel.tp_replan"
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model families (``model_type`` in the Hugging Face configuration) whose memory needs can be computed here."""
 MIN_SEQUENCES = 4
-"""Minimum number of sequences of maximum length for which the key-value cache of a rollout server must have room. With less
-room, the server could not process a batch."""
+"""Minimum number of sequences of maximum length that must fit into the key-value cache of a rollout server at once."""
 _GIB = 2**30
 
 
@@ -201,7 +200,8 @@ def _obstacles_of_model(size: int, model: Mapping[str, Any]) -> Iterator[str]:
 def _obstacles_of_memory(
     size: int, memory: ModelMemory, available: float, tokens: int, bytes_per_value: int
 ) -> Iterator[str]:
-    """Yields a message if a GPU has less than the memory that it needs. ``available`` is in GiB, ``tokens`` are those to cache."""
+    """Yields a message if a GPU has too little memory for the weights and ``tokens`` tokens of key-value cache. ``available`` is in
+    GiB."""
     weights = memory.weight_bytes(size, bytes_per_value) / _GIB
     cache = tokens * memory.kv_bytes_per_token(size, bytes_per_value) / _GIB
     if weights + cache > available:

@@ -32,34 +32,36 @@ all: a step without tail batching, or a final round of tail batching."""
 Change = Literal["raise", "lower", "roll back"]
 
 RAISE_ABOVE = 1.05
-"""Ratio of recent preemptions to the mean of earlier preemptions above which the TP size doubles (value from the paper)."""
+"""Ratio of the latest preemptions to the mean of earlier ones above which the TP size doubles (value from the paper)."""
 CALM_STEPS = 4
 """Number of training steps in a row without a preemption after which the TP size halves (value from the paper)."""
 REFERENCE_STEPS = (6, 15)
-"""Minimum and maximum number of earlier steps whose mean preemptions are compared with the latest steps. Fewer steps are too noisy,
-and more steps do not follow changes in the run."""
+"""Minimum and maximum number of earlier steps that the latest steps are compared with. Fewer steps are too noisy. More steps would
+include an outdated state of the run."""
 CONFIRM_STEPS = 2
-"""Number of latest steps that must all have more preemptions than earlier steps. A single step with many preemptions is no rise."""
+"""Number of latest steps that must all have more preemptions than earlier steps. One step with many preemptions does not count as a
+rise."""
 FEW_PREEMPTIONS = 10
-"""Number of preemptions per step below which all numbers count as equal: comparisons replace smaller numbers by this one. A rise
-from 1 to 5 preemptions is then no rise, because another TP size would gain nothing."""
+"""Number of preemptions per step up to which all numbers count as equal (as this number). A rise from 1 to 5 preemptions does not
+count, because another TP size would gain nothing."""
 NOISE = 3.25
 """Number of standard deviations that a rise of preemptions must exceed. If preemptions scatter by 20%, about one step in 2,000
 shows a false rise."""
 CHECK_STEPS = (5, 20)
-"""Numbers of steps after a change of the TP size until the new size is judged: 5 steps of each kind (:data:`StepKind`), or 20 steps
-of any kind. The first step after the change does not count."""
+"""Number of steps at a new TP size before it is judged: 5 steps of each kind (:data:`StepKind`), or 20 steps of any kind, whichever
+comes first. The first step at the new size does not count."""
 SLOWER = 0.03
 """Relative rise of rollout seconds per token above which a change of the TP size is rolled back. For comparison, the
 RollPacker paper reports that a change gains 1 to 4%."""
 SURE = 2.0
-"""Number of standard errors that the rise of rollout seconds per token must exceed before a change is rolled back."""
+"""Number of standard errors by which rollout seconds per token must rise before a change of the TP size is rolled back."""
 RETRY_STEPS = 25
-"""Number of steps until a change that was rolled back or not carried out is requested again, or until a successful increase of the
-TP size may be reversed. Doubles each time for the same two sizes, so that a run does not oscillate."""
+"""Number of steps for which a change from one TP size to another is blocked. A change is blocked after it was rolled back or not
+carried out. A decrease is also blocked after the opposite increase was successful. The number doubles each time that the same
+change is blocked, so that a run does not oscillate."""
 WINDOW = 80
-"""Number of latest training steps that the planner compares. With tail batching, about every fifth step is a long round, which
-generates the deferred responses. The planner then has about 16 long rounds."""
+"""Number of latest training steps that the planner compares. With tail batching, about every fifth step is a long round (which runs
+deferred prompts), so that the planner has about 16 long rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,8 @@ class Observation:
     Args:
         kind: kind of the step, see :data:`StepKind`.
         tp: TP size at which the step ran, even if another size was requested before.
-        preemptions: number of sequences evicted from the key-value caches of all servers. None: unknown, which differs from 0.
-        rollout_seconds: seconds from the first launch until the batch was complete; above 0.
+        preemptions: number of sequences evicted from the key-value caches of all servers; None: unknown (not the same as 0).
+        rollout_seconds: seconds from the first launch of a request until the batch was complete; above 0.
         tokens: number of tokens generated in this time, including those of aborted responses; above 0.
     """
 
@@ -117,11 +119,11 @@ class TpPlanner:
         self.changes = 0  # number of changes carried out so far
         self._asked: tuple[int, Change] | None = None
         self._history: list[Observation] = []
-        self._before: list[Observation] = []  # steps before the last change, while this change is checked
-        self._holds: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to): step until which blocked, times
+        self._before: list[Observation] = []  # steps before the last change; empty after its check
+        self._holds: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to): blocked until step, times
 
     def step(self, seen: Observation) -> TPDecision | None:
-        """Adds the measurements of a step. Returns the change of the TP size for the next step, or None to keep the size.
+        """Takes in the measurements of one training step. Returns the TP change for the next step, or None to keep the size.
 
         Raises:
             ValueError: the step ran at an impossible TP size.
@@ -136,7 +138,8 @@ class TpPlanner:
         return None if seen.preemptions is None else self._plan()
 
     def _match_request(self, tp: int) -> None:
-        """Determines from the TP size of the latest step whether the last requested change was carried out."""
+        """Compares the TP size ``tp`` of the latest step with the last requested size, to find out whether the request was carried
+        out."""
         asked, self._asked = self._asked, None
         if tp == self._tp:
             if asked is not None:
@@ -202,7 +205,7 @@ class Ratio:
     Attributes:
         value: value of the ratio; 1 means unchanged.
         noise: deviation of the ratio from 1 that noise alone may cause.
-        text: numbers behind the ratio, as text for the log.
+        text: measured numbers from which the ratio was computed, as text for the log.
     """
 
     value: float
@@ -221,10 +224,9 @@ class Ratio:
 def find_rise(history: Sequence[Observation]) -> Ratio | None:
     """Compares preemptions of the latest steps with preemptions of earlier steps at the same TP size.
 
-    Only steps of the same kind (:data:`StepKind`) are compared. All kinds of steps run at the same TP size, so the result is the
-    mean over kinds, weighted by their share of rollout seconds. A kind with too few earlier steps counts as unchanged. Noise is
-    estimated from differences between successive steps, so that a steady rise does not count as noise. The noise is at least that
-    of independent events (Poisson).
+    Only steps of the same kind (:data:`StepKind`) are compared. The result is the mean over kinds, weighted by their share of
+    rollout seconds. A kind with too few earlier steps counts as unchanged. Noise is estimated from differences between successive
+    steps, so that a steady rise does not count as noise. The estimate is at least the noise of independent events (Poisson).
 
     Returns:
         Ratio of latest to earlier preemptions. None while no kind has enough steps.
@@ -246,10 +248,11 @@ def find_rise(history: Sequence[Observation]) -> Ratio | None:
 
 
 def compare_speed(before: Sequence[Observation], after: Sequence[Observation]) -> Ratio | None:
-    """Compares the rollout time after a change of the TP size with the time that as many tokens would have taken before the change.
+    """Compares rollout seconds after a change of the TP size with the seconds that the same numbers of tokens took before the
+    change.
 
-    Only steps of the same kind (:data:`StepKind`) are compared, so that more or fewer steps of one kind do not look like a change
-    of speed. Noise is estimated from the scatter of the steps before the change.
+    Only steps of the same kind (:data:`StepKind`) are compared. Otherwise, a change in the mix of kinds would look like a change of
+    speed. Noise is estimated from the scatter of the steps before the change.
 
     Returns:
         Ratio of rollout seconds after the change to those before. None if no kind occurs both before and after the change.
@@ -275,7 +278,7 @@ def _by_kind(history: Sequence[Observation]) -> dict[str, list[Observation]]:
 
 
 def _calm_steps(history: Sequence[Observation]) -> int:
-    """Returns the number of latest steps in a row that are known to have no preemptions."""
+    """Returns the number of latest steps in a row without preemptions. A step with an unknown number ends the row."""
     return next((i for i, step in enumerate(reversed(history)) if step.preemptions != 0), len(history))
 
 
@@ -315,7 +318,8 @@ class PlannedRun:
             tp: TP size at which the step ran.
             preemptions: number of preemptions of all servers; None: unknown.
             seconds: duration of the rollout in seconds; 0: unknown, and nothing is decided.
-            tokens: number of tokens generated in the rollout; 0: unknown, and nothing is decided.
+            tokens: number of tokens generated in the rollout; 0: unknown, and nothing is decided. Tail batching's metric takes
+                precedence.
 
         Returns:
             The requested change of the TP size, or None; and the metrics for the log, by name.

@@ -14,16 +14,16 @@ from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.telemetry.aggregates import SMALLEST_GAIN, Range
 
 CANCEL_SECONDS = 0.0007
-"""CPU seconds on one core to cancel a response at the end of a rollout (docs/benchmarks, tail batching)."""
+"""CPU seconds on one core that it takes to cancel a response at the end of a rollout (docs/benchmarks, tail batching)."""
 BALANCED_ROUNDS = 4
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
-"""Pairs of ``prompt_ratio`` and ``response_ratio`` of tail batching to try."""
+"""Settings of tail batching to try: pairs of ``prompt_ratio`` and ``response_ratio``."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Mean results over the simulated steps of one random draw.
+    """Means over the simulated steps of one random draw of prompts and response lengths.
 
     Attributes:
         rollout_seconds, step_seconds: mean seconds of a rollout, and of a whole training step.
@@ -39,15 +39,15 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Option:
-    """A change of the run to evaluate, such as a feature.
+    """A change of the run whose effect is predicted, such as turning on a feature.
 
     Attributes:
-        how: settings that make the change.
-        setup: the changed run.
+        how: settings that make the change, as words of the command line; "" if there are none.
+        setup: description of the changed run.
         flags: flags of tail batching.
         timeout: whether rewards have adaptive time limits (feature reward_timeout).
         skip_zero: whether responses of advantage 0 are left out of the actor update (feature skip_zero).
-        ours: whether the change is part of rl-accel.
+        ours: True for a feature of rl-accel, False for a change that needs no rl-accel.
         cost: side effects of the change, in words.
     """
 
@@ -61,7 +61,7 @@ class Option:
     cost: str = ""
 
     def simulate(self, rounds: int, seed: int) -> Prediction:
-        """Returns the mean outcome of ``rounds`` simulated rollouts."""
+        """Simulates ``rounds`` rollouts of the changed run. Returns the means over these rollouts."""
         setup = self.setup.skipping_zero(seed) if self.skip_zero else self.setup
         if setup.cluster is BalancedCluster:
             return balanced(setup, rounds, seed)
@@ -70,7 +70,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Answer:
-    """Simulated result of an option.
+    """Predicted effect of an option.
 
     Attributes:
         outcome: mean over all random draws.
@@ -88,17 +88,20 @@ class Answer:
 
     @property
     def is_nothing(self) -> bool:
-        """True if the gain in step seconds is below :data:`SMALLEST_GAIN` or not significant."""
+        """True if the option gains nothing: the gain in step seconds is below :data:`SMALLEST_GAIN` or not significant."""
         return self.ratio < 1 + SMALLEST_GAIN or self.low <= 1.0
 
 
 def rounds_of(
     setup: Setup, flags: TailBatchingFlags, rounds: int, seed: int, timeout: bool = False, ends: bool = False
 ) -> list[Round]:
-    """Returns ``rounds`` simulated rollouts of the run ``setup`` with the flags ``flags`` of tail batching.
+    """Simulates ``rounds`` consecutive rollouts of the run ``setup``, with the flags ``flags`` of tail batching.
 
-    With ``timeout``, rewards have adaptive time limits. With ``ends``, the rollouts are a whole training, whose last one is final,
-    and prompts come in the order of the data. Otherwise training goes on, and ``seed`` shuffles the prompts.
+    Args:
+        seed: seed of the simulation.
+        timeout: whether rewards have adaptive time limits.
+        ends: True if these rollouts are the whole training. The last rollout then runs all remaining prompts, and prompts come in
+            the order of the data. False if training goes on after them; ``seed`` then shuffles the prompts, too.
     """
     run = TailRun(setup.prompts, setup.responses, flags)
     limits = AdaptiveTimeout(RewardTimeoutFlags(maximum=PROGRAM_BUDGET)) if timeout else None
@@ -107,10 +110,11 @@ def rounds_of(
 
 
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
-    """Returns the mean of ``value`` over the rounds (rollouts) of tail batching and the long rounds that would follow.
+    """Returns the mean of ``value`` per rollout, as if training went on after the simulated ``rounds``.
 
-    Prompts that are still deferred after the last round would fill further long rounds. Each of these counts like the mean of the
-    simulated long rounds or, if there are none, like the largest value. ``prompts``: number of prompts in a batch.
+    After the last rollout, prompts may still be deferred. Running them takes further long rounds (rollouts that wait for all
+    responses), which are added to the mean. Their value is assumed to be the mean of the simulated long rounds or, if there are
+    none, the largest value. ``prompts``: number of prompts in a batch.
     """
     values = [value(played) for played in rounds]
     long = [value(played) for played in rounds if played.metrics.kind == "long"]
@@ -119,10 +123,10 @@ def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float
 
 
 def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Prediction:
-    """Returns the mean outcome of a step over the simulated ``rounds``.
+    """Computes the means over the simulated rollouts ``rounds``, and the step seconds that follow from them.
 
-    ``ends``: whether training ends with the last round. If not, the mean includes the long rounds that would follow
-    (:func:`steady`).
+    ``ends``: True if training ends with the last rollout. If False, the means also cover the further rollouts that the deferred
+    prompts need (:func:`steady`).
     """
 
     def mean(value: Callable[[Round], float]) -> float:
@@ -139,9 +143,9 @@ def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Pre
 
 
 def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
-    """Simulates rollouts whose requests are routed by :class:`~rl_accel.rollout.balance.Balance`.
+    """Simulates rollouts with the feature balance (:class:`~rl_accel.rollout.balance.Balance` assigns requests to replicas).
 
-    Only the first :data:`BALANCED_ROUNDS` rollouts are simulated, because the simulation of 512 prompts of 16 responses takes
+    Only the first :data:`BALANCED_ROUNDS` rollouts are simulated, because one simulation of 512 prompts of 16 responses takes
     seconds. The mean gain of these rollouts is assumed for all rollouts.
     """
     stock, few = replace(setup, cluster=Cluster), min(rounds, BALANCED_ROUNDS)
@@ -160,7 +164,7 @@ def options_of(setup: Setup) -> list[Option]:
 
 def _features(setup: Setup) -> Iterator[Option]:
     def turn_on(*features: str, flags: Sequence[str] = ()) -> str:
-        """Returns the words that turn ``features`` on and set ``flags``."""
+        """Returns the text that the user has to add to the command, to turn ``features`` on and set ``flags``."""
         if setup.is_slime:
             words = [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in flags)]
             return " ".join(words)
@@ -199,7 +203,8 @@ def _features(setup: Setup) -> Iterator[Option]:
 
 
 def _alternatives(setup: Setup) -> Iterator[Option]:
-    """Yields changes of the run that need no rl-accel: more replicas, other numbers of slots, half the limit of tokens."""
+    """Yields changes of the run that need no rl-accel: twice the replicas, other numbers of slots, half the limit of response
+    tokens."""
     more = replace(setup, replicas=2 * setup.replicas)
     yield Option("twice the replicas", "", more, ours=False, cost="GPUs")
     slots, waiting = setup.engine.slots, _requests_wait(setup)
@@ -220,17 +225,17 @@ def _requests_of_replica(setup: Setup) -> int:
 
 
 def _requests_wait(setup: Setup) -> bool:
-    """Returns whether a replica has more requests than slots."""
+    """Returns whether requests have to wait because a replica has more requests than slots."""
     return setup.engine.slots < _requests_of_replica(setup)
 
 
 def answer(
     setup: Setup, options: Sequence[Option], draws: int, rounds: int, note: Callable[[], None] = lambda: None
 ) -> list[Answer]:
-    """Evaluates options with ``draws`` random draws of ``rounds`` rollouts each.
+    """Predicts the effect of each option, from ``draws`` random draws of ``rounds`` rollouts each.
 
-    Returns the answer for the unchanged run, followed by one answer per option. Draw number n of an option is compared with draw
-    number n of the unchanged run. ``note`` is called after each draw.
+    Returns the result for the unchanged run, followed by one result per option. Draw number n of an option and of the unchanged run
+    have the same random seed and are compared with each other. ``note`` is called after each draw, to show progress.
     """
 
     answers: list[Answer] = []
@@ -250,14 +255,14 @@ def answer(
 
 
 def mean_of(outcomes: Sequence[Prediction]) -> Prediction:
-    """Returns an outcome with the mean of each field over ``outcomes``."""
+    """Returns a prediction in which every field is the mean over ``outcomes``."""
     return Prediction(*(fmean(getattr(outcome, part.name) for outcome in outcomes) for part in fields(Prediction)))
 
 
 def best_of(answers: Sequence[Answer]) -> Answer | None:
-    """Returns the answer with the highest gain among the features of rl-accel, or None if no feature gains anything.
+    """Returns the answer of the feature of rl-accel with the highest gain; None if no feature gains anything.
 
-    If several gains differ by less than :data:`SMALLEST_GAIN`, returns the first of these answers.
+    Gains that differ by less than :data:`SMALLEST_GAIN` count as equal; the first of these answers is returned.
     """
     ours = [answer for answer in answers if answer.option.ours and not answer.is_nothing]
     most = max((answer.ratio for answer in ours), default=0.0)

@@ -21,8 +21,8 @@ class BalancedCluster(Cluster):
     def __init__(self, engine: EngineModel, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:
         super().__init__(engine, replicas, prompt_tokens)
         self._prompt_tokens, self._tick = prompt_tokens, TICK
-        self._core = Balance(engine.slots, BalanceFlags()) if core is None else core  # an idle Balance is falsy
-        self._wanted: dict[int, tuple[int, float]] = {}  # by request id: length, and tokens before the last launch
+        self._core = Balance(engine.slots, BalanceFlags()) if core is None else core  # a Balance without requests is falsy
+        self._wanted: dict[int, tuple[int, float]] = {}  # by request id: length, tokens before last launch
         for number in range(replicas):
             self._core.add_replica(str(number), 0.0, engine.cache_tokens)
 
@@ -40,7 +40,7 @@ class BalancedCluster(Cluster):
         prompts: Sequence[int] | None = None,
         replicas: Iterable[int] | None = None,
     ) -> None:
-        """Launches requests. :class:`Balance` chooses the replica of each request; the argument ``replicas`` is ignored."""
+        """Launches requests. :class:`Balance` chooses the replica of each request, so the argument ``replicas`` is ignored."""
         self._tick = max(self._tick, self.now)
         had = tokens or repeat(0.0, len(ids))
         for request_id, length, begun, prompt in zip(ids, lengths, had, prompts or ids, strict=True):

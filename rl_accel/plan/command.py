@@ -26,7 +26,7 @@ _PUBLISHED = "published:"
 
 
 def _engine(_: Any, __: Any, value: str | None) -> EngineModel | str | None:
-    """Parses ``--step-seconds``. Returns the engine, or the name of the model whose engine is published."""
+    """Parses ``--step-seconds``. Returns an engine model for numbers, or for ``published:MODEL`` the name of the model."""
     if value is None or value.startswith(_PUBLISHED):
         return value and value.removeprefix(_PUBLISHED)
     try:
@@ -114,7 +114,7 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
 
 
 def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
-    """Returns the setup that the options of ``rl-accel plan`` describe if there is no measured run."""
+    """Returns a setup made only from the options of ``rl-accel plan``, for use without a measured run."""
     missing = [name for name in ("prompts", "responses", "replicas", "step_seconds") if not options[name]]
     if missing:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)

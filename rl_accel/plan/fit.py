@@ -13,12 +13,13 @@ from rl_accel.rollout.simulation import Cluster, EngineModel, Floats
 from rl_accel.telemetry.stage_clock import Response
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
-"""Numbers of running requests at which the slope of the decoding-step time may change. Closer numbers could not be fitted
+"""Numbers of running requests between which the decoding-step time is linear. Numbers closer together could not be fitted
 separately."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
 """Names of the constants of :class:`EngineModel` that are fitted in addition to ``step_seconds``."""
 _MAX_RESPONSES = 20_000
-"""Maximum number of responses in a fit, which takes some ten seconds. A larger run is reduced to about this number at random."""
+"""Maximum number of responses in a fit, so that it takes some ten seconds. A larger run is reduced to a random choice of about this
+number."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Fit:
 class _Batch:
     """Responses of one rollout server in one training step.
 
-    Holds arrays of begin times in seconds, end times in seconds and numbers of tokens, in the order of the begin times.
+    Holds three arrays, ordered by begin time: begin times in seconds, end times in seconds, and numbers of tokens.
     """
 
     def __init__(self, responses: Sequence[Response]) -> None:
@@ -47,9 +48,10 @@ class _Batch:
         self.begins, self.ends, self.tokens = np.array(rows, float).T
 
     def seconds(self, cluster: Cluster) -> Floats:
-        """Returns the seconds that each response takes in a simulation on ``cluster``.
+        """Simulates the responses on ``cluster``. Returns the seconds that each response takes.
 
-        If n responses had ended when a response began in the measured run, the simulated response begins when n have ended, too.
+        Responses begin in the measured order: if n responses had ended in the measured run before a response began, it begins in
+        the simulation when n responses have ended.
         """
         tokens = self.tokens.astype(int).tolist()
         began, ended = np.zeros(len(tokens)), np.zeros(len(tokens))
@@ -77,7 +79,7 @@ def fit_engine(
 ) -> Fit:
     """Fits the constants of an engine model to the measured seconds of responses, by least squares.
 
-    In the fitted model, a step with more running requests is never shorter.
+    In the fitted model, a decoding step with more running requests is never shorter.
 
     Args:
         steps: measured responses of each training step.
@@ -105,7 +107,8 @@ def fit_engine(
 
 
 def _batches_of(steps: Sequence[Sequence[Response]]) -> list[_Batch]:
-    """Groups the responses with tokens by training step and rollout server. Keeps about :data:`_MAX_RESPONSES` responses."""
+    """Groups responses by training step and rollout server, without those that have no tokens. Keeps about :data:`_MAX_RESPONSES`
+    responses."""
     batches: dict[tuple[int, str | None], list[Response]] = {}
     for number, step in enumerate(steps):
         for response in step:
@@ -120,12 +123,13 @@ def _batches_of(steps: Sequence[Sequence[Response]]) -> list[_Batch]:
 
 
 def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: int, **limits: Any) -> Floats:
-    """Returns the factor of each constant in the seconds of each response, shape [responses, constants].
+    """Returns the matrix of the least-squares problem, shape [responses, constants]: row i times the constants gives the seconds of
+    response i.
 
     The constants are the seconds of a decoding step with ``knots[0]`` running requests, the rise of these seconds up to each
-    further knot, and :data:`_CONSTANTS`. Lengths, slots and cache size determine the decoding steps in which each response runs,
-    so the seconds of a response are linear in the constants. The factor of a constant is the simulated seconds of the response if
-    this constant is 1 and all other constants are 0. ``limits``: slots and cache size of the engine.
+    further knot, and :data:`_CONSTANTS`. The seconds of a response are linear in them, because lengths, slots and cache size alone
+    determine the decoding steps in which a response runs. A column therefore holds the simulated seconds of the responses if its
+    constant is 1 and all others are 0. ``limits``: slots and cache size of the engine.
     """
     count = len(knots)
 
@@ -133,7 +137,7 @@ def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: 
         """Returns the simulated seconds of each response for an artificial engine, whose decoding steps take 1 s to 2 s.
 
         A step takes 1 s with up to ``knots[rise - 1]`` running requests, 2 s with at least ``knots[rise]``, and linearly more in
-        between. With ``rise`` = ``len(knots)``, each step takes 1 s. ``constant``: further constants of the engine; default 0.
+        between. With ``rise`` = ``len(knots)``, each step takes 1 s. ``constant``: other constants of the engine, 0 by default.
         """
         paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
         engine = EngineModel(paces, **limits, **constant)
@@ -146,7 +150,8 @@ def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: 
 
 
 def _least_squares(factors: Floats, seconds: Floats, least: float) -> Floats:
-    """Returns the constants that fit ``seconds`` best. The first constant is at least ``least``, all others are at least 0."""
+    """Returns the constants for which ``factors @ constants`` fits ``seconds`` best. The first constant is at least ``least``, all
+    others are at least 0."""
     from scipy.optimize import lsq_linear
 
     norms = np.linalg.norm(factors, axis=0)

@@ -38,21 +38,21 @@ def flags_of_words(words: Iterable[str]) -> Flags:
 
 
 def asynchronous_mode(words: Iterable[str]) -> str:
-    """Returns the last word of a command that sets verl's trainer mode, if this mode is asynchronous, else ''.
+    """Returns the word of a command that turns on an asynchronous trainer mode of verl; "" if there is none.
 
-    Runs in an asynchronous mode cannot be predicted.
+    Runs in an asynchronous mode cannot be predicted. If the mode is set several times, the last word counts.
     """
     mode = next((word for word in reversed([*words]) if word.lstrip("+").startswith(_MODE)), "")
     return mode if "async" in mode else ""
 
 
 def words_of_run(folder: Path, run: Profile) -> list[str]:
-    """Returns the words of the command that started a run, if ``rl-accel ab`` has saved the command.
+    """Returns the command that started a run, as a list of words, if ``rl-accel ab`` has saved the command.
 
     Otherwise, returns words that enable the features that were on according to the run's log.
     """
     kept = (folder if folder.is_dir() else folder.parent) / "run.json"
-    with contextlib.suppress(OSError, *BAD_RECORD):  # there is none, or that of another program
+    with contextlib.suppress(OSError, *BAD_RECORD):  # no such file, or a file of another program
         return [str(word) for word in json.loads(kept.read_text())["command"]]
     return [f"+{_OURS}{name}.enable=True" for name in run.on]
 
@@ -67,8 +67,8 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
         draws: number of random draws, each of which simulates the whole run.
 
     Returns:
-        The mean outcome over all draws, and the mean rollout seconds of each draw, shape [draws]. The rollout seconds of the draws
-        also contain random deviations from the simulation, as large as those in the other run (``setup.uneven``).
+        Two results: the mean prediction over all draws, and the mean rollout seconds of each draw, shape [draws]. The second result
+        includes random errors of the simulation, drawn from the errors at the other run (``setup.uneven``).
     """
     in_rounds, limited = (flags.requested(feature) != "off" for feature in (TAIL_BATCHING, REWARD_TIMEOUT))
     poll = 0.0 if in_rounds or flags.requested(SAMPLER) != "off" else POLL_SECONDS
@@ -88,7 +88,7 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
 def check(first: Path, second: Path, options: Mapping[str, Any], console: Console) -> None:
     """Predicts the run in ``second`` from the run in ``first``. Prints predicted and measured seconds and wasted tokens.
 
-    ``given``: values of the options of ``rl-accel plan``.
+    ``options``: values of the options of ``rl-accel plan``.
 
     Raises:
         RlAccelError: a run cannot be read, or the second run trains asynchronously.
@@ -109,7 +109,7 @@ def check(first: Path, second: Path, options: Mapping[str, Any], console: Consol
         low, high, *seconds = map(format_seconds, (span.low, span.high, predicted, measured[name]))
         off = f"{predicted / measured[name] - 1:+.1%}"
         table.add_row(name, seconds[0], f"{low} to {high}", seconds[1], off, inside)
-    log = target.metrics.values()  # all steps: tokens wasted in one step may be launched in another
+    log = target.metrics.values()  # not only measured steps: tokens may be wasted in a later step than launched
     generated, wasted = (
         sum(metrics.get(f"{METRICS_PREFIX}tokens_{what}", 0.0) for metrics in log) for what in ("generated", "wasted")
     )

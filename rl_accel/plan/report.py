@@ -26,7 +26,8 @@ _WANTS = {
     " critic, KL or entropy term",
     "balance": "it wants several replicas with fewer slots than requests, and --slots says how many they have",
 }
-"""Text that says which inputs the evaluation of a feature needs, by feature. Printed for features that were not evaluated."""
+"""Mapping from feature to the input that its prediction needs. Printed if this input is absent, so that the feature has no
+prediction."""
 _ANSWERS: Mapping[str, Callable[[Answer], str]] = {
     "": lambda a: a.option.name,
     "rollout": lambda a: format_seconds(a.outcome.rollout_seconds),
@@ -47,7 +48,7 @@ class Plan:
         setup: the run that was simulated.
         fit: fit of the engine model to the run's telemetry; None if the user has described the engine.
         answers: result for the unchanged run, then one result per option (a feature or an alternative).
-        drawn: sentence with the number of random draws.
+        drawn: sentence for the output, with the numbers of random draws and rollouts.
         advice: sentences with advice on verl's own settings.
         preemptions: measured number of preemptions per step of the run.
     """

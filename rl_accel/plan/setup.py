@@ -30,12 +30,12 @@ class Setup:
         engine: performance model (simulated speed) of the engine in each replica.
         workload: lengths and reward times of the responses.
         stages: mean seconds of each stage of a step except the rollout stage ``gen``, by stage name.
-        poll_seconds: seconds between two checks whether the rollout is done; 0: the trainer notices the end at once.
-        after_seconds: seconds from the time at which the trainer notices the end of the rollout to the end of the stage ``gen``.
+        poll_seconds: seconds between the trainer's checks whether the rollout is done; 0: the trainer notices the end at once.
+        after_seconds: seconds of the stage ``gen`` that follow after the trainer has noticed the end of the rollout.
         cluster: class of the simulated cluster; a subclass may route requests differently.
-        uneven: deviation of real rollouts from the simulation: measured divided by simulated seconds, one ratio per rollout.
-        zero_shares: share of the characters of prompts and responses that the feature skip_zero would leave out of the actor
-            update: first the measured share, then shares of bootstrap draws; may be empty.
+        uneven: errors of the simulation, one ratio per rollout of the measured run: measured divided by simulated seconds.
+        zero_shares: possible values of the share of the update_actor stage that the feature skip_zero saves. The share is measured
+            in characters of prompts and responses. First the measured share, then bootstrap samples of it; may be empty.
         is_slime: True for a run of slime, False for a run of verl.
     """
 
@@ -63,7 +63,8 @@ class Setup:
         return sum(self.stages.values()) - self.training_seconds
 
     def noticed(self, seconds: float) -> float:
-        """Returns the seconds of the stage ``gen`` if the rollout takes ``seconds``."""
+        """Returns the seconds of the stage ``gen`` for a rollout of ``seconds``: adds the delay until the next poll, and
+        ``after_seconds``."""
         poll = self.poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
@@ -78,15 +79,15 @@ class Setup:
 
 
 def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | None]:
-    """Returns the setup of a run, and the fit of the engine model to the run's telemetry. Without telemetry, there is no fit.
+    """Returns the setup of a run, and the fit of the engine model to the run's telemetry. Without telemetry, the fit is None.
 
-    The batch size comes from steps in which no response was cut off. These are all steps without tail batching, or the long rounds
-    (rollouts that wait for all responses) with tail batching. Lengths come from all steps, so that prompts are in the order of the
-    data. Warm-up steps are left out of the engine fit.
+    The batch size comes from steps in which no response was cut off: all steps without tail batching, or only long rounds (rollouts
+    that wait for all responses) with tail batching. Lengths also come from warm-up steps, so that prompts are in the order of the
+    data. The engine fit leaves warm-up steps out.
 
     Args:
         run: profile of the run.
-        given: values of the command's options, which take precedence over values from the telemetry.
+        options: values of the command's options, which take precedence over values from the telemetry.
 
     Raises:
         RlAccelError: the run's log or telemetry lacks required data.
@@ -130,7 +131,8 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
 
 
 def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str, Any]) -> Setup:
-    """Returns the setup of a run without telemetry. Each draw of the plan has another distribution of lengths that fits the log."""
+    """Returns the setup of a run without telemetry, from the means and maxima in its log. Many distributions of lengths fit these
+    numbers; each random draw of the plan uses another one."""
     rollouts = estimate.rollouts
     responses = options.get("responses") or rollouts.group
     if responses is None:
@@ -164,7 +166,7 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str,
 
 
 def _slower(setup: Setup, step: Sequence[Response]) -> float:
-    """Returns the measured rollout seconds of a step, divided by the simulated seconds for the same responses."""
+    """Simulates the responses of a measured step. Returns the measured rollout seconds divided by the simulated seconds."""
     cluster = Cluster(setup.engine, setup.replicas, setup.workload.prompt_tokens)
     cluster.launch(range(len(step)), [response.tokens or 1 for response in step])
     while len(cluster):
@@ -175,8 +177,9 @@ def _slower(setup: Setup, step: Sequence[Response]) -> float:
 def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
     """Returns the number of tokens of each response, one list per prompt.
 
-    A response that was cut off gets the length of a random longer response. If some steps have cut-off responses, only these steps
-    are used, because all other steps are long rounds of tail batching, in which the same prompts run again.
+    The final length of a response that was cut off is unknown; a random longer length of a completed response takes its place.
+    Steps without cut-off responses are left out if there are other steps: they are long rounds of tail batching, in which prompts
+    run again.
     """
     rng = np.random.default_rng(0)
     ended = np.sort([r.tokens or 1 for step in steps for r in step if r.outcome == COMPLETED])
