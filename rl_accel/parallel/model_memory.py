@@ -200,8 +200,7 @@ def _obstacles_of_model(size: int, model: Mapping[str, Any]) -> Iterator[str]:
 def _obstacles_of_memory(
     size: int, memory: ModelMemory, available: float, tokens: int, bytes_per_value: int
 ) -> Iterator[str]:
-    """Yields a message if a GPU has too little memory for the weights and ``tokens`` tokens of key-value cache. ``available`` is in
-    GiB."""
+    """Yields a message if a GPU has too little memory for the weights and a cache of ``tokens`` tokens. ``available`` is in GiB."""
     weights = memory.weight_bytes(size, bytes_per_value) / _GIB
     cache = tokens * memory.kv_bytes_per_token(size, bytes_per_value) / _GIB
     if weights + cache > available:

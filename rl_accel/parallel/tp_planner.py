@@ -39,8 +39,7 @@ REFERENCE_STEPS = (6, 15)
 """Minimum and maximum number of earlier steps that the latest steps are compared with. Fewer steps are too noisy. More steps would
 include an outdated state of the run."""
 CONFIRM_STEPS = 2
-"""Number of latest steps that must all have more preemptions than earlier steps. One step with many preemptions does not count as a
-rise."""
+"""Number of latest steps that must all have more preemptions than earlier steps. One such step alone does not count as a rise."""
 FEW_PREEMPTIONS = 10
 """Number of preemptions per step up to which all numbers count as equal (as this number). A rise from 1 to 5 preemptions does not
 count, because another TP size would gain nothing."""
@@ -138,8 +137,7 @@ class TpPlanner:
         return None if seen.preemptions is None else self._plan()
 
     def _match_request(self, tp: int) -> None:
-        """Compares the TP size ``tp`` of the latest step with the last requested size, to find out whether the request was carried
-        out."""
+        """Finds out whether the last requested change was carried out: compares it with the TP size ``tp`` of the latest step."""
         asked, self._asked = self._asked, None
         if tp == self._tp:
             if asked is not None:

@@ -21,7 +21,7 @@ class BalancedCluster(Cluster):
     def __init__(self, engine: EngineModel, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:
         super().__init__(engine, replicas, prompt_tokens)
         self._prompt_tokens, self._tick = prompt_tokens, TICK
-        self._core = Balance(engine.slots, BalanceFlags()) if core is None else core  # a Balance without requests is falsy
+        self._core = Balance(engine.slots, BalanceFlags()) if core is None else core  # an idle Balance is falsy
         self._wanted: dict[int, tuple[int, float]] = {}  # by request id: length, tokens before last launch
         for number in range(replicas):
             self._core.add_replica(str(number), 0.0, engine.cache_tokens)

@@ -18,8 +18,8 @@ separately."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
 """Names of the constants of :class:`EngineModel` that are fitted in addition to ``step_seconds``."""
 _MAX_RESPONSES = 20_000
-"""Maximum number of responses in a fit, so that it takes some ten seconds. A larger run is reduced to a random choice of about this
-number."""
+"""Maximum number of responses in a fit, which then takes some ten seconds. More responses are reduced to about this number at
+random."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ def fit_engine(
 
 
 def _batches_of(steps: Sequence[Sequence[Response]]) -> list[_Batch]:
-    """Groups responses by training step and rollout server, without those that have no tokens. Keeps about :data:`_MAX_RESPONSES`
-    responses."""
+    """Groups responses by training step and rollout server. Drops responses without tokens. Keeps about :data:`_MAX_RESPONSES`."""
     batches: dict[tuple[int, str | None], list[Response]] = {}
     for number, step in enumerate(steps):
         for response in step:
@@ -123,8 +122,8 @@ def _batches_of(steps: Sequence[Sequence[Response]]) -> list[_Batch]:
 
 
 def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: int, **limits: Any) -> Floats:
-    """Returns the matrix of the least-squares problem, shape [responses, constants]: row i times the constants gives the seconds of
-    response i.
+    """Returns the matrix of the least-squares problem, shape [responses, constants]. The matrix times the constants gives the
+    seconds.
 
     The constants are the seconds of a decoding step with ``knots[0]`` running requests, the rise of these seconds up to each
     further knot, and :data:`_CONSTANTS`. The seconds of a response are linear in them, because lengths, slots and cache size alone
@@ -150,8 +149,8 @@ def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: 
 
 
 def _least_squares(factors: Floats, seconds: Floats, least: float) -> Floats:
-    """Returns the constants for which ``factors @ constants`` fits ``seconds`` best. The first constant is at least ``least``, all
-    others are at least 0."""
+    """Returns the constants with the best fit of ``factors @ constants`` to ``seconds``. The first is at least ``least``, others at
+    least 0."""
     from scipy.optimize import lsq_linear
 
     norms = np.linalg.norm(factors, axis=0)

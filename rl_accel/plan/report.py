@@ -26,8 +26,7 @@ _WANTS = {
     " critic, KL or entropy term",
     "balance": "it wants several replicas with fewer slots than requests, and --slots says how many they have",
 }
-"""Mapping from feature to the input that its prediction needs. Printed if this input is absent, so that the feature has no
-prediction."""
+"""Mapping from feature to the input that its prediction needs. Printed for features without a prediction."""
 _ANSWERS: Mapping[str, Callable[[Answer], str]] = {
     "": lambda a: a.option.name,
     "rollout": lambda a: format_seconds(a.outcome.rollout_seconds),

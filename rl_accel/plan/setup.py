@@ -63,8 +63,7 @@ class Setup:
         return sum(self.stages.values()) - self.training_seconds
 
     def noticed(self, seconds: float) -> float:
-        """Returns the seconds of the stage ``gen`` for a rollout of ``seconds``: adds the delay until the next poll, and
-        ``after_seconds``."""
+        """Returns the seconds of the stage ``gen``: a rollout of ``seconds``, the wait for the next poll, and ``after_seconds``."""
         poll = self.poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
