@@ -148,8 +148,8 @@ def flags() -> None:
 
 def main() -> None:
     """Runs the command ``rl-accel``. For an error of the user, prints one line to standard error and exits with code 2."""
-    sys.stdout = sys.stdout or io.StringIO()  # None if the caller has closed it
-    with contextlib.suppress(AttributeError, OSError):  # no stream of Python's own, or one whose file was replaced
+    sys.stdout = sys.stdout or io.StringIO()  # None if the caller has closed standard output
+    with contextlib.suppress(AttributeError, OSError):  # another kind of stream, or its file was replaced
         # a terminal's encoding may lack characters of a path or a table
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:

@@ -28,7 +28,7 @@ _AUTO_HELP = "turn on the lossless features that work here (what a bare rl_accel
 
 Requested = Literal["by name", "automatically", "off"]
 Source = tuple[str, Mapping[str, Any]]
-"""One source of flags: the name of the source for messages, and the flags that the source sets, as nested mappings."""
+"""A source of flags, such as an environment variable: its name for messages, and the flags that it sets, as nested mappings."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def as_mapping(flags: Any, source: str) -> dict[str, Any]:
 
 
 def read_names() -> dict[str, bool]:
-    """Returns the features named in the environment variable ``RL_ACCEL``, separated by commas, each with the value True."""
+    """Returns ``{name: True}`` for each feature named in the environment variable ``RL_ACCEL`` (names separated by commas)."""
     return {name.strip(): True for name in os.environ.get(NAMES_VAR, "").split(",") if name.strip()}
 
 
@@ -181,7 +181,7 @@ def _checked(value: Any, flag: Field[Any], where: str) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Returns whether ``value`` has the type ``kind`` that a flag declares. A bool does not count as int, nor an int as float."""
+    """Returns whether ``value`` has the declared type ``kind`` of a flag. A bool does not count as int, nor an int as float."""
     if isinstance(kind, UnionType):
         return any(_fits(value, one) for one in get_args(kind))
     if get_origin(kind) is dict:

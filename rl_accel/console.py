@@ -1,4 +1,4 @@
-"""Output and options of the command ``rl-accel``: consoles, text tables, and options that have no effect.
+"""Output of the command ``rl-accel`` (consoles, text tables), and an error for options that have no effect.
 
 The libraries rich and click are imported when they are needed, because the runtime imports this module in every process.
 """
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def wide_console(width: int = 160, **options: Any) -> "Console":
-    """Returns a console for tables. If the output goes to a file or a pipe, they are ``width`` characters wide, or COLUMNS if more.
+    """Returns a console for tables. On a terminal, it has the width of the terminal. For a file or a pipe, it is ``width``
+    characters wide, or as wide as the environment variable COLUMNS says if that is more.
 
     ``options``: further arguments of :class:`rich.console.Console`.
     """
@@ -52,10 +53,10 @@ def aligned(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
 
 
 def refuse_idle_options(mode: str, *options: str) -> None:
-    """Refuses an option of the current command that is on the command line and among ``options``, without effect in ``mode``.
+    """Raises an error if one of ``options`` was given on the command line, although it has no effect in this ``mode`` of a command.
 
     Raises:
-        click.UsageError: there is such an option.
+        click.UsageError: such an option was given. The message names the option and ``mode``, such as "with --check".
     """
     import click
 

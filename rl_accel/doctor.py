@@ -113,7 +113,8 @@ def _use_slime_checkout() -> str | None:
 
 
 def _check_plugin() -> Iterator[dict[str, str]]:
-    """Yields a check that fails if ``VERL_USE_EXTERNAL_PLUGINS`` makes verl leave out rl-accel, and ignore all flags silently."""
+    """Checks that verl loads rl-accel. Yields a failed check if the environment variable ``VERL_USE_EXTERNAL_PLUGINS`` leaves
+    rl-accel out; verl would ignore all flags without a message."""
     named = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     if is_installed("verl") and named != "auto" and "rl_accel" not in map(str.strip, named.split(",")):
         reason = f"VERL_USE_EXTERNAL_PLUGINS={named} leaves out rl_accel, and verl then ignores every flag of it"

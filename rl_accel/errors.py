@@ -45,13 +45,13 @@ def one_line(error: object) -> str:
 
 
 class RecipeError(RlAccelError, ValueError):
-    """Error for a recipe file of an A/B experiment that cannot be read or does not fit the recipe schema."""
+    """Error for a recipe file of an A/B comparison that cannot be read or has invalid content."""
 
 
 class PatchRefused(RlAccelError, RuntimeError):
-    """Error for a framework that rl-accel cannot change safely, or cannot restore exactly.
+    """Error for a framework function that rl-accel cannot replace safely, or cannot restore exactly.
 
-    For example, a function to patch is absent, is wrapped by other code, or gives other results than our replacement.
+    For example, the function is absent, is wrapped by other code, or gives other results than our replacement.
     """
 
 

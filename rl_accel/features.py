@@ -30,23 +30,23 @@ def flag(default: Any, help: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class SlimeHooks:
-    """Changes to slime's arguments that a feature needs, and functions that rl-accel calls during a slime run.
+    """Changes to slime's arguments that a feature needs, and functions of the feature that rl-accel calls during a slime run.
 
-    All functions except ``engine`` are given as dotted names, so that this module imports nothing.
+    Functions are given as dotted names, so that this module imports nothing; only ``engine`` is a function itself.
 
     Attributes:
-        file: slime arguments and their values that slime's ``--custom-config-path`` YAML file must contain.
-        arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets. A list is appended to the
-            user's list.
+        file: slime arguments that the YAML file for slime's ``--custom-config-path`` must contain, with their values.
+        arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets, with their values. A list is
+            appended to the user's list.
         unset: names of slime arguments that must be None.
-        only_named_with: names of slime arguments that keep the feature off, unless the user has enabled it by name.
-        check: function ``check(args, flags)`` that raises ConfigError if the feature does not work with slime's arguments
-            ``args``. Called before the first rollout, after ``arguments`` are set.
+        only_named_with: names of slime arguments. If the user sets one of them, the feature is on only if enabled by name.
+        check: function ``check(args, flags)`` that raises ConfigError if the feature does not work with slime's arguments ``args``.
+            Called before the first rollout, after ``arguments`` are set.
         estimators: values of slime's ``--advantage-estimator`` that the feature supports. Empty: all values.
-        metrics: function ``numbers_of(rollout)`` that maps metric names to values. Called when slime logs a rollout.
+        metrics: function ``numbers_of(rollout)`` that returns metrics, by name. Called when slime logs a rollout.
         after_evaluation: function ``after_evaluation(args)``, called when slime logs an evaluation.
-        values: mapping from flag name to the values allowed on slime, for flags that slime supports only in part.
-        engine: function ``engine(flags)`` that returns required SGLang settings, keyed by the name of the slime argument.
+        values: for flags that slime supports only in part: the allowed values, by name of the flag.
+        engine: function ``engine(flags)`` that returns required SGLang settings, by name of the slime argument.
     """
 
     file: Mapping[str, str]
@@ -155,7 +155,7 @@ SAMPLER = Feature(
     switches={"verl": ("rl_accel.patches.verl.sampler",), "slime": ("rl_accel.patches.slime.abort",)},
     slime=SlimeHooks(
         SLIME_DATA,
-        # such a function may send further requests after an abort, which only the later aborts of slime end
+        # a custom function may send requests after an abort; only slime's repeated aborts end them
         only_named_with=("custom_generate_function_path",),
         values={name: (getattr(SamplerFlags, name),) for name in ("max_cpu_share", "max_delay_s")},
     ),

@@ -31,7 +31,10 @@ def set_up() -> None:
 
 
 def warn_once(key: Hashable, message: str, *arguments: object) -> None:
-    """Logs ``message`` as a warning, unless one with this ``key`` was logged since the last feature was turned off, if ever."""
+    """Logs a warning, but only once per ``key``. The keys are forgotten when the last enabled feature is turned off.
+
+    ``message`` and ``arguments`` are those of :meth:`logging.Logger.warning`.
+    """
     if key not in _warned:
         _warned.add(key)
         logging.getLogger("rl_accel").warning(message, *arguments)

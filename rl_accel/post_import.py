@@ -27,13 +27,13 @@ def wait_for_import(module: str) -> None:
 def when_imported(
     module: str, callback: Callable[[ModuleType], None], wait: Callable[[str], None] = wait_for_import
 ) -> None:
-    """Calls ``callback`` with the module named ``module`` when the module has been imported, immediately if it is already.
+    """Calls ``callback(module object)`` as soon as the module named ``module`` is imported; at once if it is imported already.
 
-    Callbacks run in the order of registration, in the thread that imports the module. An exception raised by a callback
-    propagates from the import statement. All callbacks of the module then stay registered for a second import.
+    Callbacks run in the order of registration, in the thread that imports the module. An exception raised by a callback propagates
+    from the import statement. All callbacks of the module then stay registered for a second import.
 
-    ``wait(module)`` is called if an import of the module is in progress. It must return after that import, or raise. If the caller
-    holds a lock that callbacks need, it must raise, because waiting would deadlock.
+    ``wait(module)`` is called if the import is in progress. It must return after the import, or raise an exception. It must raise
+    if the caller holds a lock that callbacks need, because waiting would deadlock.
     """
     with _lock:
         loaded = sys.modules.get(module)

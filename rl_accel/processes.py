@@ -58,10 +58,10 @@ def has_ended(process: psutil.Process) -> bool:
 def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float = 2.0) -> list[str]:
     """Sends SIGTERM to the processes that ``find`` returns, and SIGKILL to those still alive after ``grace_s`` seconds.
 
-    SIGKILL is repeated for up to 10 seconds. A process that is alive then is stuck in the kernel, and given up.
+    SIGKILL is repeated for up to 10 seconds. A process that survives this is stuck in the kernel and is left alone.
 
     Returns:
-        Names of the processes that the first call of ``find`` returned, and those given up with the suffix ``(still alive)``.
+        Names of the processes that the first call of ``find`` returned. Survivors are added with the suffix ``(still alive)``.
     """
     alive = list(find())
     ended = [_name(process) for process in alive]
@@ -81,7 +81,8 @@ def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float = 2.0) 
 
 
 def end_descendants(leave_s: float) -> list[str]:
-    """Ends the descendants of the calling process that live longer than ``leave_s`` seconds. Returns their names."""
+    """Waits up to ``leave_s`` seconds for the calling process's descendants to end, then ends the rest. Returns the names of the
+    rest."""
     deadline = time.monotonic() + leave_s
     while descendants() and time.monotonic() < deadline:
         time.sleep(0.1)

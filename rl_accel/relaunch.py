@@ -23,8 +23,8 @@ EXIT_CODE = 75
 """Exit code of a trainer that requests a restart (``EX_TEMPFAIL`` of sysexits.h)."""
 NOTE_VAR = "RL_ACCEL_RESTART_FILE"
 OVERRIDES_VAR = "RL_ACCEL_RESTART_OVERRIDES"
-"""Environment variable of a restarted trainer: the overrides that were appended to the command, as a JSON list. A command that is a
-script may not pass them on; the trainer compares."""
+"""Environment variable with the overrides that were appended to the command of a restarted trainer, as a JSON list. A command that
+is a script may fail to pass them on to the trainer; the trainer notices this by comparing both."""
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (*_ENDS, signal.SIGUSR1, signal.SIGUSR2)
@@ -32,7 +32,7 @@ _ORPHANS_S = 5.0
 
 
 class Launches:
-    """Consecutive launches of one trainer command, with pauses of ``pause_s`` seconds. Signals are forwarded to the launch."""
+    """Consecutive launches of one trainer command, with pauses of ``pause_s`` seconds. Forwards signals to the running trainer."""
 
     def __init__(self, command: Sequence[str], max_restarts: int, pause_s: float) -> None:
         self._command, self._max_restarts, self._pause_s = list(command), max_restarts, pause_s

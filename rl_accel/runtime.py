@@ -35,8 +35,8 @@ NAMES, ENVIRONMENT = f"environment {cfg.NAMES_VAR}", f"environment {cfg.ENV_VAR}
 FRAMEWORK, KEYWORDS = "framework config", "rl_accel.enable()"
 _PRECEDENCE = (NAMES, ENVIRONMENT, FRAMEWORK, KEYWORDS)
 FlagSources = dict[str, dict[str, Any]] | None
-"""Mapping from source name to the flags of that source. None after :func:`disable`: all features are off, whatever the
-environment and the framework's configuration say."""
+"""Mapping from the name of a source (such as an environment variable) to its flags. None after :func:`disable`: all features are
+off, and flags in the environment and the framework's configuration are ignored."""
 _FLAG_READER, _LOGGER = "reading flags", "logging"
 
 
@@ -45,8 +45,8 @@ class _WantedSwitch:
     """A switch (one change to a framework) that the flags turn on in this process."""
 
     switch: Switch
-    owner: str  # a feature's name, _FLAG_READER or _LOGGER
-    named: bool  # the feature was enabled by name: a switch that cannot be applied is an error, not a warning
+    owner: str  # name of the feature, or _FLAG_READER or _LOGGER
+    named: bool  # True if enabled by name: a switch that cannot be applied is then an error, not a warning
     settings: Any  # flags of the feature
     refusal: str | None = None  # reason why the switch is not applied
     unsupported: bool = False  # refused because the switch does not fit this framework version
@@ -123,19 +123,21 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Applies the flags of the run to which this process belongs, and from now on reads the framework's configuration.
+        """Applies the flags of the run to which this process belongs. Also turns on reading flags from the framework's
+        configuration.
 
         Does nothing after :func:`disable`.
 
         Args:
-            payload: flags that the driver process published, by source, as JSON; ``null`` if the driver called :func:`disable`;
-                None or ``{}`` if it published no flags. Flags in this process's environment count unless the driver had its own.
+            payload: flags of the driver process, by source, as JSON. ``null``: the driver has called :func:`disable`. None or
+                ``{}``: the driver has published no flags. A source in this process's environment counts only if ``payload`` lacks
+                it.
         """
         with self._lock:
             if self._sources is None:
                 return
             inherited: FlagSources = json.loads(payload) if payload else {}
-            if inherited is not None:  # a runtime_env may set variables for Ray processes that the driver does not have
+            if inherited is not None:  # Ray's runtime_env may set variables that the driver lacks
                 inherited = {**_environment(inherited), **inherited}
             if inherited is None and any(word.lstrip("+").startswith("rl_accel.") for word in sys.argv):
                 logger.warning(
@@ -152,7 +154,7 @@ class Runtime:
 
     @_retried
     def restore(self, sources: FlagSources) -> None:
-        """Restores the flags of all sources to what :meth:`sources` returned earlier. None: turns all features off."""
+        """Restores flags that :meth:`sources` returned earlier, for all sources. None: turns all features off."""
         with self._lock:
             self._replace_sources(sources, publish=True)
 
@@ -272,9 +274,10 @@ def switches_of(module: str) -> tuple[Switch, ...]:
 
 
 def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
-    """Returns the flags in ``RL_ACCEL`` and ``RL_ACCEL_CONFIG`` by source name. A variable that is unset or empty is left out.
+    """Returns the flags in the environment variables ``RL_ACCEL`` and ``RL_ACCEL_CONFIG``, by source name, without empty variables.
 
-    Variables that are in ``known`` as sources are not read: the path of a file may be relative, or of another node.
+    Does not read a variable whose source is in ``known``: its flags came from another process. A file path in the variable could be
+    wrong here, because it may be relative or belong to another node.
     """
     readers: dict[str, Callable[[], dict[str, Any]]] = {NAMES: cfg.read_names, ENVIRONMENT: cfg.read_environment}
     return {source: flags for source, read in readers.items() if source not in known and (flags := read())}

@@ -9,7 +9,7 @@ from rl_accel import __version__
 from rl_accel.console import aligned
 
 forget_when_off: list[Callable[[], object]] = []
-"""Functions that clear state which features keep in module globals. Called when the last enabled feature has been turned off."""
+"""Functions to call when the last enabled feature has been turned off. Each clears state that a module keeps globally."""
 
 
 class SwitchState(enum.Enum):
@@ -17,7 +17,7 @@ class SwitchState(enum.Enum):
 
     WAITING: not applied, for example because the framework's module is not imported yet.
     APPLIED: in force.
-    FOREIGN: other code has wrapped or replaced our object, or has registered another object under the name that we need.
+    FOREIGN: other code has wrapped or replaced our object, or has taken the name under which we register it.
     """
 
     WAITING = "waiting"
@@ -81,7 +81,7 @@ class Status:
 
     Attributes:
         pid: ID of the process.
-        sources: names of the flag sources in use; a later source overrides the earlier ones.
+        sources: names of the sources that set flags; a later source overrides the earlier ones.
         features: status of every feature of rl-accel.
         flag_readers: status of switches that read flags from a framework's configuration; on in verl even without flags.
         loggers: status of switches that add our metrics to a framework's log while any feature is on.
