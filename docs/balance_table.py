@@ -1,9 +1,10 @@
-"""``python docs/balance_table.py``: prints the table of docs/benchmarks/balance.md, simulated seconds of rollouts.
+"""``python docs/balance_table.py``: prints the table of docs/benchmarks/balance.md, simulated speedups of rollouts by ``balance``.
 
-Rollouts run with and without balance. Below the table stands a lower bound of the seconds, which no schedule can beat.
+Below the table stands an upper bound of the speedup, which no schedule can exceed.
 
-64 prompts of 16 responses on four replicas, with the published lengths of mathematics (limit 16,384) and a 14B model on one H800
-each. Prompts come twice; the first epoch knows nothing of them. The state machine is that of production.
+The simulated run has 64 prompts of 16 responses on four replicas, each a 14B model on one H800, with the published response lengths
+of mathematics (limit 16,384). Each prompt is used in two epochs. Only in the second epoch does ``balance`` know earlier lengths.
+The simulation runs the scheduling code of real runs.
 """
 
 import math
@@ -20,11 +21,11 @@ from rl_accel.rollout.simulation import Cluster, EngineModel, Floats
 
 PROMPTS, RESPONSES, REPLICAS, SEEDS, PROMPT_TOKENS = 64, 16, 4, 3, 200
 DRAWS = 100
-"""Number of random draws of lengths from which the bounds are calculated."""
+"""Number of random draws of response lengths over which the bounds are averaged."""
 
 
 def play(cluster: Cluster, lengths: Floats) -> float:
-    """Returns the seconds of a rollout of ``lengths``, shape [P, R], on a ``cluster`` that is idle."""
+    """Simulates a rollout on an idle ``cluster`` and returns its seconds. ``lengths``: tokens of each response, shape [P, R]."""
     began = cluster.now
     prompts = np.repeat(np.arange(len(lengths)), lengths.shape[1])
     cluster.launch(range(lengths.size), lengths.ravel().tolist(), prompts=prompts.tolist())
@@ -34,10 +35,10 @@ def play(cluster: Cluster, lengths: Floats) -> float:
 
 
 def bounds(lengths: Floats, slots: int) -> tuple[float, float]:
-    """Returns two upper bounds of the speedup of a rollout of ``lengths`` over stock, if the pace does not depend on the load.
+    """Returns two upper bounds of the speedup over stock for ``lengths``, if a replica is equally fast at any load.
 
-    The first number is for unknown lengths. All responses are then generated up to the same length, until no more responses are
-    left than there are slots; the rest run side by side. The second number is for known lengths.
+    The first bound is for a schedule that does not know the lengths. Such a schedule can only generate all responses up to the same
+    length, until as many responses as slots are left; these run side by side. The second bound is for known lengths.
     """
     stock_seconds = end_bound_at_arrival([(0.0, length) for length in lengths.ravel()], REPLICAS, slots)
     ascending, slots = np.sort(lengths, axis=None), REPLICAS * slots
@@ -85,7 +86,7 @@ def main() -> None:
                 seconds.setdefault(("stock", epoch), []).append(play(stock, lengths))
             for arm, (ordered, known, most) in arms.items():
                 core = Balance(slots, BalanceFlags(max_moves=most), ordered)
-                balanced = BalancedCluster(replica, REPLICAS, PROMPT_TOKENS, core)  # the second epoch knows the first
+                balanced = BalancedCluster(replica, REPLICAS, PROMPT_TOKENS, core)  # kept for both epochs
                 for epoch, lengths in enumerate(epochs):
                     descending = np.sort(lengths, axis=None)[::-1][:, None]
                     seconds.setdefault((arm, epoch), []).append(play(balanced, descending if known else lengths))

@@ -1,9 +1,10 @@
-"""Writes docs/corpus.md: what the pack says to every launch script of verl, verl-recipe and slime, feature by feature.
+"""Writes docs/corpus.md: what rl-accel answers to every launch script of verl, verl-recipe and slime, feature by feature.
 
     .venv/bin/python docs/corpus.py --verl-root DIR --recipe-root DIR --slime-root DIR [--page FILE]
 
-A line of verl is composed by hydra for the installed verl, and each feature is asked for by name, as in the driver and, for a
-recipe with its own trainer, as in that trainer's constructor. Nothing is started or downloaded (``launch_lines.py``).
+For a launch line of verl, hydra composes the configuration for the installed verl. Each feature is then requested by name and set
+up as in the driver process and, for a recipe with its own trainer, as in that trainer's constructor. Nothing is started or
+downloaded (``launch_lines.py``).
 """
 
 import argparse
@@ -33,7 +34,7 @@ _FOLDERS = (
 _NAMES = "project_name exp_name experiment_name USER"
 GIVEN = {**dict.fromkeys(_FOLDERS.split(), "/h"), **dict.fromkeys(_NAMES.split(), "e"), "WORLD_SIZE": "1", "RANK": "0"}
 GIVEN |= {"RUNTIME_ENV": "/h/e.yaml", "DEVICE": "gpu", "INFER_BACKEND": "vllm", "USE_DUMMY_MODEL": "False"}
-"""Variables that scripts expect of their user."""
+"""Environment variables that the scripts expect their user to set."""
 HEAD = """# Launch scripts of verl and slime
 
 Written by `make corpus`, which tries every launch script of these projects with every feature, asked for by name, on the installed
@@ -45,12 +46,12 @@ feature is on and has nothing to do; a crash would be an error that is neither.
 
 @dataclass
 class Corpus:
-    """Outcomes of the launch lines of one project.
+    """Results for the launch lines of one project.
 
     Attributes:
-        lines: number of launch lines, by what they start.
-        outcomes: number of lines, by feature and outcome (accepted, refused, without effect, crash).
-        reasons: number of lines by reason, by feature and outcome.
+        lines: number of launch lines, by the program that they start.
+        outcomes: number of launch lines, by feature and outcome (accepted, refused, without effect, crash).
+        reasons: number of launch lines by reason, for each pair of feature and outcome.
     """
 
     lines: Counter[str] = field(default_factory=Counter)
@@ -65,7 +66,8 @@ class Corpus:
 
 
 def main_and_overrides(words: Sequence[str]) -> tuple[str, list[str], str, str]:
-    """Returns the main that a command line starts ("" if none), hydra's overrides, ``--config-path`` and ``--config-name``."""
+    """Returns four parts of a command line: the main module that it starts ("" if none), hydra's overrides, and the values of
+    ``--config-path`` and ``--config-name``."""
     words = list(words[1:])
     if "--" in words:  # ray job submit ... -- python ...
         words = words[words.index("--") + 1 :]
@@ -91,7 +93,7 @@ def verl_corpus(roots: Sequence[Path]) -> Corpus:
     """Tries every launch line of the scripts below ``roots`` with every feature."""
     from rl_accel.integrations.verl import drafts
 
-    drafts._vllm_version = lambda: drafts.TRIED[0]  # whatever is installed
+    drafts._vllm_version = lambda: drafts.TRIED[0]  # as if a tested version were installed
     corpus = Corpus()
     for root in roots:
         for words in launch_lines(root, GIVEN):
@@ -104,7 +106,10 @@ def verl_corpus(roots: Sequence[Path]) -> Corpus:
 
 
 def _run(root: Path, main: str, overrides: list[str], path: str, name: str) -> tuple[Any, Any, str]:
-    """Returns the composed run, the trainer that a recipe would build, and what the line starts, in words."""
+    """Returns the composed run, the recipe's own trainer (None if it has none), and a description of what the launch line starts.
+
+    Run and trainer are None if the line starts no PPO trainer that hydra configures, or if the configuration cannot be composed.
+    """
     from rl_accel.patches.verl.verl_run import MAINS, VerlRun
 
     folder, built = None, None
@@ -136,7 +141,10 @@ def _recipe_file(root: Path, main: str) -> Path | None:
 
 
 def _recipe_trainer(folder: Path) -> Any:
-    """Returns an unbuilt trainer with two properties of the recipe's: its base class, and whether it sets up its own workers."""
+    """Returns a stand-in for the trainer of the recipe in ``folder``; None if the recipe has no subclass of RayPPOTrainer.
+
+    The stand-in has the same base class, and an own ``init_workers`` if the recipe's trainer has one. Its constructor never runs.
+    """
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     text = "".join(file.read_text(errors="replace") for file in folder.rglob("*.py"))
@@ -186,7 +194,7 @@ def _stock_problem(config: Any) -> str | None:
 
 
 def as_text(title: str, corpus: Corpus) -> str:
-    """Returns the tables of a project in Markdown."""
+    """Returns the tables for one project in Markdown."""
     columns = ("accepted", "refused", "without effect", "crash")
     lines = [f"## {title}", "", "| launch lines | number |", "|---|---|"]
     lines += [f"| all | {corpus.lines.total()} |", *(f"| {why} | {n} |" for why, n in corpus.lines.most_common())]

@@ -1,8 +1,8 @@
-"""Tries slime's own launch lines with every feature that has a part for slime, for ``docs/corpus.py --slime-root``.
+"""Tries slime's own launch lines with every feature that works on slime, for ``docs/corpus.py --slime-root``.
 
-Scripts in Python run unchanged, except that the commands that they give run as shell scripts do (``launch_lines.py``). Each
-launch line goes through slime's own parser (``make test-slime`` installs its requirements), then through the steps of a run before
-its first rollout. Model folders are replaced by one that exists.
+Shell scripts run as ``launch_lines.py`` describes. Python scripts run unchanged, but their commands run in the same way as shell
+scripts. Each launch line goes through slime's own parser (``make test-slime`` installs its requirements), then through the checks
+of rl-accel before the first rollout. An existing model folder replaces those in the launch lines.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from rl_accel.integrations.slime.custom_config import SLIME_ARGUMENTS, make, par
 from rl_accel.integrations.slime.launch_line import read_flags, restore_init_function, set_arguments
 
 GIVEN = {"MASTER_ADDR": "127.0.0.1", "BASE_DIR": "/h", "BASE_FOLDER": "/h", "WANDB_KEY": "k"}
-"""Variables that some scripts expect of their user."""
+"""Environment variables that some scripts expect their user to set."""
 FOLDERS = ("scripts", "examples", "tests")
 MODELS = ("--hf-checkpoint", "--ref-load", "--opd-teacher-load")
 OF_THIS_SGLANG = {f"--sglang-cuda-graph-{name}": f"--sglang-cuda-graph-{name}-decode" for name in ("bs", "max-bs")}
-"""Flags that an older SGLang had, and those that the installed one has for them."""
+"""Flags of an older SGLang that scripts use, each with its name in the installed SGLang."""
 SIZES = {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 2, "vocab_size": 64}
 MODEL = {"model_type": "qwen2", **SIZES, "num_attention_heads": 64, "num_key_value_heads": 64}
 RUN_PYTHON = """
@@ -48,7 +48,7 @@ for script in sys.argv[1:]:
 
 
 def slime_lines(root: Path) -> Iterator[list[str]]:
-    """Yields the words after ``train.py`` of each line that the scripts of a checkout, also those in Python, would launch."""
+    """Yields the launch lines of the shell and Python scripts of a checkout: the words after ``train.py``."""
     files = sorted(file for name in FOLDERS for file in (root / name).rglob("*.py"))
     python = [str(file) for file in files if "execute_train(" in file.read_text()]
     given = {**GIVEN, "PYTHONPATH": str(root)}
@@ -60,9 +60,10 @@ def slime_lines(root: Path) -> Iterator[list[str]]:
 
 
 def verdicts(root: Path) -> Iterator[tuple[list[str], str, str, str]]:
-    """Yields launch line, feature ("" for slime's own parser), outcome and the messages to the user.
+    """Tries each launch line with slime's own parser and with each feature of rl-accel.
 
-    Outcomes are accepted, refused, without effect, and crash.
+    Yields the launch line, the feature ("" for slime's parser), the outcome (accepted, refused, without effect or crash), and the
+    messages to the user.
     """
     sys.path.insert(0, str(root))
     with tempfile.TemporaryDirectory() as model:
@@ -95,7 +96,7 @@ def _verdict(args: object, feature: str, line: list[str]) -> tuple[str, str]:
 
 
 def corpus(root: Path, counts: Any) -> Any:
-    """Counts the outcomes of every launch line below ``root`` in ``counts``, a ``Corpus`` of docs/corpus.py, and returns it."""
+    """Tries every launch line below ``root``. Adds the outcomes to ``counts``, a ``Corpus`` of docs/corpus.py, and returns it."""
     for _, feature, outcome, message in verdicts(root):
         if not feature:
             counts.lines[

@@ -1,4 +1,4 @@
-"""Launch lines of a project's scripts. The scripts run in a shell whose programs do nothing but note their arguments."""
+"""Finds the launch lines in a project's scripts. The scripts run in a shell whose programs only record their arguments."""
 
 import contextlib
 import shlex
@@ -12,7 +12,7 @@ READERS = (
     "bash sh cat dirname basename date sed awk grep head tail wc realpath readlink env seq sort expr cut tr uname id uniq printf"
     " hostname"
 )
-"""Programs that run as they are, because they only read. All programs that are named nowhere here do nothing."""
+"""Programs that run as usual, because they only read. A program that is named nowhere in this module does nothing."""
 STARTERS = "python python3 ray torchrun accelerate uv nohup srun sbatch"
 NOTE = """#!/bin/sh
 case "$1" in
@@ -21,7 +21,7 @@ case "$1" in
 esac
 {{ printf '%s\\0' "$0" "$@"; printf '\\0'; }} >> {record}
 """
-"""Shell script in place of a program that starts a trainer: notes its arguments. Python code in an argument prints 8."""
+"""Shell script that replaces each program in STARTERS: records its arguments and starts nothing. ``python -c`` prints 8."""
 ANSWERS = {
     "nvidia-smi": "#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i; done\n",
     "pip": "#!/bin/sh\necho megatron-core 0 /h\n",
@@ -35,19 +35,19 @@ SHELL = {
     "BASH_FUNC_source%%": '() { [ ! -f "$1" ] || builtin source "$@"; }',
 }
 SECONDS = 20.0
-"""Seconds after which a script that has not ended is stopped. The lines that it has launched until then count."""
+"""Maximum seconds of a script. A script that takes longer is stopped; the lines that it has launched until then count."""
 
 
 def launch_lines(
     root: Path, given: Mapping[str, str], *commands: Sequence[str], folders: Sequence[str] = ("",)
 ) -> Iterator[list[str]]:
-    """Runs the shell scripts of a checkout, then ``commands``. Yields the command lines of trainers that these would start.
+    """Runs the shell scripts of a checkout, then ``commands``. Yields each command line with which they would start a trainer.
 
-    Repetitions within a script are left out.
+    A line that a script repeats is yielded once.
 
     Args:
-        root: the checkout.
-        given: environment variables that the scripts expect of their user.
+        root: folder of the checkout.
+        given: environment variables that the scripts expect their user to set.
         commands: further commands, such as Python that runs scripts in Python.
         folders: folders below ``root`` with the shell scripts.
     """

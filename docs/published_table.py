@@ -83,11 +83,10 @@ class Row:
 
 
 def setup(model: str, tp: int | None = None) -> Setup:
-    """Returns the simulation setup for the language model ``model``, with the batch (128 prompts x 8 responses) and the GPUs of the
-    RollPacker paper.
+    """Returns the simulation setup for the language model ``model``, with RollPacker's batch (128 prompts x 8 responses) and GPUs.
 
-    The response lengths are the published lengths for mathematics. The reward stage runs outside the rollout. ``tp`` is the
-    tensor-parallel size; None stands for the published size.
+    The response lengths are the published lengths for mathematics. The reward stage runs outside the rollout. ``tp``:
+    tensor-parallel size; None for the published size.
     """
     cluster = workloads.load("h800.json")
     sizes = cluster["models"][model]

@@ -1,4 +1,4 @@
-"""Hook of mkdocs: pages outside ``docs/`` join the site, and links between them work there as they do in the repository."""
+"""Plug-in functions of mkdocs: pages from outside ``docs/`` join the site, and links between pages work as in the repository."""
 
 import posixpath
 import re
@@ -19,7 +19,7 @@ _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):<code>~?([\w.]+)</co
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the root and the READMEs of the examples."""
+    """Add the pages in the repository's root folder, and the READMEs of the examples, to the site."""
     root = Path(config.config_file_path).parent
     examples = {str(path.relative_to(root)): str(path.relative_to(root)) for path in root.glob("examples/*/README.md")}
     for path, uri in {**_ROOT_PAGES, **examples}.items():
@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show Sphinx roles in docstrings (``:class:`~a.b.C```) as links to what they name."""
+    """Turn Sphinx roles from docstrings (``:class:`~a.b.C```) into links to the object that they name."""
     return _ROLE.sub(
         lambda r: f'<autoref identifier="{r[1]}" optional><code>{r[1].split(".")[-1]}</code></autoref>', html
     )

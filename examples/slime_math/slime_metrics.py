@@ -8,7 +8,7 @@ _previous: list[float] = []
 
 
 def log_rollout(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
-    """Appends a line with the metrics of a rollout, in verl's names. A step lasts from the end of a rollout to the end of the next.
+    """Appends a line with the metrics of a rollout, under verl's names. A step is the time between the ends of two rollouts.
 
     Returns False, so that slime also logs the rollout.
     """

@@ -1,4 +1,4 @@
-"""Grader of the task, with the signature that slime expects: the share of characters of the kind named in the prompt."""
+"""Grader with the signature that slime expects: share of a response's characters that are of the kind named in the prompt."""
 
 import asyncio
 import importlib.util

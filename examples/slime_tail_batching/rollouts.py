@@ -22,7 +22,7 @@ ARMS = ("over_sampling", "sampler", "partial", "plain", "tail")
 
 
 def options(words):
-    """Parses words ``key=value``."""
+    """Parses the command line, words of the form ``key=value``, into a dict."""
     values = dict(word.split("=", 1) for word in words)
     if values.get("arm") not in ARMS:
         raise SystemExit(f"arm wants one of {', '.join(ARMS)}, found {values.get('arm')!r}")
@@ -146,7 +146,7 @@ def roll_out(args, url, steps, log):
                 "timing_s/gen": seconds,
                 "timing_s/step": seconds,
                 "rollout/tokens_generated": generated,
-                # A partial response that is continued later counts where it is kept, so this can fall below zero.
+                # A continued response counts in the step that keeps it, with tokens of earlier steps. The number can be below zero.
                 "rollout/tokens_wasted": generated - kept,
                 "rollout/prompts_lost": data_source.sample_group_index - len(trained) - waiting,
                 "critic/score/mean": sum(sample.reward for sample in samples) / len(samples),

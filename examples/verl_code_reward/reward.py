@@ -13,7 +13,7 @@ while answer and zlib.crc32(answer.encode()) % {one_in} == 0:
 print(sum(character in wanted for character in answer) / max(len(answer), 1))
 """
 ONE_IN = 24
-"""Average number of answers per answer that never ends, whatever the model learns: 4%, about as published for generated code."""
+"""One of this many answers never ends, on average and whatever the model learns: 4%, about as published for generated code."""
 
 
 def compute_score(

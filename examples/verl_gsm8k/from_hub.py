@@ -62,7 +62,8 @@ DATA: dict[str, Callable[[], dict[str, Dataset]]] = {"gsm8k": gsm8k, "dapo_math"
 
 
 def prepare(name: str, folder: Path, model: str) -> None:
-    """Downloads the model, and writes missing files of the dataset ``name`` to ``folder``. No file is ever partial."""
+    """Downloads the model, and writes missing files of the dataset ``name`` to ``folder``. An interruption leaves no partial
+    file."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {part: folder / f"{part}.parquet" for part in ("train", "val")}
     if not all(file.exists() for file in files.values()):

@@ -75,7 +75,7 @@ def prompt(rng: random.Random, mark: str = "") -> tuple[str, str]:
 
 
 def dataset(split: str, count: int, lengths: str, rng: random.Random) -> pd.DataFrame:
-    """Returns ``count`` prompts in the columns of verl's datasets."""
+    """Returns ``count`` random prompts as rows with the columns of verl's datasets."""
     marks = [""] * count
     if lengths == "published":
         marks = published_lengths.marks_of_prompts(count, rng)
@@ -152,7 +152,7 @@ def _draw(tokens: torch.Tensor, count: int) -> torch.Tensor:
 def teach_published(
     network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng: random.Random, alike: float, limit: int
 ) -> float:
-    """Trains ``network`` with the lengths of ``published_lengths`` and the repetition ``alike``, and returns the last loss."""
+    """Trains ``network`` on texts with published lengths and with the repetition ``alike``. Returns the last loss."""
     characters = {}
     for kind, named in KINDS.items():
         other = set(ALPHABET) - named
@@ -174,11 +174,11 @@ def teach_published(
 def writer(
     characters: torch.Tensor, following: dict[int, int], alike: float
 ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """Returns a function that draws texts, see ``published_lengths.Writer``.
+    """Returns a function that draws random texts for training, see ``published_lengths.Writer``.
 
-    With probability ``alike`` a character is the one that ``following`` gives for the character two places before. Otherwise it is
-    drawn from the distribution ``characters``, shape (vocabulary,). A pair of neighbouring characters is thus rarely repeated
-    within a text, but often occurs in ten other texts.
+    With probability ``alike``, a character is determined by the character two places before (``following``). Otherwise it is drawn
+    from the distribution ``characters``, shape (vocabulary,). A pair of neighbouring characters is thus rarely repeated within a
+    text, but often occurs in ten other texts.
     """
 
     def write(count: int) -> tuple[torch.Tensor, torch.Tensor]:

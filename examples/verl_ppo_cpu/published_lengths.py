@@ -22,20 +22,21 @@ MEANS = (0.0089, 0.0184, 0.0247, 0.0304, 0.036, 0.0422, 0.0501, 0.063, 0.0896, 0
 From RollPacker (NSDI'26), Fig. 2a, mathematics. The first ten values are quantiles of the lower 96%. The figure ends at 25% of
 the limit, so 0.592 is assumed. 1% of the responses reach the limit."""
 SHARES = (*[0.096] * 10, 0.03, 0.01)
-"""Probability of each mark."""
+"""Probability of each mark, in the order of ``MEANS``."""
 PROMPT_MARKS = string.ascii_uppercase[: len(MEANS)]
 RESPONSE_MARKS = string.ascii_uppercase[len(MEANS) : 2 * len(MEANS)]
 FROM_PROMPT = 0.5
-"""Share of responses whose mark is that of their prompt."""
+"""Probability that the mark of a response is the mark of its prompt."""
 SHAPE = 2.5
-"""Shape of the Weibull distribution of a mark's lengths. The standard deviation is 0.43 of the mean."""
+"""Shape parameter of the Weibull distribution of response lengths with one mark. The standard deviation is 0.43 of the mean."""
 NEVER = 1e-5
-"""Probability of an end after a token where no end should be."""
+"""Small probability that stands for 0: the text ends after a token where it should not end."""
 Writer = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""Function of a length n. Returns a text of shape (n,), and each character's distribution, shape (n, vocabulary)."""
+"""Function that draws a random text of n characters. Returns the text, shape (n,), and the distribution from which each character
+was drawn, shape (n, vocabulary)."""
 STAGES = ((250, 64, 40), (50, 16, 160), (60, 4, LIMIT))
-"""Stages of the training: steps, rows per step, tokens per row (at the limit ``LIMIT``). The model learns the meaning of the marks
-from short rows, and then to attend to a mark over a long distance."""
+"""Stages of the training: number of steps, rows per step, and tokens per row (for the limit ``LIMIT``). The model first learns the
+meaning of the marks from short rows, then to attend to a mark over a long distance."""
 
 
 def marks_of_prompts(count: int, rng: random.Random) -> list[str]:
@@ -50,7 +51,7 @@ def marks_of_prompts(count: int, rng: random.Random) -> list[str]:
 
 
 def ending(limit: int) -> torch.Tensor:
-    """Returns the probability that a response with each mark ends after n characters, shape (marks, limit)."""
+    """Returns the probability that a response ends after n characters, for each mark and each n: shape (marks, limit)."""
     n = torch.arange(limit, dtype=torch.float64)
     rows = []
     for mean in MEANS:

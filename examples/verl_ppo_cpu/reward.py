@@ -7,7 +7,7 @@ KINDS = {"digits": frozenset(string.digits), "letters": frozenset(string.ascii_l
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """Returns a score in [0, 1] for a response, where ``ground_truth`` is the name of the kind.
+    """Returns a score in [0, 1] for a response. ``ground_truth`` is the kind of characters to count: "digits" or "letters".
 
     White space and capitals (the marks of ``published_lengths.py``) are ignored.
 

@@ -7,7 +7,7 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 
 
 class Rising(SingleTurnAgentLoop):
-    """Limits responses to the first ``prompts`` rows of the data to ``short`` tokens, and later responses to verl's limit."""
+    """Limits responses to the first ``prompts`` rows of the data to ``short`` tokens. Later responses have verl's limit."""
 
     def __init__(self, *args: Any, prompts: int, short: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
