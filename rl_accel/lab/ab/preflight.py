@@ -283,15 +283,15 @@ def _model(path: str, prepared: bool = False) -> Iterator[Row]:
 
 
 def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: tuple[float, float]) -> Iterator[Row]:
-    """Compares the memory of one GPU with the memory that rollouts need and that training needs. Yields one row.
+    """Checks whether a GPU has enough memory for the rollouts and for training. Yields one row with the result.
 
     Args:
         path: name or folder of the model.
         tp: tensor-parallel size of a rollout server.
         gpus: number of GPUs of the run.
         share: share of a GPU's memory that rollouts may use.
-        tokens: maximum number of tokens of a prompt and response.
-        training: two numbers of bytes of training state per model parameter: bytes that each GPU holds, and bytes that are split
+        tokens: maximum number of tokens of a prompt and response together.
+        training: bytes of training state per model parameter, as two numbers: bytes that every GPU holds, and bytes that are split
             over all GPUs.
     """
     import torch

@@ -78,10 +78,10 @@ class RunData:
         arm: name of the arm.
         seed: seed of the run; None if unknown.
         steps: mapping from step to metric name to value.
-        command: words of the run's command.
+        command: command that started the run, as a list of words; may be empty.
         folder: folder of the run; None if there is none.
         label: name of the run if the seed is unknown, else "".
-        notes: sentences for the report.
+        notes: sentences about the runs for the report.
     """
 
     arm: str

@@ -69,7 +69,7 @@ Kind = Literal["sleep", "busy"]
 
 
 class WrongResult(Exception):
-    """Raised if an execution has a wrong verdict."""
+    """Error for an execution whose verdict (such as passed or timeout) is not the expected one."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def bench_tail(out: Path | None) -> None:
 
 
 def _run(prompts: int, responses: int, rounds: int, stop: Stop) -> tuple[list[dict[str, Any]], str]:
-    """Runs rounds of one batch size in separate processes.
+    """Runs the rollout rounds of one batch size in a new process.
 
     Returns the measurements of each round and a description of the problem ("" if none).
     """

@@ -19,7 +19,7 @@ requests and the new request."""
 
 
 class EngineError(RuntimeError):
-    """Raised if the engine cannot execute a command in the present state, or if a request failed inside the engine."""
+    """Error for a command that the engine cannot execute in its present state, or a request that failed inside the engine."""
 
 
 @dataclass(frozen=True)
