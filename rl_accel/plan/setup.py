@@ -125,7 +125,7 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
         min(run.rests, default=0.0),
         zero_shares=run.zero_groups[0],
     )
-    uneven = [_slower(setup, step) for step in steps if all(r.outcome == COMPLETED for r in step)]
+    uneven = [_measured_over_simulated(setup, step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     return replace(setup, uneven=uneven or setup.uneven), fit
 
 
@@ -164,7 +164,7 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str,
     )
 
 
-def _slower(setup: Setup, step: Sequence[Response]) -> float:
+def _measured_over_simulated(setup: Setup, step: Sequence[Response]) -> float:
     """Simulates the responses of a measured step. Returns the measured rollout seconds divided by the simulated seconds."""
     cluster = Cluster(setup.engine, setup.replicas, setup.workload.prompt_tokens)
     cluster.launch(range(len(step)), [response.tokens or 1 for response in step])

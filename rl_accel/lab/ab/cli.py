@@ -117,7 +117,7 @@ def ab(
             if not launch:  # the output of --launch must be a pure shell script
                 console.print(f"Logs and report go to {out}; --out names another folder")
         out = out.resolve()
-        plans = _that_can_run(plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps), spec)
+        plans = _without_missing_modules(plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps), spec)
         if launch:
             options = {"--out": out, "--platform": platform, "--arms": arms, "--seeds": seeds, "--steps": steps}
             click.echo(launching.script(launch, spec, plans, _command(recipe.resolve(), options), out))
@@ -134,7 +134,7 @@ def ab(
         raise click.ClickException(str(error)) from error
 
 
-def _that_can_run(plans: list[RunPlan], spec: Recipe) -> list[RunPlan]:
+def _without_missing_modules(plans: list[RunPlan], spec: Recipe) -> list[RunPlan]:
     """Returns ``plans`` without the arms whose required module (``Arm.needs``) is missing. Prints a line for each such arm."""
     for name, arm in spec.arms.items():
         if arm.needs and not is_installed(arm.needs):

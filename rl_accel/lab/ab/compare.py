@@ -45,7 +45,7 @@ def load_arms(path: Path) -> dict[str, list[str]]:
         raise RecipeError(f"{path} wants two or more arms, the baseline first, each a list of runs, found {arms!r}")
     folder, paths = path.resolve().parent, {}
     for arm, runs in arms.items():
-        starts = [",".join(str(folder / start) for start in _starts(str(run))) for run in runs]
+        starts = [",".join(str(folder / start) for start in _paths_of_starts(str(run))) for run in runs]
         matches = [sorted(glob.glob(run)) or [run] for run in starts]
         paths[str(arm)] = list(itertools.chain.from_iterable(matches))
     return paths
@@ -146,15 +146,15 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
         arms = load_arms(Path(words[0]))
     else:
         sides = [
-            [",".join(_starts(run)) for run in side]
+            [",".join(_paths_of_starts(run)) for run in side]
             for is_word, side in itertools.groupby(words, "--against".__eq__)
             if not is_word
         ]
-        arms = {_arm(side[0]): side for side in sides}
+        arms = {_arm_name(side[0]): side for side in sides}
         if len(arms) < len(sides):  # several arms got the same name, as folders of one W&B project do
             arms = {Path(side[0].partition(",")[0]).name: side for side in sides}
         if len(arms) < len(sides):
-            arms = {f"{_arm(side[0])}-{number}": side for number, side in enumerate(sides, 1)}
+            arms = {f"{_arm_name(side[0])}-{number}": side for number, side in enumerate(sides, 1)}
         if len(sides) < 2:
             first, second, *_ = *(word for word in words if word != "--against"), "RUN", "RUN"
             raise click.UsageError(
@@ -169,7 +169,7 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     click.echo(f"Report: {out / 'report.html'}")
 
 
-def _starts(run: str) -> list[str]:
+def _paths_of_starts(run: str) -> list[str]:
     """Splits ``run``, one or more paths joined by commas, into a list of paths. Each path is the log of one start of the run.
 
     Raises:
@@ -181,7 +181,7 @@ def _starts(run: str) -> list[str]:
     return starts
 
 
-def _arm(run: str) -> str:
+def _arm_name(run: str) -> str:
     """Returns a name for an arm, derived from ``run``, the path of the arm's first run.
 
     Seeds, file suffixes and names of W&B folders are removed from every part of the path. The last part that is not empty after

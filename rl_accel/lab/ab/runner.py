@@ -239,7 +239,7 @@ def supervised(
             finally:
                 if (process.returncode or 0) < 0:
                     end_all(lambda: [child for child in descendants() if child.pid not in others])
-        if not (again and reason == "ended" and process.returncode and RAY_DID_NOT_START in _tail(log, before)):
+        if not (again and reason == "ended" and process.returncode and RAY_DID_NOT_START in _end_of_log(log, before)):
             break
         with log.open("a") as file:
             print("rl-accel ab: Ray took longer to start than it allows; the run is started again", file=file)
@@ -312,10 +312,10 @@ def prepare(command: Sequence[str], env: Mapping[str, str | None], cwd: Path, lo
 
 def last_lines(log: Path, count: int = 30) -> str:
     """Returns the last ``count`` lines of a log file, each cut to 400 characters."""
-    return "\n".join(line[:400] for line in _tail(log).splitlines()[-count:])
+    return "\n".join(line[:400] for line in _end_of_log(log).splitlines()[-count:])
 
 
-def _tail(log: Path, start: int = 0) -> str:
+def _end_of_log(log: Path, start: int = 0) -> str:
     """Returns the end of a log file from byte ``start`` on, at most 200,000 bytes; "" if the file cannot be read."""
     try:
         with log.open("rb") as file:

@@ -33,7 +33,7 @@ ALL = "all"
 """Kind of a step without tail batching, whose rollout waits for all responses. ``KINDS`` are the kinds of a step with tail
 batching: short (slow prompts are cut off), long (deferred prompts run) and final (at the end of the run, the remaining prompts
 run)."""
-_COUNTED = ("rollout/", METRICS_PREFIX)
+_PREFIXES = ("rollout/", METRICS_PREFIX)
 """Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``. The counts of the rollout engine come first, because they are
 more reliable than the counts of tail batching."""
 _LOST = "rollout/prompts_lost"
@@ -319,7 +319,7 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
     - ``seconds``: mean rollout seconds of the measured steps. ``kinds{kind: {steps, seconds}}``: the same for each kind of step.
     - ``ratio``: ``seconds`` of the baseline divided by ``seconds`` of the arm. ``low``, ``high``: bounds of its 95% interval
       (bootstrap over steps).
-    - ``wasted``, ``accepted``, ``cancelled``: see :func:`_tokens`.
+    - ``wasted``, ``accepted``, ``cancelled``: see :func:`_token_statistics`.
     - ``lost``: largest logged number of lost prompts.
     - ``lengths``: lengths of the responses trained on (:func:`length_distribution`).
     """
@@ -333,8 +333,8 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
         row["kinds"] = {kind: {"steps": len(s), "seconds": float(np.mean(s))} for kind, s in of_kinds}
         base = seconds.get(recipe.baseline, []) if arm != recipe.baseline else []
         row |= ratio(base, seconds[arm], np.mean, paired=False)
-        row |= _tokens(runs_of_arm)
-        row["lost"] = max(_logged(runs_of_arm, _LOST), default=None)
+        row |= _token_statistics(runs_of_arm)
+        row["lost"] = max(_values_of(runs_of_arm, _LOST), default=None)
         row["lengths"] = length_distribution(file for run in runs_of_arm for file in run.files("rollouts/*.jsonl"))
         rows.append(row)
     ledgers = {run.name: file for run in runs for file in run.files(LEDGER)}
@@ -364,23 +364,23 @@ def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
     return seconds
 
 
-def _logged(runs: Iterable[RunData], metric: str) -> list[float]:
+def _values_of(runs: Iterable[RunData], metric: str) -> list[float]:
     """Returns all values of ``metric`` in the runs."""
     return [metrics[metric] for run in runs for metrics in run.steps.values() if metric in metrics]
 
 
-def _tokens(runs: Sequence[RunData]) -> dict[str, float | None]:
+def _token_statistics(runs: Sequence[RunData]) -> dict[str, float | None]:
     """Returns three statistics of the generated tokens. A value is None if no run logged the data.
 
     - ``wasted``: share of the generated tokens that were not trained on.
     - ``accepted``, ``cancelled``: mean length in tokens of trained responses, and of cancelled (cut off) responses. Both cover only
       prompts that have both kinds of responses.
     """
-    prefix = next((prefix for prefix in _COUNTED if _logged(runs, prefix + "tokens_generated")), METRICS_PREFIX)
-    generated, wasted = (sum(_logged(runs, prefix + name)) for name in ("tokens_generated", "tokens_wasted"))
+    prefix = next((prefix for prefix in _PREFIXES if _values_of(runs, prefix + "tokens_generated")), METRICS_PREFIX)
+    generated, wasted = (sum(_values_of(runs, prefix + name)) for name in ("tokens_generated", "tokens_wasted"))
     numbers = {"wasted": wasted / generated if generated else None}
     for kind in ("accepted", "cancelled"):
-        lengths = _logged(runs, f"{METRICS_PREFIX}{kind}_tokens_mean")
+        lengths = _values_of(runs, f"{METRICS_PREFIX}{kind}_tokens_mean")
         numbers[kind] = float(np.mean(lengths)) if lengths else None
     return numbers
 
@@ -390,7 +390,7 @@ def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
 
     Lengths are in characters. ``files`` are verl's JSON Lines files of responses.
     """
-    lengths = [len(entry["output"]) for file in files for entry in _entries(file) if "output" in entry]
+    lengths = [len(entry["output"]) for file in files for entry in _read_json_lines(file) if "output" in entry]
     if not lengths:
         return None
     quantiles: npt.NDArray[np.float64] = np.quantile(lengths, np.linspace(0, 1, 101))
@@ -425,7 +425,7 @@ def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
     return {label: {arm: float(np.mean(runs)) for arm, runs in by_arm.items()} for label, by_arm in means.items()}
 
 
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
+def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects of a JSON Lines file. Skips a line that a killed run left incomplete."""
     for line in path.read_text("utf-8", errors="replace").split("\n"):  # texts may hold other characters that end lines
         with contextlib.suppress(ValueError):
@@ -444,7 +444,7 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
     """
     odd_steps = []
     counts: dict[str, Counter[tuple[int, int]]] = {name: Counter() for name in ("trained", "rejected", "failed")}
-    for entry in _entries(path):
+    for entry in _read_json_lines(path):
         if batch is not None and len(entry.get("trained", ())) != batch:
             odd_steps.append(entry.get("step"))
         for name, counter in counts.items():

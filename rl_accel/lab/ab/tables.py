@@ -81,11 +81,11 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
     for row in section["rows"]:
         longest = f" of {as_text(row['longest'], '.4g')}" if row["end"] < row["longest"] else ""
         start = [row["arm"], row["metric"], f"{as_text(row['end'], '.4g')}{longest} {AXES[row['axis']]}"]
-        levels.append([*start, *_texts(row, "+.3g"), f"{row['margin']:.3g}", row["answer"]])
+        levels.append([*start, *_cells_of_comparison(row, "+.3g"), f"{row['margin']:.3g}", row["answer"]])
         if reach := row.get("reach"):
             counts = [f"{n} of {runs}" for n, runs in zip(reach["reached"], row["runs"], strict=True)]
             start = [row["arm"], f"{reach['level']:.4g}", AXES[row["axis"]]]
-            reached.append([*start, *counts, *_texts(reach, ".2f")])
+            reached.append([*start, *counts, *_cells_of_comparison(reach, ".2f")])
     columns = ["arm", "metric", "at", baseline, "arm's", "difference", "95% interval", "margin", "answer"]
     yield TextTable("Did it change learning?", columns, levels, section["notes"])
     runs = [f"runs of {baseline}", "of the arm", baseline, "arm's", "ratio", "95% interval"]
@@ -94,7 +94,7 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
     yield TextTable("What changed in the data", ["mean over runs", *arms], data)
 
 
-def _texts(row: Mapping[str, Any], form: str) -> list[str]:
+def _cells_of_comparison(row: Mapping[str, Any], form: str) -> list[str]:
     """Returns the table cells of a comparison: baseline's value, arm's value, their difference or ratio, and the 95% interval of
     the latter.
 

@@ -132,11 +132,11 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
         if stop or not outcome.exit_code or result.problems:
             break
     result.seconds = time.monotonic() - began
-    result.problems += _wrong(_lines(ledger))
+    result.problems += _problems_of_ledger(_lines(ledger))
     return result
 
 
-def _wrong(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
+def _problems_of_ledger(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the problems of a ledger. It must hold :data:`STEPS` steps of :data:`PROMPTS` trained prompts, no prompt twice and no
     failed prompt."""
     problems = []

@@ -134,7 +134,7 @@ def replay(steps: list[list[Response]], running: int, settings: dict[str, int], 
         seen.update({tuple(prompt) for prompt, _ in step})
         for drafts in (False, True):
             waiting = [_Row(prompt, tokens, seen[tuple(prompt)]) for prompt, tokens in reversed(step) if tokens]
-            _generate(waiting, matrix, drafter if drafts else None, result)
+            _replay_responses(waiting, matrix, drafter if drafts else None, result)
         drafter.new_weights()
     result.counts = drafter.counts
     return result
@@ -159,7 +159,7 @@ def _drafter(settings: dict[str, int], fill: bool, engine_steps: Callable[[], in
     return drafter
 
 
-def _generate(waiting: list[_Row], matrix: np.ndarray, drafter: Drafter | None, result: Replay) -> None:
+def _replay_responses(waiting: list[_Row], matrix: np.ndarray, drafter: Drafter | None, result: Replay) -> None:
     """Replays the responses in ``waiting``, from the last to the first, and adds the measurements to ``result``.
 
     ``drafter`` proposes the drafts; None for no drafts. A row of ``matrix`` holds the tokens of a running request, as in vLLM.

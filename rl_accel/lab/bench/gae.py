@@ -137,7 +137,7 @@ def bench_gae(out: Path | None, batch: int | None, tokens: int | None, lengths: 
         except ValueError as error:
             raise click.UsageError(str(error)) from error
         raise SystemExit(0 if right else 1)
-    sound = _gate(contestants(device), device, console)
+    sound = _correct_contestants(contestants(device), device, console)
     shapes: list[Shape] = [(b, t) for t in TOKENS for b in BATCHES]
     if batch is not None and tokens is not None:
         shapes = [(batch, tokens)]
@@ -171,7 +171,7 @@ def make_inputs(shape: Shape, device: str, seed: int = 0) -> Inputs:
     return rewards.to(device), values.to(device), mask.long().to(device), GAMMA, LAM
 
 
-def _gate(candidates: list[Contestant], device: str, console: Console) -> list[Contestant]:
+def _correct_contestants(candidates: list[Contestant], device: str, console: Console) -> list[Contestant]:
     """Returns the GAE implementations with correct results, those that agree with verl's loop in float64.
 
     Implementations with ``exact`` must also equal verl's loop in float32 bit for bit.
