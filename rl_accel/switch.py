@@ -45,7 +45,7 @@ class Switch(Protocol):
         Raises PatchRefused if the switch cannot be applied; nothing is changed then."""
 
     def revert(self) -> None:
-        """Restores the identical original objects. Raises PatchRefused if other code has wrapped our object meanwhile."""
+        """Puts back the original objects themselves. Raises PatchRefused if other code has wrapped our object meanwhile."""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool:
-        """True if noise alone may explain how far the ratio is above 1."""
+        """True if noise alone may explain a ratio this far above 1."""
         return self.value - 1 <= self.noise
 
     def __str__(self) -> str:

@@ -112,9 +112,9 @@ def rounds_of(
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
     """Returns the mean of ``value`` per rollout, as if training went on after the simulated ``rounds``.
 
-    After the last rollout, prompts may still be deferred. Running them takes further long rounds (rollouts that wait for all
-    responses), which are added to the mean. Their value is assumed to be the mean of the simulated long rounds or, if there are
-    none, the largest value. ``prompts``: number of prompts in a batch.
+    After the last rollout, prompts may still wait in tail batching's queue. Running them takes further long rounds (rollouts that
+    wait for all responses), which are added to the mean. Their value is assumed to be the mean of the simulated long rounds or, if
+    there are none, the largest value. ``prompts``: number of prompts in a batch.
     """
     values = [value(played) for played in rounds]
     long = [value(played) for played in rounds if played.metrics.kind == "long"]
@@ -125,8 +125,8 @@ def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float
 def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Prediction:
     """Computes the means over the simulated rollouts ``rounds``, and the step seconds that follow from them.
 
-    ``ends``: True if training ends with the last rollout. If False, the means also cover the further rollouts that the deferred
-    prompts need (:func:`steady`).
+    ``ends``: True if training ends with the last rollout. If False, the means also cover the further rollouts that the prompts in
+    tail batching's queue need (:func:`steady`).
     """
 
     def mean(value: Callable[[Round], float]) -> float:

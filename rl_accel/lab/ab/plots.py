@@ -132,8 +132,8 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
 
 
 def _queue(summary: dict[str, Any]) -> Any:
-    """Plots the number of deferred prompts (cut off by tail batching, waiting for a later round) at each step, for the first seed
-    of each arm."""
+    """Plots the number of prompts in tail batching's queue at each step, for the first seed of each arm. They wait for a long
+    round."""
     figure, ((axes,),) = _figure()
     for arm, colour, series in _first_seed(summary):
         if any(value is not None for value in series["queue"]):

@@ -169,7 +169,7 @@ class Recipe:
     seed_overrides: list[str] = field(default_factory=list)
     """Overrides that pass the seed to the trainer, e.g. ["data.seed=${seed}"]."""
     nodes: int = 1
-    """Number of nodes per run. Used like ``gpus`` for placeholders, ``rl-accel ab --launch`` and ``rl-accel doctor --recipe``."""
+    """Number of nodes per run. Fills ``${nodes}``. ``rl-accel ab --launch`` and ``rl-accel doctor --recipe`` use it, too."""
     gpus: int = 1
     """Number of GPUs per node."""
     steps: int = 10

@@ -31,7 +31,7 @@ _MIN_PAIRS = 5
 KINDS = ("short", "long", "final")
 ALL = "all"
 """Kind of a step without tail batching, whose rollout waits for all responses. ``KINDS`` are the kinds of a step with tail
-batching: short (slow prompts are cut off), long (deferred prompts run) and final (at the end of the run, the remaining prompts
+batching: short (slow prompts are cut off), long (prompts that were cut off before are finished) and final (at the end of the
 run)."""
 _PREFIXES = ("rollout/", METRICS_PREFIX)
 """Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``. The counts of the rollout engine come first, because they are
@@ -478,7 +478,7 @@ def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
     - ``steps``: number of the step.
     - ``kind``: kind of the step, see :func:`kind_of`.
     - ``seconds``: rollout seconds; None if not logged.
-    - ``queue``: number of deferred prompts that wait for a later step; None without tail batching.
+    - ``queue``: number of prompts in tail batching's queue, which wait for a long round; None without tail batching.
     """
     steps = run.training_steps(recipe.metrics)
     return {

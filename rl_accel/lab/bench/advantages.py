@@ -20,7 +20,7 @@ from rl_accel.features import ADVANTAGES
 from rl_accel.lab.bench.measure import available_bytes
 
 REPEATS = 3
-"""Number of timed calls of each function, of which the median counts."""
+"""Number of timed calls of each function. The result is the median of their times."""
 
 SLOW_SECONDS = 5.0
 """Seconds of one call above which a function is called only once."""

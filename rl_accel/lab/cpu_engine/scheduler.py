@@ -105,7 +105,8 @@ class Scheduler:
         self._arrived = 0
 
     def check_fits(self, request: Request, longest: int) -> None:
-        """Raises ValueError if ``request`` alone exceeds the cache budget when prompt and response have ``longest`` tokens."""
+        """Raises ValueError if ``request`` would exceed the cache budget even alone. ``longest``: tokens of prompt and response
+        together."""
         if self.kv_tokens is not None and longest > self.kv_tokens:
             raise ValueError(
                 f"request {request.request_id}: a prompt of {len(request.prompt)} tokens and a response of up to "
