@@ -34,18 +34,17 @@ _MAX_UNPROVEN = 4
 
 Until then, further executions get the full budget, so that wrong limits stop few answers. See :class:`AdaptiveTimeout`."""
 _MAX_RECENT_RECORDS = 64
-"""Maximum number of keys remembered because their latest correct execution was a record."""
+"""Maximum number of keys in the list of the latest records. Executions of a listed key do not count as evidence."""
 _SUSPEND_AT = 12.0
 """Log likelihood ratio (evidence that adaptive limits no longer fit) at which these limits are suspended.
 
 Chance alone reaches this value at most once in 160,000 correct executions."""
 _EVIDENCE_BEYOND_LIMIT = 4.0
-"""Amount added to the log likelihood ratio (evidence that adaptive limits no longer fit) for a correct execution that took longer
-than the adaptive limit of its key."""
+"""Evidence (log likelihood ratio) that limits no longer fit, added for a record that took longer than the key's adaptive limit."""
 _RECORD_SHARE_WHEN_SLOWER = 0.7
-"""Assumed share of records among correct executions after executions have become slower. A record takes longer than all earlier
-correct executions of its key. The test for limits that no longer fit compares this share with the chance 1/n of the n-th
-correct execution."""
+"""Assumed probability that a correct execution is a record if executions have become slower.
+
+If nothing has changed, the probability is 1/n for the n-th correct execution of a key. See :class:`AdaptiveTimeout`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Limit:
 
 
 def longest(one: AnchorTuple, other: AnchorTuple, correct: int) -> AnchorTuple:
-    """Merges two anchors: returns the longer wall seconds, the longer CPU seconds, and ``correct`` as number of executions."""
+    """Merges two anchors: the longer wall seconds, the longer CPU seconds, and ``correct`` as the number of correct executions."""
     return max(one[0], other[0]), max(one[1], other[1]), correct
 
 
@@ -77,14 +76,14 @@ class AdaptiveTimeout:
     ``probe_share`` of adaptive limits is replaced by the full budget. Without these probes, a slow but correct answer could never
     raise the anchor.
 
-    Limits are suspended when correct executions show that the limits no longer fit, for example because a machine or a judge is
-    slower today. A record is a correct execution that takes longer than all earlier correct executions of its key. The n-th correct
-    execution of a key is a record with probability 1/n, whatever the distribution of times. A cumulative sum of log likelihood
-    ratios detects too many records that also take more than half of their limit. After the detection, all keys must be learned
-    anew.
+    Limits are suspended when correct executions show that the limits no longer fit, for example because the machine or a judge has
+    become slower. A statistical test counts records. A record is a correct execution that takes longer than all earlier correct
+    executions of its key, and more than half of its limit. If nothing has changed, the n-th correct execution of a key is a record
+    with probability 1/n at most, for any distribution of times. The test (a cumulative sum of log likelihood ratios) detects too
+    many records. Then the limits of all keys are learned anew.
 
-    At first, at most four executions get an adaptive limit, so that few answers are stopped before this detection. Each execution
-    that ends by itself without such a record allows two further adaptive limits. A stopped execution allows none.
+    At first, at most four executions get an adaptive limit, so that wrong limits stop few answers before the test detects them.
+    Each execution that ends by itself and is no record allows two further adaptive limits. A stopped execution allows none.
 
     Args:
         flags: values of the parameters above; None: the default values.
@@ -113,7 +112,7 @@ class AdaptiveTimeout:
         return self.flags.maximum or FULL_BUDGET
 
     def limit(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the time limits of the next execution of ``key`` (a prompt and test case), which may be a probe.
+        """Returns the time limits of the next execution of ``key`` (a prompt and test case), or a probe (see :data:`Reason`).
 
         ``maximum`` is the full budget in seconds; None: the attribute :attr:`maximum`.
         """
@@ -131,7 +130,7 @@ class AdaptiveTimeout:
     def learned(self, key: str, maximum: float | None = None) -> Limit:
         """Returns the time limits learned for ``key`` (a prompt and test case), to update an execution that is already running.
 
-        Unlike :meth:`limit`, never returns a probe, and returns an adaptive limit to any number of executions.
+        Unlike :meth:`limit`, never returns a probe, and does not restrict the number of executions with an adaptive limit.
         """
         full = maximum or self.maximum
         if key in self._anchors:
@@ -158,7 +157,7 @@ class AdaptiveTimeout:
             key: prompt and test case.
             wall, cpu: wall seconds and CPU seconds of the execution.
             correct: True if the result was correct.
-            stopped: True if a time limit stopped the execution.
+            stopped: True if the duration says nothing about limits: a time limit stopped the execution, or a new process ran it.
 
         Returns:
             True if this execution shows that the learned limits no longer fit. All limits are then suspended.
@@ -179,7 +178,7 @@ class AdaptiveTimeout:
         return suspends
 
     def forget_limit(self) -> None:
-        """Records that an execution with an adaptive limit was cancelled or was an evaluation, so nothing is learned from it."""
+        """Lets another execution have an adaptive limit in place of one from which nothing is learned, such as a cancelled one."""
         self._unproven = max(0, self._unproven - 1)
 
     def suspend(self, era: int) -> None:
@@ -193,7 +192,7 @@ class AdaptiveTimeout:
         self._anchors = OrderedDict((key, (wall, cpu, 0)) for key, (wall, cpu, _) in self._anchors.items())
 
     def _weigh(self, key: str, wall: float, correct: bool) -> None:
-        """Updates the statistical evidence that time limits no longer fit, after an execution that no limit has stopped."""
+        """Updates the statistical evidence that time limits no longer fit, after an execution that ended by itself."""
         limit, (longest_before, _, known) = self.learned(key), self.get(key)
         if limit.reason == "learning" or key in self._recent_records:
             return
@@ -201,9 +200,8 @@ class AdaptiveTimeout:
         if correct and wall > longest_before and wall > limit.wall / 2:
             expected = max(0.0, math.log(_RECORD_SHARE_WHEN_SLOWER / by_chance))
             self._evidence += _EVIDENCE_BEYOND_LIMIT if wall > limit.wall else expected
-            self._recent_records.append(
-                key
-            )  # the next execution would be compared with this record, which is no evidence
+            # A next execution would have to be longer than this record. That it is not says nothing about the limits.
+            self._recent_records.append(key)
         else:
             self._unproven = max(0, self._unproven - 2)
             if correct:
@@ -223,7 +221,7 @@ class AdaptiveTimeout:
             self._anchors.popitem(last=False)
 
     def anchors(self) -> dict[str, AnchorTuple]:
-        """Returns the anchor (longest correct execution) of each key, as :meth:`get` does. The most recently used key is last."""
+        """Returns the anchors (longest correct executions) of all keys. The most recently used key is last."""
         return dict(self._anchors)
 
     def state_dict(self) -> dict[str, Any]:

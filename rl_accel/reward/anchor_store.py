@@ -62,7 +62,7 @@ class Update:
 
 
 class LocalAnchors:
-    """Shared anchors as one process knows them: an :class:`AdaptiveTimeout`, and the changes that the store does not have yet."""
+    """One process's replica of the anchors (an :class:`AdaptiveTimeout`), and the changes that the store does not have yet."""
 
     def __init__(self, timeout: AdaptiveTimeout | None = None) -> None:
         self.timeout = AdaptiveTimeout() if timeout is None else timeout
@@ -101,7 +101,7 @@ class LocalAnchors:
         self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
-        """Merges the anchors in ``update``, a reply of the store. Before that, suspends limits if another process has done so."""
+        """Merges the anchors in the store's reply ``update``. Suspends the limits first if another process has suspended limits."""
         if update.era > self.timeout.era:
             self.timeout.suspend(update.era)
         if update.era == self.timeout.era:
@@ -115,7 +115,7 @@ class LocalAnchors:
 
 
 class AnchorStore:
-    """Central store of the anchors (longest correct executions) of all processes, and of the sums of their counts.
+    """Central store: merges the anchors (longest correct executions) of all processes, and adds up all counts by name.
 
     Args:
         path: JSON file to which anchors are saved, and from which they are loaded if the file exists. None: memory only. If
@@ -145,7 +145,7 @@ class AnchorStore:
         return len(self._timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
-        """Merges the changes of a process. Returns the anchors that have changed since the last exchange with this process.
+        """Merges the changes ``delta`` of one process. Returns the anchors that changed since the last exchange with this process.
 
         Saves the store if the last save is more than :data:`SAVE_SECONDS` ago.
         """
@@ -171,7 +171,7 @@ class AnchorStore:
     def take_counts(self) -> tuple[str, dict[str, float]]:
         """Returns the random id of this store, and each count (such as "timeouts") summed over all processes since the last call.
 
-        The counts include the current number of ``anchors``. Saves the store.
+        The key "anchors" of the counts has the current number of anchors. Saves the store.
         """
         self.save()
         counts, self._counts = self._counts, {}

@@ -26,7 +26,7 @@ This set keeps the tasks alive, because asyncio itself has only weak references 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
 """Outcome of an execution (a program under test, or a call of a grader).
 
-passed, wrong: verdict on the result of a program.
+passed, wrong: the result of a program is the expected one, or another one.
 done: a grader returned a value.
 error: the code raised an exception, or a program ended without a result.
 timeout, memory: the execution exceeded its time limit or its memory limit.
@@ -44,7 +44,7 @@ class LimitUpdates:
         self._set_limits: Callable[[float, float], None] | None = None
 
     def publish(self, wall: float, cpu: float) -> None:
-        """Stores new limits, in seconds since the start of the execution. Tells the subscriber, if a limit has changed."""
+        """Stores new limits, in seconds since the start of the execution. Passes changed limits on to the subscriber."""
         if self._latest != (wall, cpu):
             self._latest = wall, cpu
             if self._set_limits is not None:
@@ -80,8 +80,8 @@ class Limits:
             beginning of the text.
         updates: source of new values of ``wall`` and ``cpu`` during the execution.
         full: full budget (longest allowed time) in seconds. A call of a trusted grader in a new process may exceed ``wall`` and
-            ``cpu`` up to this time, see :class:`~rl_accel.reward.worker_pool.EarlyCall`. None: never.
-        kind: name of the kind of a call, such as its data source.
+            ``cpu`` up to this time, see :class:`~rl_accel.reward.worker_pool.EarlyCall`. None: no call may exceed them.
+        kind: name, such as a data source, of the calls for which a grader loads the same things (a model, for example).
 
     Raises:
         ValueError: a limit is not above 0.
@@ -120,8 +120,8 @@ class ExecutionResult:
         reason: short text that names the exception or the exceeded limit; "" if there is none.
         output: beginning of the text that a program or an isolated grader printed.
         error: exception that a trusted grader raised; None if there is none.
-        prove: function to call if the result is correct, if the process of a trusted grader has not given a correct result before;
-            else None. Such a call may take longer than later ones.
+        prove: None, or a function to call if the result is correct. Present until the process of a trusted grader has given its
+            first correct result (per ``Limits.kind``). The function records that result. Calls before it may include loading.
     """
 
     verdict: Verdict
@@ -234,7 +234,7 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) ->
 
 
 def _children() -> set[int]:
-    """Returns the pids of this thread's children that nobody has waited for. Empty if the kernel reports none."""
+    """Returns the pids of this thread's child processes that were not reaped. Empty if the kernel reports no children."""
     try:
         with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
             return set(map(int, file.read().split()))

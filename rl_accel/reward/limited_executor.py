@@ -22,7 +22,7 @@ from rl_accel.reward.sandbox import Case, Sandbox
 logger = logging.getLogger("rl_accel")
 
 _Waiting = tuple[float, int, "asyncio.Future[None]"]
-"""Waiting execution: arrival time plus expected duration (in seconds), sequence number, and future.
+"""Entry of a queue (heap) of waiting executions: arrival time plus expected duration in seconds, sequence number, and future.
 
 The future is resolved when the execution gets a slot."""
 _CHECKS_PER_MINIMUM = 4
@@ -176,8 +176,9 @@ class LimitedExecutor:
         limits: resource limits of an execution. The policy replaces the wall and CPU seconds.
         maximum: full budget in seconds; None: the full budget of the policy.
         adapts: False gives each execution the full budget, for graders whose time depends on other services.
-        queues: True if an execution that does not adapt may wait for its turn, such as for one of a few connections. The full
-            budget then begins again each time that another execution has ended by itself, up to :data:`_MOST_BUDGETS` times.
+        queues: for ``adapts=False``: True if a grader may wait for a resource that others hold, such as one of a few connections.
+            The full budget then begins again after other executions have ended by themselves, below a total of
+            :data:`_MOST_BUDGETS` budgets.
     """
 
     def __init__(
@@ -257,7 +258,10 @@ class LimitedExecutor:
         return result
 
     async def _follow_limit(self, running: _Running) -> None:
-        """Applies new limits to an execution. Marks it as late if ``minimum`` seconds pass without an adaptive limit."""
+        """Asks the policy repeatedly for the limit of a running execution, and applies changed limits until a probe is chosen.
+
+        Marks the execution as late if it has run for ``minimum`` seconds without an adaptive limit.
+        """
         timeout = self.anchors.timeout
         for check in itertools.count(1):
             await asyncio.sleep(max(timeout.flags.minimum / _CHECKS_PER_MINIMUM, _SHORTEST_CHECK_SECONDS))
@@ -272,7 +276,7 @@ class LimitedExecutor:
                 running.is_late()
 
     async def _renew_budget(self, running: _Running) -> None:
-        """Begins the full budget of an execution anew while other executions end by themselves."""
+        """Gives a running execution a new full budget from now on, each time that other executions have ended by themselves."""
         loop = asyncio.get_running_loop()
         began, ended = loop.time(), self._ended
         while (wall := loop.time() - began + self._maximum) < _MOST_BUDGETS * self._maximum:
@@ -282,7 +286,7 @@ class LimitedExecutor:
             await asyncio.sleep(self._maximum / _CHECKS_PER_BUDGET)
 
     def _count(self, result: ExecutionResult, limit: Limit, is_correct: bool, waited: float) -> None:
-        """Counts an execution that ended with ``result`` under ``limit`` after it had waited ``waited`` seconds for its slot."""
+        """Adds an ended execution to the counts. ``limit``: its last time limit; ``waited``: seconds that it waited for a slot."""
         timed_out = result.verdict == "timeout"
         was_early = timed_out and limit.reason == "adaptive"
         for name, amount in (

@@ -112,7 +112,7 @@ class Graders(WorkerPool):
     Use this class from one event loop.
 
     Args:
-        target: import path of the grader, "module:function" or "/path/file.py:function". Such a file is added to ``readable``.
+        target: import path of the grader, "module:function" or "/path/file.py:function". The file is added to ``readable``.
         workers: maximum number of calls that run at once; further calls wait in order. None: number of cores that this process
             may use.
         arguments: None if ``target`` is the grader. Else ``target`` is a function that returns the grader; each worker calls
@@ -124,8 +124,8 @@ class Graders(WorkerPool):
         in_thread: True calls a trusted grader in a thread other than the main thread, because stock verl uses a thread pool.
         computing: number of worker processes of a trusted grader above which more processes, up to ``workers``, are started only
             while all calls mostly wait for something other than a processor. None: as many as ``workers``.
-        constants: keyword arguments that are the same objects in all calls, by name. They are sent to a process once.
-        folder: working folder in which a trusted grader is imported; "" for that of this process, in which it is called.
+        constants: keyword arguments that are the same objects in all calls, by name. Each process gets them once, when it starts.
+        folder: working folder during the import of a trusted grader; "" for the folder of this process, which calls always have.
         environment, setup: environment variables and setup function for a trusted grader, see
             :class:`~rl_accel.reward.worker.Start`.
 

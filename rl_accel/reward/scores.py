@@ -21,7 +21,7 @@ logger = logging.getLogger("rl_accel")
 _MOST_WARNINGS = 100
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
 _SCORE = object()
-"""Stands for the score in the form of a reward that is a list or tuple."""
+"""Placeholder for the score in a template made by :func:`_form_of`. Replaces each number of a reward that is a list or tuple."""
 
 
 class GraderError(RlAccelError, RuntimeError):
@@ -64,7 +64,7 @@ class Scores:
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
     def is_correct(self, result: ExecutionResult, size: int | None = None) -> bool:
-        """True if the grader found the answer, or at least one of several answers, correct. Arguments as for :meth:`reward_of`."""
+        """True if the grader judged the answer, or at least one of several answers, correct. Arguments as for :meth:`reward_of`."""
         if self.problem(result, size):
             return False
         found = [_number_in(reward, self.correct_keys) for reward in _rewards(result, size) or ()]
@@ -129,7 +129,7 @@ class Scores:
             self._worst[source] = min(number, self._worst.get(source, math.inf))
 
     def _compare(self, source: str) -> None:
-        """Logs a warning if a stopped answer gets a higher score than the worst answer from ``source`` so far."""
+        """Logs a warning if stopped answers get a higher score than the worst graded answer from ``source`` so far."""
         worst, score = self._worst.get(source, math.inf), self.flags.timeout_score
         if score > worst:
             wrong = f"a stopped answer from {source} gets {score:g}, more than the {worst:g} of a wrong one"
@@ -151,7 +151,10 @@ class Scores:
 
 
 def _rewards(result: ExecutionResult, size: int | None) -> list[Any] | None:
-    """Returns the rewards in the value of ``result``: a single one if ``size`` is None, else a list. None if there is no list."""
+    """Returns the list of rewards that a grader returned, or None if the grader returned no list. Does not check the length.
+
+    If ``size`` is None, the grader returned a single reward, and the result is a list of one item.
+    """
     if size is None:
         return [result.value]
     if isinstance(result.value, str | bytes | Mapping) or not isinstance(result.value, Collection):
@@ -174,7 +177,7 @@ def _number_in(reward: Any, keys: Sequence[str]) -> float | None:
 
 
 def _form_of(reward: Any) -> Any:
-    """Returns the form of a reward for :meth:`Scores._stand_in`: a dict, list or tuple of empty values; None for a number."""
+    """Returns a template of a reward for :meth:`Scores._stand_in`: a dict, list or tuple of empty values; None for a number."""
     if isinstance(reward, Mapping):
         return {key: _empty(value) for key, value in reward.items()}
     if type(reward) in (list, tuple):

@@ -31,7 +31,7 @@ from rl_accel.reward.worker import SIZES, Message, Start, WorkerRequest, encode
 logger = logging.getLogger("rl_accel")
 
 _LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
-"""Exceptions of a call to a worker process that has died or does not answer."""
+"""Exceptions that :meth:`Worker.run` raises if the worker process has died or does not answer."""
 _GRACE_SECONDS = 10.0
 """Seconds to wait for a worker's message after the wall limit. Then the worker is killed with all its descendants."""
 _END_SECONDS = 8.0
@@ -39,13 +39,13 @@ _END_SECONDS = 8.0
 _START_SECONDS = 300.0
 """Seconds in which a new worker must be ready, including all imports of its grader."""
 _RETRY_PAUSE_SECONDS = 1.0
-"""Seconds before a request whose worker died is run again, so that no other dying worker gets the request."""
+"""Pause in seconds before a request whose worker died is run again. If other workers are dying too, they have ended by then."""
 _WAIT_SECONDS = 0.1
 """Seconds that a call of a trusted grader waits for a busy worker before the pool starts another worker."""
 _EARLY_FACTOR, _EARLY_PROCESSES = 2.0, 9
-"""A call in a new process may take longer by this factor times the median over this many earlier processes.
+"""Extra time of a call in a new process of a trusted grader: factor, and number of earlier processes whose median is multiplied.
 
-See :class:`EarlyCall`."""
+See :class:`EarlyCall` and :meth:`WorkerPool._extra`."""
 _SCRIPT = Path(worker_files.__file__)
 
 
@@ -256,7 +256,7 @@ class Worker:
 
     async def stop(self) -> None:
         """Stops the current execution and waits until it has stopped. Raises the same exceptions as :meth:`run`."""
-        assert self.answer is not None  # of the execution to stop
+        assert self.answer is not None  # future of the execution to stop
         self._send({"stop": True})
         await asyncio.wait_for(asyncio.shield(self.answer), _GRACE_SECONDS)
 
@@ -323,8 +323,8 @@ class History:
     """Record of the calls that one process of a trusted grader has answered.
 
     Attributes:
-        proven: kinds of calls (see :class:`Limits`) to which the process has given a correct answer.
-        longest: wall seconds of its longest call, by kind.
+        proven: kinds of calls (``Limits.kind``) for which the process has given a correct answer.
+        longest: wall seconds of the process's longest call, by kind of call.
     """
 
     proven: set[str] = field(default_factory=set)
@@ -332,9 +332,10 @@ class History:
 
 
 class EarlyCall:
-    """Time limits of a call in a process of a trusted grader that has not yet given a correct answer to a call of this kind.
+    """Raised time limits of a call in a new process of a trusted grader.
 
-    Such a call may load what later calls use, such as a model. Limits that were learned from later calls do not fit it.
+    A process is new until it has given a correct answer to a call of the same kind (``Limits.kind``). A call in a new process may
+    have to load what later calls use, such as a model, so limits that were learned from later calls are too short.
 
     Args:
         limits: limits of the call, of which ``wall``, ``cpu`` and ``full`` are used.
@@ -346,7 +347,7 @@ class EarlyCall:
         self.updates = LimitUpdates()
 
     def raised(self) -> tuple[float, float]:
-        """Returns the raised wall and CPU seconds."""
+        """Returns the raised limits: wall seconds and CPU seconds."""
         wall, cpu = (max(seconds, min(seconds + self._extra, self._full)) for seconds in self._seconds)
         return wall, cpu
 
@@ -454,10 +455,7 @@ class WorkerPool:
     async def _run_early(
         self, worker: Worker, limits: Limits, request: WorkerRequest, payload: bytes
     ) -> tuple[ExecutionResult, bytes]:
-        """Runs a request in a process that has not yet given a correct answer to a request of this kind.
-
-        While no process has given a correct answer, the request has the full budget.
-        """
+        """Runs a request in a new process of a trusted grader, with time limits raised by :class:`EarlyCall`."""
         kind, history = limits.kind, worker.history
         call = EarlyCall(limits, self._extra(kind))
         wall, cpu = call.raised()
@@ -472,7 +470,7 @@ class WorkerPool:
         return replace(result, prove=functools.partial(self._prove, kind, history)), body
 
     def _prove(self, kind: str, history: History) -> None:
-        """Records the first correct answer of a process to a request of this kind."""
+        """Records a process's first correct answer to a request of this kind. Updates limits of running early calls accordingly."""
         history.proven.add(kind)
         self._early_seconds.setdefault(kind, deque(maxlen=_EARLY_PROCESSES)).append(history.longest[kind])
         for other, call in self._early_calls:
@@ -480,10 +478,10 @@ class WorkerPool:
                 call.set_extra(self._extra(kind))
 
     def _extra(self, kind: str) -> float:
-        """Returns the seconds that a request in a new process may take longer.
+        """Returns the extra seconds for requests in new processes (see :class:`EarlyCall`); infinite before any correct answer.
 
-        In each process, the longest request until the first correct answer takes at least as long as loading. The median leaves out
-        requests that were slow for another reason.
+        These are twice the median of the longest request that each earlier process answered up to its first correct answer. Such a
+        request takes at least as long as loading. The median ignores a few requests that were slow for another reason.
         """
         seconds = self._early_seconds.get(kind)
         return _EARLY_FACTOR * statistics.median(seconds) if seconds else math.inf
@@ -504,7 +502,7 @@ class WorkerPool:
             waiter.set_exception(SandboxError("the sandbox is closed"))
 
     def abandon(self) -> None:
-        """Makes all workers end by themselves. For a pool that was not closed before its event loop was closed."""
+        """Shuts down the sockets of all workers, which then end by themselves. For a pool whose event loop is closed already."""
         channels = [worker.channel for worker in (*self._workers, *self._unready, self._template) if worker]
         for channel in [*channels, self._launched[1]] if self._launched else channels:
             with contextlib.suppress(OSError):
@@ -560,8 +558,12 @@ class WorkerPool:
         return None
 
     def _refuse(self, error: SandboxError) -> None:
-        """Handles a worker that cannot start. The waiting callers of a trusted grader get the other workers, if there are any."""
-        if self._workers and not self._start.isolation:  # such as of a grader that binds a port when it is imported
+        """Handles a worker that cannot start.
+
+        If a trusted grader has other workers, the pool does not grow beyond them. Otherwise, the call that has waited longest gets
+        ``error``.
+        """
+        if self._workers and not self._start.isolation:  # for example, a second import cannot bind the same port
             self.size = len(self._workers)
             text = "rl-accel: the number of grader processes stays at %d, because another cannot start: %s"
             logger.warning(text, self.size, error)
@@ -571,7 +573,7 @@ class WorkerPool:
     def _grow_soon(self) -> None:
         """Starts workers for the waiting callers.
 
-        If a trusted grader has a worker already, starts more only if callers still wait after a delay.
+        If a trusted grader has a worker already, starts more only if callers still wait after :data:`_WAIT_SECONDS`.
         """
         if self._starting + len(self._workers) == 0 or self._start.isolation:
             self._grow()

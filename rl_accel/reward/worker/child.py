@@ -101,8 +101,8 @@ def find_grader(start: Start, payload: bytes) -> Grader:
     """Imports and returns the grader that ``start.target`` names.
 
     First sets ``sys.path`` as ``start`` says and, for a trusted grader, sets environment variables and calls ``start.setup``.
-    ``payload`` is that of ``start``, or empty. If it holds arguments, ``start.target`` names a function that is called once and
-    returns the grader.
+    ``payload`` is the payload of the message ``start``, or empty. If the payload holds arguments, ``start.target`` names a function
+    that is called once with these arguments and returns the grader.
 
     Raises:
         BaseException: any error of the import or of the call. A TypeError if the result is not callable.
@@ -142,11 +142,11 @@ def _load(path: str) -> Any:
 
 
 def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], bytes]:
-    """Calls the grader with the arguments that are pickled in ``payload``: by position, by keyword, and names of constants.
+    """Calls the grader. ``payload`` is pickled: positional arguments, keyword arguments, and names of the constants to add.
 
-    Returns a dict with ``verdict`` and ``reason``, and pickled bytes: a pair of the return value and the arguments that the grader
-    has changed (by position or name), or the exception. With ``plain`` (for an isolated grader), :func:`_plain` reduces the value
-    to types that are safe to unpickle, changes are dropped, and b"" replaces the exception.
+    Returns a dict with ``verdict`` and ``reason``, and pickled bytes. The bytes hold the exception, or a pair: the return value,
+    and the arguments that the grader has changed (by position or name). With ``plain`` (for an isolated grader), :func:`_plain`
+    reduces the value to types that are safe to unpickle, changes are dropped, and b"" replaces the exception.
     """
     try:
         args, kwargs, names = pickle.loads(payload)
@@ -165,7 +165,7 @@ def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], 
 
 
 def _changes(given: dict[Any, Any], before: dict[Any, bytes]) -> dict[Any, Any]:
-    """Returns the items of ``given`` that differ from ``before``, their pickled state before the call."""
+    """Returns the arguments in ``given`` that the call has changed. ``before`` holds pickled copies from before the call."""
     changed = {}
     for name, data in before.items():
         with contextlib.suppress(Exception):  # the grader has added something that cannot be pickled
@@ -195,7 +195,10 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _with_text(error: Exception) -> Any:
-    """Reduces ``error`` for pickle to a subclass with the same text, without arguments and attributes that cannot be pickled."""
+    """Reduction function for :mod:`copyreg`, for exceptions that pickle cannot restore.
+
+    Reduces ``error`` to a subclass of its type with the same text. Omits arguments and attributes that cannot be pickled.
+    """
     kind, text = type(error), str(error)
     state = {name: value for name, value in vars(error).items() if _survives(value)}
     copy = type(kind.__name__, (kind,), {"__str__": lambda _: text, "__module__": kind.__module__})
@@ -203,7 +206,7 @@ def _with_text(error: Exception) -> Any:
 
 
 def _survives(value: Any) -> bool:
-    """Returns whether ``value`` can be pickled and unpickled. The text of an error must stay the same."""
+    """Returns whether ``value`` can be pickled and unpickled. For an exception, also requires that its text stays the same."""
     try:
         copy = pickle.loads(dumps(value))
     except Exception:

@@ -85,8 +85,8 @@ def leave_network() -> bool:
 def let_interpreter_be_read() -> str:
     """Lets other users reach the interpreter and the folders in ``sys.path``. Returns the reason why this failed, or "".
 
-    Such a path may lie in a folder that is closed to other users, such as /root. In this process and its children, an open folder
-    then replaces the closed folder. The open folder contains nothing but the interpreter and the folders in ``sys.path``.
+    If such a folder lies in a folder that is closed to other users, such as /root, this process and its children see an open folder
+    in place of the closed folder. The open folder contains nothing but the interpreter and the folders in ``sys.path``.
     """
     roots = (sys.base_prefix, sys.prefix, *sys.path)
     interpreter = tuple(map(os.path.realpath, roots[:2]))

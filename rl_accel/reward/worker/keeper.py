@@ -28,7 +28,7 @@ from .isolation import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from .watch import Sink, Watch, cpu_of_ended, descendants, kill_all, seconds_waited
 
 _MEMORY = 0.9
-"""Weight of the calls before the latest one in the share of time that a grader waits for something other than a processor."""
+"""Weight of the previous sums of wall seconds and busy seconds at each call. The two sums show whether a grader mostly waits."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Keeper:
         return False
 
     def _live(self, calls: Channel) -> NoReturn:
-        """Runs in the grader process: imports the grader if necessary, reports to the keeper, then serves calls.
+        """Body of the grader process: imports the grader if necessary, reports success or an error to the keeper, serves calls.
 
         If this process becomes the template, it serves no calls, but forks a keeper for each further worker.
         """
@@ -154,7 +154,7 @@ class Keeper:
             os._exit(0)
 
     def _serve_forks(self, grader: Grader) -> None:
-        """Runs in the template: forks a keeper of the imported grader for each socket that the trainer process sends."""
+        """Loop of the template (see the module docstring): forks a keeper for each socket that the trainer process sends."""
         gc.collect()
         gc.freeze()  # garbage collection in a fork would copy every page
         start, control = self.start, self.channel.control
@@ -206,7 +206,7 @@ def _wait_for(descriptors: Iterable[int]) -> set[int]:
 
 
 def _fork_is_safe(connections_before: set[str]) -> bool:
-    """True if the import of the grader has left one thread, no child process, no new connection, no handler of child signals."""
+    """True if the import of the grader has left a single thread, no child process, no new connection and no SIGCHLD handler."""
     if signal.getsignal(signal.SIGCHLD) != signal.SIG_DFL:  # a keeper would not learn how its processes end
         return False
     # The trial fork makes OpenBLAS, which numpy loads, end its threads, so that they are not counted. They restart later.
@@ -218,7 +218,7 @@ def _fork_is_safe(connections_before: set[str]) -> bool:
 
 
 def _connections() -> set[str]:
-    """Returns number and target of all open file descriptors that two processes must not share: all except read-only files."""
+    """Returns number and target of each open file descriptor that processes must not share: everything except read-only files."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -258,8 +258,8 @@ class Server:
             self.identity.become()
         else:
             _limit(resource.RLIMIT_NPROC, limits["processes"] + threads_of_user() + self.unseen_threads)
-            isolation.drop_capabilities()  # a user namespace gives capabilities
-            isolation.prctl(isolation.PR_SET_DUMPABLE, 1)  # as for any program; the worker itself has 0
+            isolation.drop_capabilities()  # the process has some if it is in a user namespace
+            isolation.prctl(isolation.PR_SET_DUMPABLE, 1)  # the kernel's default; the worker itself has 0
         isolation.prctl(isolation.PR_SET_NO_NEW_PRIVS, 1)
         return report
 

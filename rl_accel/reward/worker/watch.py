@@ -14,17 +14,19 @@ from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
-"""Maximum wall time of an execution, as a multiple of its wall limit. Waits for a processor count against this maximum only."""
+"""Maximum wall time of an execution, as a multiple of its wall limit. Includes waits for a processor, unlike the wall limit."""
 LATE_SECONDS = 0.1
 """Delay in seconds above which a check of the limits counts as late, because the machine was busy or suspended.
 
 Such a delay does not count against the wall limit."""
 ALIVE_SECONDS = 1.0
-"""Seconds between messages that an execution past its wall limit still runs, because waits for a processor do not count."""
-TELL_SECONDS = 0.1
-"""Seconds from the start of an execution to the first report whether a trusted grader mostly waits.
+"""Interval in seconds between messages to the trainer process that an execution still runs.
 
-Later reports come at 2, 4, 8, ... times this time."""
+Sent after the time of the wall limit has passed, because waits for a processor do not count against the limit."""
+TELL_SECONDS = 0.1
+"""Seconds from the start of a call to the first message whether a trusted grader mostly waits for something but a processor.
+
+Later messages follow after 2, 4, 8, ... times these seconds."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -109,9 +111,9 @@ class Watch:
         self._lives_on = self.output is None
 
     def _look_for_the_first_time(self) -> None:
-        """Records the CPU seconds and processor waits of a trusted grader's processes so far, to subtract them later.
+        """Records the seconds that a trusted grader's processes have used or waited for a processor so far, to subtract them later.
 
-        Runs at the first check of the limits, not at the start of the execution, because most executions end before this check.
+        Runs at the first check of the limits. Most calls end before this check, and then save the time of this function.
         """
         self._looked = True
         living = descendants(self.spared)
@@ -217,7 +219,7 @@ class Watch:
             with contextlib.suppress(OSError, IndexError, ValueError):
                 stat = _stat(pid)
                 used["cpu"] += sum(map(int, stat[_TIMES])) / _TICKS
-                is_fork = stat[_STACK] == own[_STACK] and int(stat[_STACK]) > 0  # else it has executed another program
+                is_fork = stat[_STACK] == own[_STACK] and int(stat[_STACK]) > 0  # False after an exec
                 pages = int(stat[_RESIDENT]) - (int(own[_RESIDENT]) if is_fork else 0)
                 used["memory"] += max(0, pages) * _PAGE  # a page shared by two processes counts twice
             threads = _threads(pid)
@@ -261,7 +263,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def seconds_waited(folder: str) -> float:
-    """Returns the seconds of this execution in which a thread was ready but had no processor.
+    """Returns the seconds in which a thread was ready but had no processor, without the seconds in :data:`_waits_before`.
 
     ``folder`` is the folder of the thread in /proc. The thread may be a zombie.
     """
