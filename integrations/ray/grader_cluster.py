@@ -12,7 +12,7 @@ _ADDRESS, _JOB = "RAY_ADDRESS", "RL_ACCEL_RAY_JOB"
 
 
 def environment() -> dict[str, str]:
-    """Returns variables for grader processes: the Ray address, and arguments of ``ray.init`` as JSON; {} without Ray."""
+    """Returns environment variables for grader processes: Ray's address, and arguments of ``ray.init`` as JSON; {} without Ray."""
     import ray
 
     if not ray.is_initialized():
@@ -24,7 +24,7 @@ def environment() -> dict[str, str]:
 
 
 def connect_when_needed(environment: Mapping[str, str]) -> None:
-    """Makes ``ray.init`` use the arguments in ``environment`` if the grader in this process connects to Ray later."""
+    """Changes the default arguments of ``ray.init`` in this grader process to those in ``environment``. Connects nothing itself."""
     if job := environment.get(_JOB):
         when_imported("ray", functools.partial(_set_defaults, json.loads(job)))
 

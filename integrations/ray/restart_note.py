@@ -36,13 +36,13 @@ def publish(note: dict[str, Any]) -> None:
 def arm() -> None:
     """Makes this driver process of a Ray job look for a restart note when the main thread ends, see the module docstring.
 
-    A second call does nothing, and neither does a call outside the main thread.
+    Does nothing in a second call or outside the main thread.
     """
     global _is_armed
     if _is_armed or threading.current_thread() is not threading.main_thread():
         return
     _is_armed = True
-    # A thread, because Ray's exit function is registered after ours, runs before ours and disconnects from the store.
+    # A thread reads the note, because Ray's exit function runs before _exit_with_code and disconnects from the store.
     threading.Thread(target=_look, name="rl-accel-restart-note", daemon=False).start()
     atexit.register(_exit_with_code)
 

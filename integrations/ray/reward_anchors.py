@@ -118,7 +118,7 @@ class StoreClient:
     def use(self) -> None:
         """Starts the periodic exchange with the store, or keeps a running exchange alive.
 
-        The exchange ends after a few intervals of ``EXCHANGE_SECONDS`` without a call of this method.
+        The exchange ends by itself after a few intervals of ``EXCHANGE_SECONDS`` without another call of :meth:`use`.
         """
         self._wanted = True
         if ray.is_initialized() and (self._task is None or self._task.done()):

@@ -39,7 +39,7 @@ from rl_accel.runtime import is_installed
 
 SECTION = "rl_accel"
 STOPS = "train.py itself stops"
-"""Beginning of a message about an error of slime itself."""
+"""Beginning of a message that slime itself would stop the run."""
 SLIME_ARGUMENTS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
 """slime's arguments that each feature sets, by feature name, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
 _DEFAULTS = {
@@ -54,9 +54,11 @@ _DEFAULTS = {
 
 
 _TYPO = 0.92
-"""Similarity above which an unknown flag is a misspelt one of slime. Flags of Megatron-LM in slime's scripts have at most 0.86."""
+"""Similarity (0 to 1) to a flag of slime above which an unknown flag counts as misspelt.
+
+The flags of Megatron-LM in slime's scripts are unknown to slime, too, and have a similarity of at most 0.86."""
 _FLAG = re.compile("[-\N{EN DASH}\N{EM DASH}]+(?=[A-Za-z])")
-"""Pattern of the beginning of a flag, also as a text editor may have changed it."""
+"""Pattern of the dashes before a flag, including the long dashes that a text editor may put in their place."""
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -87,8 +89,8 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
     Args:
         path: path of the YAML file.
-        slime_root: folder of a checkout of slime, in which the keys are looked up, if given.
-        line: words of a launch line, parsed by slime's own parser, which must be importable, if given.
+        slime_root: folder of a checkout of slime, in which the keys are looked up; None: keys are not looked up.
+        line: words of a launch line, which slime's own parser parses (slime must be importable); None: no launch line is checked.
 
     Raises:
         ConfigError: the file cannot be read, a flag of rl-accel is wrong, a path that a feature needs is missing, or the launch
@@ -137,7 +139,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
 
 def _inits_of_roles(args: Any) -> list[str]:
-    """Returns a line for each role in slime's ``--megatron-config-path`` whose init function replaces that of rl-accel."""
+    """Returns a message for each role (actor, critic) whose init function in ``--megatron-config-path`` replaces rl-accel's."""
     ((key, ours),) = SLIME_MEGATRON.items()
     if (path := args.megatron_config_path) is None:
         return []
@@ -161,7 +163,10 @@ def _is_file(written: str, path: Path) -> bool:
 
 @contextlib.contextmanager
 def unread_flags() -> Iterator[Callable[[], list[str]]]:
-    """Yields a function that returns the flags unknown to all parsers that ran inside the block. slime skips such flags."""
+    """Context manager that finds flags that slime would skip: flags unknown to all argument parsers that run in the block.
+
+    Yields a function that returns these flags.
+    """
     unread: list[set[str]] = []
     known = argparse.ArgumentParser.parse_known_args
 
@@ -178,14 +183,14 @@ def unread_flags() -> Iterator[Callable[[], list[str]]]:
 
 
 def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Parses a launch line with slime's own parser. Returns slime's arguments, and messages on unknown flags and of slime's checks.
+    """Parses a launch line with slime's own parser. Returns slime's arguments and a list of messages.
 
-    A wrong value ends this process, as in slime. If Megatron-LM is not installed, an unknown flag counts as one of Megatron's,
-    unless it resembles a flag of slime.
+    The messages name unknown flags, and errors of slime's own checks. A wrong value ends this process, as in slime. If Megatron-LM
+    is not installed, an unknown flag counts as a flag of Megatron-LM, unless the flag resembles a flag of slime.
 
     Args:
         line: words of the launch line, including ``--custom-config-path``.
-        content: content of the YAML file, which is set on the returned arguments if slime's own checks fail before slime does so.
+        content: content of the YAML file. Applied to the returned arguments if slime's checks fail before slime applies the file.
 
     Raises:
         ConfigError: slime or SGLang cannot be imported.

@@ -39,9 +39,10 @@ def require_values(flags: Flags) -> None:
 
 
 def require_file(args: Any, flags: Flags) -> None:
-    """Checks that slime's YAML file has set the arguments that the enabled features need, which slime reads before our code runs.
+    """Checks that slime's YAML file has set the arguments that the enabled features need.
 
-    Flags from another source, such as ``RL_ACCEL``, and flags that were edited without these arguments would have no effect.
+    slime reads these arguments before it calls rl-accel. Without them, flags of rl-accel would have no effect, for example flags in
+    the variable ``RL_ACCEL``, or flags that were edited in the file by hand.
 
     Raises:
         ConfigError: an argument of a feature that is enabled by name is absent, or is a setting of SGLang with another value.
@@ -56,7 +57,10 @@ def require_file(args: Any, flags: Flags) -> None:
 
 
 def idle_notes(args: Any, flags: Flags) -> list[str]:
-    """Returns a line for the log for each named feature that has nothing to do in slime's modes for debugging."""
+    """Returns log lines on features that are enabled by name and have no effect in the debug mode of this run.
+
+    Debug modes are slime's ``--debug-rollout-only`` (no training) and ``--debug-train-only`` (no rollout).
+    """
     notes = []
     for feature, section, hooks in launch_line.enabled_features(flags):
         mode = "debug_rollout_only" if hooks.file == SLIME_MEGATRON else "debug_train_only"

@@ -4,7 +4,8 @@ The launch line is the command that started the job. If the launch line names a 
 function is kept, called by rl-accel's function (with a log line), or refused.
 
 This happens in :func:`~rl_accel.integrations.slime.hooks.data_source`, which slime calls before any other function of a rollout.
-Slime's arguments then still hold the values of the launch line. The few that the YAML file has overwritten are read from its words.
+slime's arguments then still hold the values of the launch line. The few values that the YAML file has overwritten are read from the
+words of the launch line.
 """
 
 import importlib
@@ -27,9 +28,9 @@ STOCK = {
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
 }
-"""Default values of slime's arguments that features set, by argument name. Arguments with the default None are left out."""
+"""slime's default values of the arguments that features set, by argument name. Omits arguments whose default is None."""
 _SEVERAL = re.compile(r"--[\w-]+\s")
-"""Beginning of a word that holds a flag and its value."""
+"""Pattern of a single word that holds a flag and more, such as its value. Matches the flag and one white space."""
 _UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
 

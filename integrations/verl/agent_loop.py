@@ -22,8 +22,8 @@ else:
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 MANAGER, LEGACY_MANAGER = f"{__name__}.AgentLoops", f"{__name__}.LegacyAgentLoops"
-"""Our values of verl's configuration key :data:`KEY`, which names the class of the agent-loop manager. ``MANAGER`` is for the V1
-trainer, ``LEGACY_MANAGER`` for all other trainers."""
+"""Values that rl-accel sets for verl's configuration key :data:`KEY`, the class name of the agent-loop manager. ``MANAGER`` is for
+the V1 trainer, ``LEGACY_MANAGER`` for all other trainers."""
 
 PARTS = "trainer.rl_accel_agent_loop_parts"
 """Configuration key for the full names of the enabled :class:`WorkerPart` mixins, in alphabetical order."""
@@ -45,9 +45,9 @@ class WorkerPart(_Worker):
 
 
 def check(run: VerlRun, flag: str, reason: str) -> None:
-    """Raises ConfigError if a user's agent-loop manager is configured, because our mixins cannot be added to its workers.
+    """Raises ConfigError if a user's agent-loop manager is configured, to whose workers no mixins can be added.
 
-    ``flag`` and ``reason``, for the message, name the feature and say why it needs our manager.
+    ``flag`` and ``reason`` are parts of the message: the feature, and why the feature needs rl-accel's manager.
     """
     manager = run.get(KEY, "")
     if manager not in ("", MANAGER, LEGACY_MANAGER):

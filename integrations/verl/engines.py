@@ -29,8 +29,8 @@ class EngineSupport:
 
     Attributes:
         aborts_by_id: True if the servers' method ``abort_request`` works. ``generate`` then returns the tokens so far.
-        restarts_in_run: True if a server that is restarted during a run gets the weights of the next update, once the training
-            workers have dropped their handles of the dead server.
+        restarts_in_run: True if a server can be restarted during a run, and gets the weights of the next update. The training
+            workers must drop their handles of the dead server before.
         death_errors: class names of exceptions with which a living server reports that its engine is dead.
         read_counters: function that reads the servers' preemption counters; None if unsupported.
         stop: function ``stop(server, request_id)`` that ends one request, called in the server's process. The request's
@@ -78,8 +78,8 @@ def _stop_in_vllm(server: Any, request_id: str) -> None:
 def _pause_vllm(server: Any) -> None:
     """Runs verl's ``abort_all_requests``. Makes it work with vLLM 0.32 and newer too.
 
-    verl 0.9.1 calls vLLM's ``pause_generation`` with ``wait_for_inflight_requests=False``. vLLM 0.32 has no such argument, and by
-    default does what the argument asked for.
+    verl 0.9.1 calls vLLM's ``pause_generation`` with ``wait_for_inflight_requests=False``. vLLM 0.32 has no such argument, and
+    never waits by default.
     """
     engine = server.engine
     pause = engine.pause_generation
@@ -91,7 +91,7 @@ def _pause_vllm(server: Any) -> None:
 def _in_loop_of_sglang(server: Any, work: Coroutine[Any, Any, T]) -> T:
     """Runs ``work`` in the event loop of SGLang's tokenizer manager and waits for the result.
 
-    The calling thread must not be the thread of this event loop. Ray runs our functions in another thread.
+    The calling thread must not be the thread of this event loop. Ray runs ``__ray_call__`` functions in another thread.
     """
     return asyncio.run_coroutine_threadsafe(work, server._server_task.get_loop()).result()
 

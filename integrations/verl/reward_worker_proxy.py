@@ -34,8 +34,7 @@ SUCCESSOR = "_successor_"
 async def cancel(call: Awaitable[T]) -> T | None:
     """Cancels ``call``, a remote call to an async Ray actor, and waits until the call has ended.
 
-    Returns the result of the call, or None if the call has no result. Cancelling only the asyncio task that awaits the call would
-    leave the call running in the actor.
+    Returns as :func:`outcome`. Cancelling only the asyncio task that awaits the call would leave the call running in the actor.
     """
     # With the balance feature, a call is an asyncio task, which has a method ``cancel``.
     call.cancel() if hasattr(call, "cancel") else ray.cancel(call)
@@ -43,7 +42,7 @@ async def cancel(call: Awaitable[T]) -> T | None:
 
 
 async def outcome(call: Awaitable[T]) -> T | None:
-    """Waits up to ``_STOP_SECONDS`` until ``call`` has ended. Returns the result of the call, or None if the call has no result."""
+    """Waits up to ``_STOP_SECONDS`` for the end of ``call``. Returns its result; None if it was cancelled, failed or still runs."""
     task = asyncio.ensure_future(call)
     await asyncio.wait({task}, timeout=_STOP_SECONDS)
     if not task.done():

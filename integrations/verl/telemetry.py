@@ -36,8 +36,8 @@ FILE_KEY = "trainer.rl_accel_telemetry"
 """Key in verl's configuration for the path of the file with response records."""
 WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
-"""Number of consecutive unsuccessful attempts, one per step, to read the preemption counters of the rollout servers. No further
-attempt is made after these, because each unanswered one costs seconds."""
+"""Number of steps in a row without any preemption counter of the rollout servers after which the counters are no longer read. Each
+unanswered attempt costs seconds."""
 _MOST_NOTES = 200_000
 """Maximum number of response records that an agent-loop worker keeps if the trainer process does not fetch the records."""
 _FLAG = "rl_accel.telemetry"
@@ -50,7 +50,7 @@ def wire(run: VerlRun, _flags: TelemetryFlags) -> None:
     """Adds :class:`RecordingWorker` to the agent-loop workers of ``run`` by an entry in verl's configuration. Idempotent.
 
     Raises:
-        ConfigError: the user's configuration names another agent-loop manager than ours.
+        ConfigError: the user's configuration names an agent-loop manager other than rl-accel's.
     """
     agent_loop.check(run, _FLAG, "agent loops must note completion times")
     with open_dict(run.config):

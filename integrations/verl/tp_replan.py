@@ -66,7 +66,7 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
 
 
 def _check_appended(run: VerlRun) -> None:
-    """Refuses a restarted run without the size that ``rl-accel run`` has appended: it would only be restarted again and again."""
+    """Refuses a restarted run whose command has dropped the size that ``rl-accel run`` appended: it would restart forever."""
     size = f"{TP_KEY}={run.get(TP_KEY)}"
     for wanted in json.loads(os.environ.get(OVERRIDES_VAR, "[]")):
         if wanted.startswith(f"{TP_KEY}=") and wanted != size:
@@ -123,7 +123,7 @@ def _check_checkpoints(run: VerlRun) -> None:
 
 
 class StepObserver:
-    """Passes the metrics of each logged step to the planner of tensor-parallel sizes, and logs or carries out its decisions.
+    """Passes each step's metrics to the planner of tensor-parallel sizes, and logs or carries out the planner's decisions.
 
     ``find_trainer`` returns verl's trainer, or None without a trainer.
     """

@@ -31,7 +31,7 @@ Graded = tuple[Any, list[Changes], list[int]]
 
 
 class NotSent:
-    """Stands for a value that cannot be pickled. Any use of this object raises a RuntimeError that names the value."""
+    """Placeholder for a value that cannot be sent to another process. Any use of it raises a RuntimeError that names the value."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,9 +52,10 @@ class NotSent:
 
 
 def pack(values: dict[str, Any], owner: str) -> Packed:
-    """Pickles each entry of ``values`` separately. Replaces what cannot be pickled by :class:`NotSent`, in dicts item by item.
+    """Pickles each entry of ``values`` separately. Replaces entries that cannot be pickled by :class:`NotSent`.
 
-    ``owner`` is the name of the object with these attributes, for messages.
+    Only such items of a dict are replaced, not the whole dict. ``owner`` is the name of the object that has these attributes, for
+    messages.
     """
     packed = {}
     for name, value in values.items():
@@ -85,14 +86,14 @@ def unsent_restored(changed: Any, original: Any) -> Any:
 
 
 class Arguments:
-    """slime's arguments as grader processes know them. A rollout of the user may change them, or pass other ones."""
+    """Copy of slime's arguments that each grader process gets when it starts. A user's rollout may change the arguments later."""
 
     def __init__(self, args: Any) -> None:
         self._known = dict(vars(args))
         self.packed = pack(self._known, "args")
 
     def changes(self, args: Any) -> Packed:
-        """Returns the entries of ``args`` that grader processes do not know, packed. Looks into dicts and lists only."""
+        """Returns the entries of ``args`` that differ from the copy, packed. Searches only dicts and lists for inner changes."""
         known = self._known
         items = vars(args).items()
         new = {
@@ -116,8 +117,8 @@ def pack_sample(sample: Any, whole: bool) -> Packed:
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     """Returns a function ``grade(samples, single, kwargs, args)``, which calls a grader in this process.
 
-    ``grade`` returns the return value of the grader, for each sample the fields that the grader has changed, and the order in which
-    the grader has left the list of samples. With ``single``, the grader gets the only sample instead of a list of samples.
+    ``grade`` returns a tuple: the return value of the grader; for each sample, the fields that the grader has changed; and the
+    order in which the grader has left the list of samples. With ``single``, the grader gets the only sample instead of a list.
     ``kwargs`` are further arguments of the grader. The ``args`` of ``grade`` are entries of slime's arguments that differ in this
     call.
 

@@ -42,8 +42,8 @@ from rl_accel.switch import forget_when_off
 _MOST_WORKERS = 16
 """Upper bound of the default number of grader processes. Each grader process imports slime and takes some 250 MiB of memory."""
 _MOST_AWAITED = 1 << 20
-"""Number of slots for graders that run on slime's event loop. The number is in effect unlimited, because slime does not limit such
-graders either and because they cost this machine nothing."""
+"""Maximum number of graders that run on slime's event loop at once, in effect unlimited. slime has no such limit either, and these
+graders mostly wait and cost this machine nothing."""
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """True if the current asyncio task grades an evaluation sample. slime marks and grades a sample in the same task."""
@@ -102,7 +102,7 @@ class GraderSpec:
 
 
 class Grading:
-    """Grades samples on one event loop. Holds the grader processes, the executors, and the durations of correct gradings.
+    """Grades samples on one event loop. Holds the grader processes, their executors, and the times from which limits are learned.
 
     Raises:
         ConfigError: a flag is wrong.

@@ -48,8 +48,8 @@ ABORT_AGAIN_SECONDS = 0.5
 """Seconds between two abort messages for the same request. An abort message is repeated because the first message may reach the
 server before the request does."""
 INSIST_SECONDS = 5.0
-"""Maximum seconds from the cancellation of a response, which aborts the response's requests, until the response's asyncio task is
-cancelled, too. After twice this time, the response is reported as aborted even if the task still runs."""
+"""Seconds that a cancelled response has to end after its requests were aborted. Then the response's asyncio task is cancelled, too.
+After twice this time, the response is reported as aborted even if the task still runs."""
 IDLE_SECONDS = 30.0
 """Maximum seconds to wait after a rollout until no rollout server holds a request. A warning then names the servers that still hold
 requests."""
@@ -110,9 +110,9 @@ class Session:
         return request_id
 
     async def failed(self) -> None:
-        """Raises ResponseLost if a rollout server has died since the failed request was sent, else returns.
+        """Decides whether a failed request is sent again: returns if yes.
 
-        If this method returns, the caller sends the request again.
+        Raises ResponseLost if a rollout server has died since the request was sent, CancelledError if the response is cancelled.
         """
         if self.cancelled:
             raise asyncio.CancelledError
@@ -279,7 +279,7 @@ async def _requests(url: str) -> int:
 
 
 class Responses:
-    """Starts, cancels and reports responses on slime, as :class:`~rl_accel.rollout.round_driver.ResponseWorkers` prescribes.
+    """Starts, cancels and reports responses on slime. Implements :class:`~rl_accel.rollout.round_driver.ResponseWorkers`.
 
     Responses are asyncio tasks on slime's event loop. The thread of the :class:`~rl_accel.rollout.round_driver.RolloutDriver` calls
     the public methods.

@@ -167,7 +167,7 @@ class TailDataSource(RolloutDataSource):
     def save(self, rollout_id: int) -> None:
         """Saves the state that this data source had after rollout ``rollout_id``, even if later rollouts are already complete.
 
-        A run that reads its rollouts from files (slime's ``--load-debug-rollout-data``) plays none: its state does not change.
+        If the run reads its rollouts from files (slime's ``--load-debug-rollout-data``), the state is the same after every rollout.
 
         Raises:
             RuntimeError: the rollout was not made in this process, or the rollout's state is no longer in memory.
@@ -212,7 +212,7 @@ class TailDataSource(RolloutDataSource):
 
 
 def _position(root: str, rollout_id: int) -> Path:
-    """Returns the path of the file, below the checkpoint folder ``root``, in which slime's data source saves its state."""
+    """Returns the path of the file, below the checkpoint folder ``root``, in which slime saves its position in the data set."""
     return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 

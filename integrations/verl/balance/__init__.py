@@ -40,7 +40,7 @@ _refuse = functools.partial(refuse, _FLAG)
 
 
 def wire(run: VerlRun, flags: BalanceFlags) -> None:
-    """Sets our router and our mixin for agent-loop workers in the configuration of ``run``. Idempotent.
+    """Sets rl-accel's router and its mixin for agent-loop workers in the configuration of ``run``. Idempotent.
 
     Raises:
         ConfigError: a setting conflicts with balanced rollouts.

@@ -98,14 +98,15 @@ class BalancedRouter:
             )
 
     async def again(self, ticket: str, tokens: int | None) -> tuple[str, Any] | None:
-        """Waits for a slot where a response can continue after a stop or after the death of its server.
+        """Waits until a server has a slot for the rest of a response that was stopped or whose server has died.
 
         Args:
             ticket: unique id of the response.
             tokens: number of tokens that the last server generated before the stop; None if the server died.
 
         Returns:
-            Name and handle of the next server; None if the response has ended, or was stopped by something else than the router.
+            Name and handle of the next server; None if the response must not continue, because it has ended or because something
+            other than the router has stopped it.
         """
         instructions = self._balance.again(ticket, time.monotonic(), tokens)
         return None if instructions is None else await self._bound(ticket, instructions)
@@ -150,7 +151,7 @@ class BalancedRouter:
             future.set_exception(RuntimeError("No available servers in load balancer"))  # verl matches this message
 
     def require_acquire_fields(self) -> list[str]:
-        # Our client reads these fields and does not send them on to this actor.
+        # rl-accel's client (``Servers``) reads these fields and does not send them on to this actor.
         return ["prompt_ids", "sampling_params", "image_data", "video_data", "audio_data"]
 
     def require_release_fields(self) -> list[str]:

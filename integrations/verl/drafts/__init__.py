@@ -156,7 +156,7 @@ class Exchange:
             file = Path(config.resume_from_path if config.resume_mode == "resume_path" else before, HISTORY)
             if file.is_file():
                 self._history.extend(torch.load(file, weights_only=True))
-                self._finished[file] = list(self._history)  # of no server, so all servers get them
+                self._finished[file] = list(self._history)  # the key is no server, so all servers get them
                 logger.info("rl-accel: drafts: %d earlier responses from %s", len(self._history), file)
         counted = self._take_answers(0.0)
         for replica in trainer.llm_server_manager.get_replicas():
@@ -196,7 +196,7 @@ class Exchange:
 
 
 def check(logged: Mapping[str, Any]) -> None:
-    """Checks that engine and trainer agree on the probabilities of sampled tokens, if the run logs the mean difference.
+    """Checks that engine and trainer agree on the probabilities of sampled tokens. Does nothing if verl logs no mean difference.
 
     Raises:
         StopTraining: the difference is above :data:`LARGEST_DIFFERENCE`, or not a number.

@@ -2,7 +2,7 @@
 
 This package uses official extension points of verl only: a reward manager and a mixin for agent-loop workers. :func:`wire` sets
 them in verl's configuration. In a reward worker, module ``manager`` wraps the configured reward manager and replaces the reward
-function by ours. Our function runs the user's function, or verl's own (``code_rewards``), within time limits. In an agent-loop
+function. The new function runs the user's function, or verl's own (``code_rewards``), within time limits. In an agent-loop
 worker, the mixin :data:`WORKER_PART` marks validation responses and tolerates dead reward workers. The counts of all reward workers
 reach the trainer's log through the anchor store, which shares the durations of correct executions between processes.
 """
@@ -30,14 +30,14 @@ from rl_accel.telemetry.metrics import Observer
 
 MANAGER = "RewardTimeoutManager"
 MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
-"""Our values of verl's configuration keys ``reward.reward_manager.name`` and ``reward.reward_manager.module.path``."""
+"""Values that rl-accel sets for verl's configuration keys ``reward.reward_manager.name`` and ``.module.path``."""
 
 SECTION = "reward_timeout"
-"""Name of our section under ``reward`` in verl's configuration, which all processes read. The section holds the flags, the wrapped
-reward manager, and the path of the file with the longest correct executions (anchors)."""
+"""Name of rl-accel's section under ``reward`` in verl's configuration, which all processes read. The section holds the flags, the
+wrapped reward manager, and the path of the file with the longest correct executions (anchors)."""
 
 WORKER_PART = f"{__name__}.validation.ValidationTag"
-"""Full name of our mixin for verl's agent-loop workers."""
+"""Full name of this feature's mixin for verl's agent-loop workers."""
 
 _FLAG = "rl_accel.reward_timeout"
 _refuse = functools.partial(refuse, _FLAG)
@@ -45,7 +45,7 @@ _REWARD = "reward.reward_manager"
 
 
 def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
-    """Sets our reward manager and agent-loop manager in the configuration of ``run``. Idempotent.
+    """Sets rl-accel's reward manager and agent-loop manager in the configuration of ``run``. Idempotent.
 
     Raises:
         ConfigError: a setting conflicts with reward time limits, or verl is too old.
@@ -103,11 +103,11 @@ def _check(run: VerlRun) -> None:
 
 
 def _never_awaits(path: str, name: str) -> bool:
-    """Returns True if a user's reward manager never awaits ``compute_score``, although our function of this name is async.
+    """Returns True if a user's reward manager never awaits ``compute_score``, which is an async function with this feature.
 
-    In such a manager, the method ``run_single`` with the methods that it calls uses ``compute_score``, and awaits nothing but calls
-    in threads. This function reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module). It does not
-    import the module, because an import could have side effects. Returns False if the source code is not found.
+    Reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module) without importing the module, because
+    an import could have side effects. The answer is True if the method ``run_single`` and the methods that it calls use
+    ``compute_score``, and await nothing but calls in threads. Returns False if the source code is not found.
     """
     try:
         module = path.removeprefix("pkg://").replace("/", ".")

@@ -1,7 +1,7 @@
 """verl's two code rewards (``prime_code`` and ``sandbox_fusion``), with a separate, time-limited execution for each test case.
 
-The scores are those of verl. ``prime_code`` runs verl's own grading code in our grader processes. ``sandbox_fusion`` calls the
-remote sandbox, which enforces the time limit.
+The scores are those of verl. ``prime_code`` runs verl's own grading code in grader processes. ``sandbox_fusion`` calls the remote
+sandbox, which enforces the time limit.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 SCORED_CASES = 10
 """Number of scored test cases. verl's score is the pass rate of the first ten cases."""
 _ALARM_SECONDS = 3600
-"""Seconds between our time limit and the later alarm in verl's grading code. Our limit always stops the execution first."""
+"""Seconds by which the alarm in verl's grading code is later than rl-accel's time limit, which thus always acts first."""
 _PRIME_OUTPUT_BYTES = 64 << 20
 """Output limit of a test case in bytes. The limit is high, because verl does not limit stderr."""
 _threads = ThreadPoolExecutor(64, thread_name_prefix="rl_accel_fusion")
@@ -42,9 +42,9 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
 
     verl gives 1 if the program passes all test cases in one run of at most 6 seconds. Otherwise verl runs the first ten cases one
     by one, and the score is the pass rate of these ten. In that second run, verl treats a problem with a function to call as a
-    program that reads stdin, and so do we. Only time limits can make our score differ, because each case is a separate execution
-    with a separate limit. Cases after the first ten are skipped where they cannot change the score. Cancelling this call
-    kills the running executions.
+    program that reads stdin, and so does this function. Only time limits can make the score differ from verl's, because each case
+    is a separate execution with a separate limit. Cases after the first ten are skipped where they cannot change the score.
+    Cancelling this call kills the running executions.
 
     Args:
         execute: function that runs a test case within the case's time limit.

@@ -51,8 +51,8 @@ else:
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERLS_OWN = "verl.utils.reward_score:default_compute_score"
 _AWAITED_SLOTS = 1 << 20
-"""Number of slots for async reward functions in each reward process: in effect unlimited, as in verl. They use no CPU cores, and
-some wait until all responses of a batch have arrived."""
+"""Maximum number of async reward functions that run at once in each reward process: in effect unlimited, as in verl. They hardly
+use CPU cores, and some wait until all responses of a batch have arrived."""
 _FUSION_SLOTS = 256
 """Maximum number of requests to a remote sandbox at once in each reward process."""
 
@@ -169,7 +169,7 @@ class RewardTimeoutManager(RewardManagerBase):
         )
 
     async def score(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the reward function of the run within a time limit. Takes the arguments of verl's reward functions.
+        """Runs the configured reward function within a time limit. Takes the arguments of verl's reward functions.
 
         Returns:
             A reward as verl's reward managers expect: a number, or a dict with the key ``score``.
@@ -236,7 +236,10 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _function(self) -> Graders:
-        """Grader processes for a synchronous reward function. They call it in the main thread if verl would (``remote``)."""
+        """Processes that call a synchronous reward function.
+
+        The call is in the main thread if verl would do so (reward manager ``remote``), else in another thread.
+        """
         function = self._graders[self._target[0]] = Graders(
             self._target[0],
             self._slots,

@@ -18,7 +18,7 @@ from rl_accel.rollout.tail_batching import TailRun
 
 FLAG = "rl_accel.tail_batching"
 MODE = "tail_batching"
-"""Our value of verl's configuration key ``trainer.v1.trainer_mode``."""
+"""Value that rl-accel sets for verl's configuration key ``trainer.v1.trainer_mode``."""
 ROLLOUT_N = "__rollout_n__"
 """Column of the data set with the number of responses to generate for each row. verl honours this column."""
 WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopWorker"

@@ -41,13 +41,12 @@ GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
 response would cost the trainer process far more than handling the event."""
 
 ENGINES_STOP_SECONDS = 2.0
-"""Interval in seconds between checks whether the bulk abort has ended all requests in the engines. If no request has ended in an
-interval, the remaining requests are cancelled one by one. These requests reached their engine after the bulk abort."""
+"""Interval in seconds between checks whether the bulk abort at the end of a round has ended all requests in the engines. If no
+request has ended in an interval, the rest, which reached the engines after the bulk abort, is cancelled one by one."""
 
 DELIVERY_SECONDS = 5.0
-"""Maximum seconds that the trainer process waits for the agent-loop workers to answer a call. At the end of a round, such a call
-sends the cancellations, and the engines abort all requests afterwards. A response counts as failed if an engine aborts the response
-before the agent-loop worker has received the cancellation."""
+"""Maximum seconds that the trainer process waits for the agent-loop workers to answer a call. At the end of a round, the workers
+must learn of the cancellations before the engines abort all requests. Otherwise an aborted response counts as failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             "logprobs": config.calculate_log_probs,
         }
         if not prompt.pop("__do_sample__", True):
-            # Not at the top of the file, to avoid an import cycle: verl's trainers register ours, which imports this module.
+            # Not at the top of the file, because the import makes rl-accel register a trainer, which imports this module.
             from verl.trainer.ppo.v1 import agent_loop_tq
 
             verls: AgentLoopTQ = agent_loop_tq

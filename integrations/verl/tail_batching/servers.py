@@ -95,7 +95,7 @@ class ServerDied(ResponseLost):
 class ServerLost(RuntimeError):
     """Rollout servers have died, and training cannot go on.
 
-    Either no server can be restarted, or a restarted server would have other weights than the rest.
+    No server is left, a dead server cannot be restarted, or a server died during a weight update.
     """
 
 
@@ -302,7 +302,7 @@ class RolloutServers:
             _end_servers(dead)
 
     def _tell_all(self, name: str, instead: Callable[[Any], None] | None = None) -> None:
-        """Calls the method ``name`` of every replica. A function ``instead`` runs in the process of each first server in its place.
+        """Calls the method ``name`` of every replica, or runs ``instead(server)`` in the process of each replica's first server.
 
         Dead replicas are only logged, because later calls that need them raise.
         """
@@ -326,7 +326,7 @@ class RolloutServers:
                 logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, _cause_of(error))
 
     def reach_all(self, call: Callable[[], None]) -> None:
-        """Restarts dead servers, then runs ``call``, which reaches every server. Repeats these steps if a server dies meanwhile.
+        """Restarts dead servers, then runs ``call``, which needs every server. Repeats these steps if a server dies meanwhile.
 
         Raises:
             ServerLost: a dead server cannot be restarted; see :meth:`revive`.
@@ -372,9 +372,8 @@ class RolloutServers:
 
         def watch() -> None:
             while not over.wait(WATCH_SECONDS):
-                if (dead := self._find_dead()) and not over.wait(
-                    WATCH_SECONDS
-                ):  # otherwise the block has ended within the grace period
+                # The second wait is a grace period in which the block may end without help.
+                if (dead := self._find_dead()) and not over.wait(WATCH_SECONDS):
                     logger.error("rl-accel: a rollout server died and left calls without an answer; they are ended")
                     end(dead)
                     return

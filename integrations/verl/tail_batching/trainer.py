@@ -158,7 +158,7 @@ class TailBatchingTrainer(PPOTrainerSync):
     # Checkpoints
 
     def _save_checkpoint(self) -> None:
-        # Our state is saved first, because the last file of the base class marks the checkpoint as the one to resume from.
+        # Tail batching is saved first, because the last file of the base class marks the checkpoint as the one to resume from.
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / saved.FOLDER
         saved.save(folder, self.global_steps, self._core.state_dict(), self._supply.fetched, self._supply.payloads)
         super()._save_checkpoint()

@@ -23,7 +23,7 @@ _MODE_KEY = "trainer.v1.trainer_mode"
 
 
 def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
-    """Sets the trainer mode ``tail_batching`` and our agent-loop manager in the configuration of ``run``. Idempotent.
+    """Sets the trainer mode ``tail_batching`` and rl-accel's agent-loop manager in the configuration of ``run``. Idempotent.
 
     Raises:
         ConfigError: a setting conflicts with tail batching, or the domain quotas do not add up to the batch size.
