@@ -12,7 +12,9 @@ from rl_accel.log import warn_once
 from rl_accel.telemetry import metrics
 
 PROBING: ContextVar[bool] = ContextVar("probing", default=False)
-"""True while a replacement is called only for comparison. The replacement then records no metrics, and never calls the original."""
+"""True while a replacement function is called only to compare it with the original.
+
+The replacement then records no metrics, and never falls back to the original."""
 
 
 def require_agreement(
@@ -54,10 +56,10 @@ def require_agreement(
 
 
 def with_fallback(function: Callable[..., Any], original: Callable[..., Any], feature: str) -> Callable[..., Any]:
-    """Returns a function that calls ``function``, and calls ``original`` instead if ``function`` refuses the arguments.
+    """Returns a function that calls ``function``, and calls ``original`` instead if ``function`` does not support the arguments.
 
-    A TypeError, ValueError or BackendMissing from ``function`` means that it does not support the arguments. Each error message is
-    logged once as a warning. The metric ``<feature>/stock_calls`` counts the calls that went to ``original``.
+    ``function`` says so by a TypeError, ValueError or BackendMissing. Each error message is logged once as a warning. The metric
+    ``<feature>/stock_calls`` counts the calls that went to ``original``.
     """
 
     @functools.wraps(original)

@@ -48,8 +48,8 @@ class Patch:
         no_seam: reason why no official extension point of the framework can be used.
         upstream: URL of the framework's issue or pull request on the same problem, or "none".
         remove_when: change to the framework that makes the patch unnecessary.
-        independent: True if the feature's other patches are useful without this one, which alone stays off then if the framework
-            version lacks the function or is not supported.
+        independent: True if the feature's other patches are useful without this one. Only this patch then stays off if the
+            framework version lacks the function or is not supported. False: the whole feature stays off.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Patch:
             _written[self] = self._write(locations, original, replacement)
 
     def state(self) -> SwitchState:
-        """Returns the state of the patch, read from the locations of the patched function."""
+        """Returns APPLIED if all locations hold the replacement, FOREIGN if other code has changed one, WAITING if not applied."""
         with _lock:
             written = self._record()
             if not written:
@@ -92,7 +92,7 @@ class Patch:
             return SwitchState.APPLIED if is_ours else SwitchState.FOREIGN
 
     def revert(self) -> None:
-        """Restores the identical original objects, also in framework modules that have imported the replacement by name.
+        """Restores the original objects, also in modules of the framework that have imported the replacement by name.
 
         Raises:
             PatchRefused: other code has wrapped or overwritten the replacement; reverting would silently remove that change.

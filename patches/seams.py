@@ -2,7 +2,7 @@
 
 An interface is a Protocol class that declares the members of a framework class (or module) that rl-accel uses. Interfaces serve as
 types, so that mypy rejects the use of undeclared members. :func:`require` compares interfaces with the installed framework, and
-our subclasses with the framework classes that they extend.
+rl-accel's subclasses with the framework classes that they extend.
 """
 
 import dis
@@ -27,7 +27,7 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 _targets: dict[Any, tuple[str, ...]] = {}  # interface -> locations of the classes or modules that it describes
-_extended: dict[Any, Any] = {}  # our class -> interface of the framework class that our class extends
+_extended: dict[Any, Any] = {}  # class of rl-accel -> interface of the framework class that it extends
 _remote: set[Any] = set()
 
 
@@ -73,7 +73,8 @@ def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
 def modules_of(home: str) -> list[ModuleType]:
     """Imports the module ``home`` and the direct submodules of ``home``. Returns these modules and the adapters that they import.
 
-    Adapters are all modules below the parent package of ``home``, such as ``rl_accel.integrations.verl``.
+    Adapters are modules that connect features to a framework: all modules in the package that contains ``home``, such as
+    ``rl_accel.integrations.verl``.
 
     Raises:
         PatchRefused: a module cannot be imported.
@@ -92,9 +93,9 @@ def modules_of(home: str) -> list[ModuleType]:
 
 
 def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
-    """Returns the interfaces that ``modules`` use, each mapped to our classes in ``modules`` that extend what it describes.
+    """Returns the interfaces that ``modules`` use, each mapped to the list of classes in ``modules`` that :func:`extends` marks.
 
-    Interfaces that occur only as types of the members of other interfaces are included.
+    The result includes interfaces that occur only as types in other interfaces.
     """
     users: dict[Any, list[Any]] = {}
 
@@ -123,7 +124,8 @@ def require(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
 
     Args:
         name: name of the feature or check, for the message.
-        interfaces: mapping from interface to our subclasses of the framework class, whose overridden methods are checked too.
+        interfaces: mapping from interface to rl-accel's subclasses of the framework class. Methods that a subclass overrides are
+            checked, too.
 
     Raises:
         PatchRefused: members are absent or different. The message names each member, with the wanted and the found signature.
@@ -156,9 +158,9 @@ def _differences(interface: Any, classes: Iterable[Any]) -> Iterator[str]:
                 expected = _signature(member, is_method)
                 for note, function in {"": wanted, **overrides}.items():
                     takes = _signature(function, True)
-                    if note:  # our override must accept the calls of the framework
+                    if note:  # the override must accept the calls of the framework
                         fits = name == "__init__" or _accepts(takes, expected)
-                    else:  # the method of the framework must accept our calls
+                    else:  # the method of the framework must accept rl-accel's calls
                         fits = _accepts(expected, takes)
                     if not fits:
                         yield f"{where}{takes}{note}, found {expected}"
@@ -228,7 +230,7 @@ _passed: set[str] = set()
 
 @dataclass(frozen=True)
 class SeamCheck:
-    """Switch that changes nothing, and checks that the framework has all members that ``interfaces`` declare."""
+    """Switch without a change: its ``apply`` only checks that the framework has all members that ``interfaces`` declare."""
 
     name: str
     target: str
@@ -257,9 +259,9 @@ class Registration:
         target: ``"pkg.mod:entry"``, the module whose import makes the registry available, and a description of the entry.
         register: function ``register(settings)`` that adds the entry. ``settings`` are the feature's flags. May raise PatchRefused.
         unregister: function without arguments that removes the entry.
-        find: function without arguments that returns the object registered under our name, or None. Must not import any module,
-            because any thread may call it under the runtime's lock.
-        owner: name of the module that defines our object.
+        find: function without arguments that returns the object now registered under the entry's name, or None. Must not import any
+            module, because any thread may call it under the runtime's lock.
+        owner: name of the module that defines the object which ``register`` adds.
     """
 
     name: str
@@ -270,7 +272,7 @@ class Registration:
     owner: str
 
     def state(self) -> SwitchState:
-        """Returns FOREIGN if the registry holds another object under our name, APPLIED if it holds ours, else WAITING."""
+        """Returns APPLIED if the registry holds the entry, FOREIGN if it holds another object of that name, else WAITING."""
         if self.target.partition(":")[0] not in sys.modules:
             return SwitchState.WAITING
         entry = self.find()
@@ -294,7 +296,7 @@ class Registration:
                 raise PatchRefused(f"{self.name}: {type(error).__name__}: {error}") from error
 
     def revert(self) -> None:
-        """Removes the entry from the registry if the entry is ours."""
+        """Removes the entry from the registry, unless other code has put another object there."""
         if self.state() is SwitchState.APPLIED:
             self.unregister()
 
@@ -304,7 +306,8 @@ def step_observer(
 ) -> Registration:
     """Returns a switch that lets ``feature`` see the metrics of each training step on verl, and add further metrics.
 
-    ``make(flags)`` returns the observer, and is defined in the same module. For ``target`` see :class:`Registration`.
+    ``make(flags)`` returns the function that sees the metrics, and must be defined in the same module as that function. For
+    ``target`` see :class:`Registration`.
     """
     return Registration(
         name=f"verl.{feature}.observer",

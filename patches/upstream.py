@@ -21,7 +21,7 @@ MARK = "__rl_accel_patch__"
 """Name of the attribute that marks a replacement function. The attribute's value is the name of the patch."""
 
 _DECORATOR_HOMES = frozenset({"torch", *sys.stdlib_module_names}) - {"unittest", "__main__"}
-"""Packages whose decorators (``torch.no_grad``, ``functools.lru_cache``) frameworks themselves put on their functions."""
+"""Packages whose decorators are no conflict, because frameworks use them, too (``torch.no_grad``, ``functools.lru_cache``)."""
 
 _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(\[(?P<key>[^\[\]]+)\])?")
 
@@ -42,7 +42,7 @@ class Location:
         return self.where
 
     def read(self) -> Any:
-        """Returns the object now at this location, or None if absent. A staticmethod object is returned as such."""
+        """Returns the object now at this location, or None if absent. Does not unwrap staticmethod and classmethod objects."""
         return self.owner.get(self.name) if self.keyed else vars(self.owner).get(self.name)
 
     def write(self, value: Any) -> None:
@@ -53,7 +53,7 @@ class Location:
             setattr(self.owner, self.name, value)
 
     def is_live(self) -> bool:
-        """Returns whether looking up ``where`` still finds ``owner``. False if the module was unloaded or imported again."""
+        """Returns whether a new look-up of ``where`` finds ``owner``. False if the module was unloaded or imported again."""
         try:
             return _locate(self.where).owner is self.owner
         except PatchRefused:
@@ -76,7 +76,7 @@ def find(where: str) -> Location:
 
 
 def restore_copies(target: str, new: Any, old: Any) -> None:
-    """Replaces ``new`` by ``old`` in all modules of the target's package, where ``from x import f`` may have copied ``new``."""
+    """Replaces ``new`` by ``old`` wherever ``from x import f`` has copied ``new`` into a module of the package of ``target``."""
     for name, module in list(sys.modules.items()):
         if _package(name) == _package(target) and isinstance(module, ModuleType):
             for attribute in [key for key, value in vars(module).items() if value is new]:
@@ -96,8 +96,8 @@ def repack(raw: Any, function: Any) -> Any:
 def require_own(function: Any, target: str) -> None:
     """Checks that no other package has replaced or wrapped ``function``, which was found at the location ``target``.
 
-    The module of a layer (a wrapper or the innermost function) is the module whose globals the layer's code uses, because
-    ``functools.wraps`` copies ``__module__`` from the wrapped function.
+    Inspects each layer of ``function``: the wrappers and the innermost function. The module of a layer is the module whose globals
+    the layer's code uses. ``__module__`` would mislead, because ``functools.wraps`` copies it from the wrapped function.
 
     Raises:
         PatchRefused: a layer is from another package than ``target`` and is no decorator of torch or the standard library, or the
@@ -169,7 +169,7 @@ def fingerprint(function: Callable[..., Any]) -> str | None:
 
 
 def describe(item: Any) -> str:
-    """Returns the origin of ``item`` for messages: the real module and name, or the name of the patch for our replacements."""
+    """Returns the origin of ``item`` for messages: its real module and name, or the patch if it is a replacement by rl-accel."""
     if item is None:
         return "nothing"
     inner = unpack(item)

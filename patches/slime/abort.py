@@ -37,7 +37,10 @@ def _make(original: Any, _settings: Any) -> Any:
 
 
 def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
-    """Raises PatchRefused unless slime's function has one sleep, of ``retry_interval``, whose default exceeds ``FIRST_SLEEP``."""
+    """Raises PatchRefused unless slime's function sleeps at a single place, for ``retry_interval`` seconds.
+
+    The default of ``retry_interval`` must exceed ``FIRST_SLEEP``.
+    """
     nodes = ast.walk(ast.parse(inspect.getsource(original.__code__)))
     calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
     sleeps = [call for call in calls if "sleep" in call.partition("(")[0]]

@@ -29,7 +29,7 @@ def packed_gae(
     lambd: float,
     settings: Any,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Computes the GAE of whole responses with :func:`~rl_accel.ops.gae_of_lists`. Returns advantages and returns.
+    """Computes the GAE of whole responses with :func:`~rl_accel.ops.gae_of_lists`. Returns the pair (advantages, returns).
 
     Uses only the first ``lengths[i]`` tokens of response ``i``.
     """

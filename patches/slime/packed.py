@@ -8,8 +8,8 @@ import torch
 from rl_accel.errors import PatchRefused
 
 LOSS = "slime.backends.megatron_utils.loss"
-"""Module of slime that calls the functions to replace. The module has imported these functions by name from ``ppo_utils``, so
-replacing them only there has no effect."""
+"""Module of slime that calls the functions to replace. It has imported them by name from ``ppo_utils``, so a replacement in
+``ppo_utils`` alone has no effect."""
 PPO_UTILS = "slime.utils.ppo_utils"
 
 
@@ -21,8 +21,8 @@ def on_whole_responses(
 ) -> Sequence[list[torch.Tensor]]:
     """Calls ``compute`` on whole responses, and returns the results for the part of each response that this rank holds.
 
-    With context parallelism, each rank holds two slices of each sequence. slime's own functions gather the whole responses from all
-    ranks (a collective call) and slice the results.
+    With context parallelism, each rank holds two slices of each sequence. The whole responses are then gathered from all ranks (a
+    collective call), and the results are sliced again, by functions of slime.
 
     Args:
         compute: function with as many arguments as ``slices`` has items. Each argument is a list of whole responses [length].
@@ -46,7 +46,7 @@ def on_whole_responses(
 PROBE_LENGTHS = (130, 1, 57, 128, 3)
 """Lengths in tokens of the sequences that are compared with slime. Some lengths are near 128, the chunk length of slime's scans."""
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
-"""Relative and absolute tolerance for the difference between slime's chunk scan and rl-accel's scan."""
+"""Relative and absolute tolerance in the comparison of slime's chunk scan with rl-accel's scan."""
 
 
 def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -60,7 +60,7 @@ def unpadded(rows: torch.Tensor) -> torch.Tensor:
 
 
 def stock_scan(function: Any, name: str) -> Any:
-    """Returns slime's scan ``name``, which slime's ``function`` calls. Raises PatchRefused if there is no such scan."""
+    """Returns the function ``name`` that slime's ``function`` calls for its scan. Raises PatchRefused if there is none."""
     scan = function.__globals__.get(name)
     if scan is None:
         raise PatchRefused(f"{PPO_UTILS} has no {name} to compare with")

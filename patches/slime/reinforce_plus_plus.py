@@ -18,7 +18,7 @@ _PARAMS = ("rewards", "kl", "loss_masks", "response_lengths", "total_lengths", "
 def packed_returns(
     rewards: torch.Tensor, kl: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], kl_coef: float, gamma: float
 ) -> list[torch.Tensor]:
-    """Computes discounted returns of whole responses, one tensor [length] per sequence.
+    """Computes REINFORCE++ returns (discounted) of whole responses. Returns one tensor [length] per sequence.
 
     The reward of a sequence is added at the last token with a non-zero mask.
 

@@ -19,10 +19,10 @@ class Watcher(Protocol):
         """Returns the id for a request that is about to be sent. May raise ``asyncio.CancelledError`` to stop the task instead."""
 
     def end(self, request_id: str, answer: Any) -> None:
-        """Called when a request ends. ``answer`` is the server's answer, or None if the request failed or was cancelled."""
+        """Receives the server's answer to an ended request; None if the request failed or was cancelled."""
 
     async def failed(self) -> None:
-        """Called when a request has failed. Unless this method raises, the request is sent again, as often as in slime."""
+        """Decides whether a failed request is sent again (as often as in slime): returns if yes, raises an exception if no."""
 
 
 WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)

@@ -45,9 +45,9 @@ from rl_accel.runtime import FRAMEWORK, RUNTIME, switches_of
 logger = logging.getLogger("rl_accel")
 
 SECTION = "rl_accel"
-"""Section of verl's configuration that holds our flags."""
+"""Section of verl's configuration that holds the flags of rl-accel."""
 _SECTION_LIKE = re.compile("rl[_-]?accel(?![a-z])", re.IGNORECASE)
-"""Pattern of a misspelt key that was meant as a flag of that section, such as ``rl_accel_auto=True``."""
+"""Pattern of a misspelt key that was meant as a flag of the section ``rl_accel``, such as ``rl_accel_auto=True``."""
 
 _is_read = False  # whether flags were looked for in a configuration
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
@@ -59,14 +59,14 @@ def trainer() -> Any:
 
 
 def unread_flags() -> list[str]:
-    """Returns the flags in the section ``rl_accel`` on the command line if this process has not looked for flags, else []."""
+    """Returns the ``rl_accel`` flags on the command line that no code in this process has read; [] if they were read."""
     if _is_read or RUNTIME.sources() is None:
         return []
     return [word for word in sys.argv if word.lstrip("+").startswith(f"{SECTION}.")]
 
 
 def resumed_checkpoint(trainer: Trainer) -> Path | None:
-    """Returns the checkpoint folder from which ``trainer`` resumes, or None. Valid only before the first training step."""
+    """Returns the checkpoint folder from which ``trainer`` has resumed, or None. Call this before the first training step."""
     config, step = trainer.config.trainer, trainer.global_steps
     if config.resume_mode == "resume_path":
         return Path(config.resume_from_path)
@@ -98,7 +98,7 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
 
 
 def require(feature: Feature[Any]) -> None:
-    """Checks that the installed verl has all members that the adapters (verl integration modules) of ``feature`` use or override.
+    """Checks that the installed verl has all members that the integration modules of ``feature`` use or override.
 
     Raises:
         PatchRefused: members are absent or different. The message names each member.
@@ -138,10 +138,10 @@ def in_trainer(config: Any, trainer: Any = None) -> None:
 
 
 def _is_readable(config: Any) -> bool:
-    """Returns whether ``config`` is verl's configuration. A trainer of the user's own may have an object of another type.
+    """Returns whether ``config`` is verl's configuration. A user's own trainer may have an object of another type.
 
     Raises:
-        ConfigError: it is not, and a feature enabled by name reads or sets keys in it.
+        ConfigError: ``config`` is of another type, and a feature that is enabled by name needs verl's configuration.
     """
     if OmegaConf.is_dict(config):
         return True
@@ -154,7 +154,8 @@ def _is_readable(config: Any) -> bool:
 def _require_section_name(config: Any) -> None:
     """Raises ConfigError for a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread.
 
-    A section of the user's own that only resembles ours passes: one that holds no feature's name, or keys unlike our flags.
+    Accepts a user's section with a similar name if no key resembles the name of a feature, and a user's section with the name of a
+    feature if a key resembles no flag of this feature.
     """
     flags = {feature.name: {flag.name for flag in fields(feature.flags)} for feature in FEATURES}
 
@@ -212,7 +213,7 @@ def _take_in(run: VerlRun) -> None:
 
 
 def take_in_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Applies the flags in the argument ``config`` of a call of ``function``, which runs in the driver or constructs a trainer."""
+    """Applies the flags in the argument ``config`` of a call of ``function``, a constructor of a trainer or a driver function."""
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     if function.__name__ != "__init__":
         in_driver(arguments["config"])
@@ -235,7 +236,10 @@ def _after_flags(original: Any, _settings: Any = None) -> Any:
 
 
 def _refusing_unread_flags(original: Any, _settings: Any = None) -> Any:
-    """Returns a wrapper of the constructor of verl's logger, for trainers that nothing else is told of, such as those of SFT."""
+    """Returns a wrapper of the constructor of verl's logger that ends the program if its flags of rl-accel were not read.
+
+    Such flags come from trainers that no other patch of this module reaches, such as those of SFT.
+    """
 
     @functools.wraps(original)
     def with_check(*args: Any, **kwargs: Any) -> None:

@@ -45,7 +45,7 @@ def _at_the_end(original: Any, _settings: Any) -> Any:
 
 @contextlib.contextmanager
 def _joining(engine: Any, processor: Any) -> Iterator[None]:
-    """Replaces ``engine.generate`` so that partial outputs of requests inside the ``with`` block are joined.
+    """Context manager that replaces ``engine.generate``, so that the partial outputs of requests in the block are joined.
 
     Blocks of several requests may overlap. When the last block ends, the original ``engine.generate`` is restored.
 
@@ -67,7 +67,7 @@ def _joining(engine: Any, processor: Any) -> Iterator[None]:
     finally:
         _in_parts.reset(token)
         joined.running -= 1
-        if not joined.running and engine.generate is joined:  # else other code has wrapped our function: it stays
+        if not joined.running and engine.generate is joined:  # else other code has wrapped ``joined``, which then stays
             del engine.generate, engine._rl_accel_joined
             if joined.replaced is not None:
                 engine.generate = joined.replaced
@@ -76,9 +76,9 @@ def _joining(engine: Any, processor: Any) -> Iterator[None]:
 
 
 def _joined(generate: Any) -> Any:
-    """Wraps ``AsyncLLM.generate``. Each output of a request inside :func:`_joining` gets all tokens of the response so far.
+    """Returns a wrapper of ``AsyncLLM.generate`` whose outputs hold all tokens of the response so far.
 
-    vLLM itself puts only the new tokens into an output of the kind ``DELTA``.
+    vLLM puts only the new tokens into an output of the kind ``DELTA``. Requests outside :func:`_joining` are not changed.
     """
 
     async def joined(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:

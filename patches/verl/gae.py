@@ -23,7 +23,7 @@ _PARAMS = ("token_level_rewards", "values", "response_mask", "gamma", "lam")
 
 
 def _require_proven(rewards: Any, values: Any, mask: Any, gamma: Any, lam: Any) -> None:
-    """Raises ValueError unless the scan is known to equal verl's loop for these types, dtypes and devices. Ignores shapes."""
+    """Raises ValueError unless the scan is known to give verl's results for these types, dtypes and devices. Ignores shapes."""
     if any(type(x) is not torch.Tensor for x in (rewards, values, mask)):
         raise ValueError("an argument is not a plain tensor")
     if rewards.numel() == 0 or rewards.dtype not in (torch.float32, torch.float64):

@@ -21,8 +21,8 @@ from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
 _WORK = 1.25
-"""Upper bound of the CPU seconds that a poll costs, per second that the poll takes. Above 1 because TransferQueue's controller and
-client partly work in parallel."""
+"""Upper bound of the CPU seconds that a poll costs, per wall second of the poll. Above 1, because two processes (TransferQueue's
+controller and client) partly work in parallel."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Sampling:
     """Wait policy of one replay buffer, and the state of the buffer's current ``sample()`` call."""
 
     policy: AdaptiveWait
-    debug_time: float | None = None  # last_debug_time that the last wait returned; another one begins a new call
+    debug_time: float | None = None  # last_debug_time that the last wait returned; differs in a new call of sample()
     started: float = 0.0  # perf_counter time of the call's start, in seconds
     woke: float = 0.0  # perf_counter time of the last wait's end, in seconds
     saved: float = 0.0  # estimate of the seconds saved in this call so far
@@ -43,8 +43,8 @@ class _Sampling:
     def newly_saved(self, interval: float) -> float:
         """Returns the seconds to add to the metric ``sampler/seconds_saved`` after a wait. Negative if the estimate shrinks.
 
-        The estimate of this ``sample()`` call is the time from the end of the wait to verl's next poll, if verl polled at its fixed
-        ``interval``. The estimate before this wait is subtracted, because the metric already has it.
+        The estimated saving of this ``sample()`` call is the time from the end of the wait to the next poll that verl would make at
+        its fixed ``interval``. The estimate before this wait is subtracted, because the metric contains it already.
         """
         cycle = interval + self.policy.cost / _WORK
         elapsed = self.woke - self.started

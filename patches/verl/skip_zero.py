@@ -41,9 +41,9 @@ _refuse = functools.partial(refuse, "rl_accel.skip_zero")
 def find_influence(loss_function: Callable[..., Any]) -> str:
     """Returns the reason why rows (responses) with advantage 0 influence training with ``loss_function``, or "" if they do not.
 
-    For random batches of 8 rows, compares the gradients of the whole batch with the gradients of only those 5 rows whose
-    advantages are not 0. Also checks that the other 3 rows have gradient 0, and that a batch was tried of which the loss drops no
-    row: only there can a row show its influence.
+    Tries random batches of 8 rows, of which 3 have advantage 0. The gradients of the other 5 rows must be the same with and without
+    the 3 rows, and the gradients of the 3 rows must be 0. A loss may drop rows, such as by rejection sampling, and a dropped row
+    cannot show its influence. At least one batch must therefore keep all rows.
 
     Args:
         loss_function: verl's loss function with its configuration, ``loss_function(model_output=..., data=..., dp_group=...)``.
@@ -70,9 +70,8 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
 def _random_batch(random: torch.Generator, distance: float | None) -> dict[str, list[torch.Tensor]]:
     """Returns a random batch, as a mapping from field name to a list with one tensor per row (response).
 
-    For ``distance`` see :data:`_DISTANCES`.
     Tensors have the shape [T], except ``prompts`` [_PROMPT], and the model's outputs ``log_probs`` and ``entropy`` [_PROMPT + T].
-    Response masks have zeros between ones.
+    Response masks have zeros between ones. ``distance`` is an item of :data:`_DISTANCES`.
     """
     batch: dict[str, list[torch.Tensor]] = {}
     for row, length in enumerate(_LENGTHS):
@@ -134,7 +133,7 @@ def _config_and_mode(loss_function: Any) -> tuple[Any, Any]:
 
 
 def _require_verls(loss_function: Any) -> None:
-    """Raises ConfigError unless verl itself defines the loss. A loss of a user may keep a state, which a trial would change."""
+    """Raises ConfigError unless verl itself defines the loss. A test call could change the state of a user's loss."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
     _, mode = _config_and_mode(loss_function)
@@ -152,7 +151,7 @@ def _require_verls(loss_function: Any) -> None:
 def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
     """Raises ConfigError if leaving out rows (responses) with advantage 0 would change the training or ``actor/entropy_loss``.
 
-    Reads only settings that are equal on all ranks.
+    Reads only settings that are equal on all ranks, so that all ranks decide the same.
     """
     from verl.utils import tensordict_utils as tu
 
@@ -182,7 +181,7 @@ def _random_parts(model: torch.nn.Module) -> Iterator[str]:
 def _find_zero_rows(data: Any) -> list[bool]:
     """Returns for each row (response) of the mini-batch ``data`` whether the gradient of the row is certainly 0.
 
-    All advantages of trained tokens must be 0, and all other factors of the loss finite.
+    For this, all advantages of trained tokens must be 0, and all other factors of the loss must be finite (0 * inf is NaN).
     """
     factors = [data[name].unbind() for name in ("old_log_probs", "rollout_is_weights") if name in data]
     rows = zip(data["response_mask"].bool().unbind(), data["advantages"].unbind(), *factors, strict=True)
@@ -193,7 +192,7 @@ def _find_zero_rows(data: Any) -> list[bool]:
 
 
 def _choose_rows(zero: list[bool], lengths: list[int], wanted: int) -> list[int]:
-    """Returns the sorted indices of ``wanted`` rows: all rows with False in ``zero``, and then the shortest rows with True."""
+    """Returns the sorted indices of ``wanted`` rows: all rows with a gradient, filled up with the shortest of the ``zero`` rows."""
     rows = [row for row, is_zero in enumerate(zero) if not is_zero]
     spare = sorted((row for row, is_zero in enumerate(zero) if is_zero), key=lambda row: lengths[row])
     return sorted(rows + spare[: wanted - len(rows)])
@@ -205,9 +204,9 @@ def _warn(message: str) -> None:
 
 
 def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[int], int]:
-    """Chooses with the other data-parallel ranks how many rows (responses) of the mini-batch each rank trains.
+    """Agrees with the other data-parallel ranks on the number of rows (responses) of the mini-batch that every rank trains.
 
-    With equally many rows on all ranks, verl finds the same number of micro-batches for all of them.
+    The number is the same on all ranks, so that verl finds the same number of micro-batches for all ranks.
 
     Args:
         engine, data: engine and mini-batch of this rank.
@@ -231,7 +230,11 @@ def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[
 
 
 def _start(settings: Any, engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
-    """Returns an empty counter of skipped rows; None if verl must train all rows with ``loss_function``, which is logged."""
+    """Returns an empty counter of skipped rows; None if rows must not be skipped with ``loss_function``, for a logged reason.
+
+    Raises:
+        ConfigError: rows must not be skipped, and the feature is enabled by name.
+    """
     try:
         if not settings.enable:
             _require_verls(loss_function)

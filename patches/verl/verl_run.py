@@ -24,8 +24,8 @@ TRAINERS = {
     "balance": ON_POLICY,
     "drafts": ("V1",),
 }
-"""Mapping from feature to the trainers that the feature supports, as values of :attr:`VerlRun.trainer`. "V1": verl's V1 trainer.
-Features that are not listed work with all trainers."""
+"""Mapping from feature to the trainers that the feature supports, as values of :attr:`VerlRun.trainer`. "V1" stands for verl's V1
+trainer in any mode. Features that are not listed work with all trainers."""
 ENGINES = {"final_output": "vllm", "drafts": "vllm"}
 """Mapping from feature to the only rollout engine that the feature supports. Features that are not listed work with all engines."""
 WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -60,7 +60,7 @@ class VerlRun:
     Args:
         config: verl's whole configuration.
         built: the trainer object; None before the trainer is built.
-        in_driver: True if the run has not started any process yet, so that every key of ``config`` can still be changed.
+        in_driver: True in the driver process, before the run starts other processes. Every key of ``config`` can still be changed.
 
     Attributes:
         trainer: name of the trainer: ``V1 <mode>``; ``legacy`` (RayPPOTrainer or a subclass that does not override
@@ -69,7 +69,7 @@ class VerlRun:
 
     @classmethod
     def compose(cls, main: str, overrides: Sequence[str], folder: Path | None = None, name: str = "") -> "VerlRun":
-        """Returns the run that ``python -m main overrides`` would start, with the configuration composed by hydra.
+        """Returns the run that ``python -m main overrides`` would start. hydra composes the configuration.
 
         ``folder`` (``--config-path``) and ``name`` (``--config-name``) replace those of ``main`` in :data:`MAINS`. Raises hydra's
         exceptions for an override that does not fit.
@@ -128,12 +128,12 @@ class VerlRun:
 
     @property
     def gpus_besides_tp(self) -> int:
-        """Number of GPUs per rollout replica, divided by the tensor-parallel size: data-parallel times pipeline-parallel size."""
+        """Data-parallel times pipeline-parallel size of a rollout replica: its number of GPUs divided by its TP size."""
         return self._number(f"{ROLLOUT}.data_parallel_size") * self._number(f"{ROLLOUT}.pipeline_model_parallel_size")
 
     @property
     def generates_within_stage(self) -> bool:
-        """True if no request of a step starts before the stage that the trainer times as generation."""
+        """True if every generation request of a step starts within the stage that the trainer times as generation."""
         if not self.is_v1:
             return self.trainer == "legacy"
         return self.trainer in ON_POLICY and self.get(f"trainer.v1.{self.trainer[3:]}.parameter_sync_step", 1) == 1
@@ -152,9 +152,9 @@ class VerlRun:
             refuse(flag, f"{ROLLOUT}.name", ENGINES[feature], self.get(f"{ROLLOUT}.name"))
 
     def require_chosen(self, flag: str, key: str, value: Any) -> None:
-        """Raises ConfigError in the trainer process if the driver process has not set ``key`` to ``value``, as a feature needs.
+        """Raises ConfigError in the trainer process if ``key`` of the configuration is not ``value``, which a feature needs.
 
-        The driver process does so when it calls verl's ``validate_config``.
+        rl-accel sets such keys in the driver process, when verl's ``validate_config`` is called there.
         """
         if not self.in_driver and self.get(key) != value:
             reason = "verl's validate_config sets it, which the driver must call before the trainer starts"
