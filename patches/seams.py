@@ -230,7 +230,10 @@ _passed: set[str] = set()
 
 @dataclass(frozen=True)
 class SeamCheck:
-    """Switch without a change: its ``apply`` only checks that the framework has all members that ``interfaces`` declare."""
+    """Check that the framework has all members that ``interfaces`` declare.
+
+    Has the methods of a switch (a reversible change to a framework), but changes nothing.
+    """
 
     name: str
     target: str
@@ -304,7 +307,7 @@ class Registration:
 def step_observer(
     feature: str, make: Callable[[Any], metrics.Observer], target: str = "verl.utils.tracking:Tracking"
 ) -> Registration:
-    """Returns a switch that lets ``feature`` see the metrics of each training step on verl, and add further metrics.
+    """Returns a switch (reversible change) that lets ``feature`` see and extend the metrics of each training step on verl.
 
     ``make(flags)`` returns the function that sees the metrics, and must be defined in the same module as that function. For
     ``target`` see :class:`Registration`.

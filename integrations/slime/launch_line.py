@@ -130,8 +130,8 @@ def restore_init_function(args: Any, flags: Flags, line: Mapping[str, str]) -> l
 def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Sets slime's arguments ``args`` to the values that the enabled features need.
 
-    ``line`` is the result of :func:`read_flags`. Returns lines for the log: one for each flag without effect, one for each user's
-    function that slime no longer calls directly, and one for each automatic feature that this call turns off in ``args.rl_accel``.
+    ``line`` is the result of :func:`read_flags`. Returns lines for the log about flags without effect, about user's functions that
+    slime no longer calls directly, and about automatic features that this call turns off in ``args.rl_accel``.
 
     Raises:
         ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.

@@ -184,8 +184,8 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
 def restart(trainer: Trainer, step: int, decision: TPDecision) -> None:
     """Saves a checkpoint of ``step`` and ends this launch after ``step``. The next launch has another tensor-parallel size.
 
-    Called when the metrics of ``step`` are logged, after the training of the step: verl's own method saves the checkpoint as if the
-    trainer had saved this step. If ``step`` is the run's last step anyway, or if saving fails, the run goes on with a warning.
+    Must be called when the metrics of ``step`` are logged, after the training of the step. The checkpoint is then the same as one
+    that the trainer itself saves at ``step``. If ``step`` is the last step anyway, or saving fails, only logs a warning.
     """
     if step >= min(trainer.total_training_steps, trainer.steps_per_epoch * trainer.config.trainer.total_epochs):
         logger.warning("rl-accel: tp_replan: step %d is the last, nothing is restarted", step)

@@ -30,7 +30,7 @@ _CHECKS_PER_MINIMUM = 4
 _SHORTEST_CHECK_SECONDS = 0.02
 _CHECKS_PER_BUDGET, _MOST_BUDGETS = 8, 10
 _WARN_AFTER_EXECUTIONS = (8, 64, 512, 4096)
-"""Numbers of executions at which a warning is logged if every execution so far has exceeded its time limit."""
+"""Numbers of ended executions at which a warning is logged if every execution so far has exceeded its time limit."""
 
 
 def prompt_key(*parts: Any) -> str:
@@ -53,7 +53,7 @@ class FairScheduler:
     smallest ``expected seconds - seconds waited`` gets the slot, so that no execution waits forever.
 
     An execution is late if it runs for long and still has no adaptive limit. A prompt with a late execution counts as holding two
-    slots fewer, because the result of another execution of this prompt may show that the late execution must be stopped.
+    slots fewer, so that its other executions start sooner. Their results may give the late execution a limit.
 
     The amortised cost per slot is O(log n).
     """

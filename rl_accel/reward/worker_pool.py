@@ -619,7 +619,7 @@ class WorkerPool:
                 self._grow_soon()
 
     async def _welcome(self, worker: Worker) -> None:
-        """Waits until a worker is ready. Keeps a template for later forks, and gives any other worker to a waiting caller."""
+        """Waits until a worker is ready. Keeps a template (see :class:`Worker`), and gives any other worker to a waiting caller."""
         try:
             shared = await worker.wait_ready()
         except BaseException as error:

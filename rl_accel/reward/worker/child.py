@@ -215,7 +215,7 @@ def _survives(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Returns ``value`` as numbers, text, bytes, lists, tuples, sets and dicts. Converts arrays to lists, array scalars to numbers.
+    """Converts ``value`` to plain numbers, text, bytes, lists, tuples, sets and dicts, such as an array to a list of numbers.
 
     Raises:
         TypeError: ``value`` contains another type.

@@ -36,7 +36,7 @@ _waits_before: dict[str, float] = {}
 _TIMES, _RESIDENT, _STACK = slice(11, 15), 21, 25
 """Indices into the result of :func:`_stat`: CPU ticks, resident pages, address of the stack.
 
-The CPU ticks are of the process and of the children that the process has waited for."""
+The CPU ticks include those of ended children that the process has waited for."""
 
 
 class Sink:
@@ -133,7 +133,7 @@ class Watch:
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
         """Waits until the execution ends, answers or exceeds a limit.
 
-        Kills all remaining processes of the execution, unless the execution has answered.
+        A trusted grader answers, and its process then goes on. In the other cases, kills all remaining processes of the execution.
 
         Args:
             child: pid of the first process of the execution.
