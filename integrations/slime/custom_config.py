@@ -53,7 +53,7 @@ _DEFAULTS = {
 """Assumed values of slime's arguments when a file is checked without a launch line. Holds only arguments that the checks read."""
 
 
-_TYPO = 0.92
+_MISSPELT_ABOVE = 0.92
 """Similarity (0 to 1) to a flag of slime above which an unknown flag counts as misspelt.
 
 The flags of Megatron-LM in slime's scripts are unknown to slime, too, and have a similarity of at most 0.86."""
@@ -222,7 +222,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
         known = [*map(flag_of, vars(args))]
         for flag in unread():
             meant = _FLAG.sub("--", flag).replace("_", "-").lower()
-            if has_megatron or difflib.get_close_matches(meant, known, cutoff=_TYPO):
+            if has_megatron or difflib.get_close_matches(meant, known, cutoff=_MISSPELT_ABOVE):
                 messages.append(f"{flag} is no flag of slime's{did_you_mean(meant, known)}; slime skips it")
         return checked, messages
     finally:

@@ -38,7 +38,7 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
         extra.update(numbers)
     elif numbers:  # the rollout function returned no metrics
         _log_alone(args, rollout_id, numbers)
-    return _theirs(args, LOG_FUNCTIONS[0], rollout_id, args, samples, rollout_extra_metrics, rollout_time)
+    return _call_users_function(args, LOG_FUNCTIONS[0], rollout_id, args, samples, rollout_extra_metrics, rollout_time)
 
 
 def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
@@ -50,10 +50,10 @@ def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) ->
     for *_, hooks in enabled_features(flags_of(args)):
         if hooks.after_evaluation:
             function_at(hooks.after_evaluation)(args)
-    return _theirs(args, LOG_FUNCTIONS[1], rollout_id, args, data, extra_metrics)
+    return _call_users_function(args, LOG_FUNCTIONS[1], rollout_id, args, data, extra_metrics)
 
 
-def _theirs(args: Any, key: str, *given: Any) -> bool:
+def _call_users_function(args: Any, key: str, *given: Any) -> bool:
     """Calls the user's log function for slime's argument ``key``, if any. Returns whether slime should skip the default log."""
     path = getattr(args, "rl_accel_kept", {}).get(key)
     return bool(path and function_at(path)(*given))

@@ -38,7 +38,7 @@ WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
 """Number of steps in a row without any preemption counter of the rollout servers after which the counters are no longer read. Each
 unanswered attempt costs seconds."""
-_MOST_NOTES = 200_000
+_MOST_RECORDS = 200_000
 """Maximum number of response records that an agent-loop worker keeps if the trainer process does not fetch the records."""
 _FLAG = "rl_accel.telemetry"
 
@@ -72,7 +72,7 @@ class RecordingWorker(agent_loop.WorkerPart):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._responses: deque[Response] = deque(maxlen=_MOST_NOTES)
+        self._responses: deque[Response] = deque(maxlen=_MOST_RECORDS)
 
     async def take_responses(self) -> list[Response]:
         """Returns the records of the responses that have ended since the last call."""

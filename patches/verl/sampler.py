@@ -20,7 +20,7 @@ from rl_accel.patches.patch import Patch
 from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
-_WORK = 1.25
+_CPU_PER_SECOND = 1.25
 """Upper bound of the CPU seconds that a poll costs, per wall second of the poll. Above 1, because two processes (TransferQueue's
 controller and client) partly work in parallel."""
 
@@ -46,7 +46,7 @@ class _Sampling:
         The estimated saving of this ``sample()`` call is the time from the end of the wait to the next poll that verl would make at
         its fixed ``interval``. The estimate before this wait is subtracted, because the metric contains it already.
         """
-        cycle = interval + self.policy.cost / _WORK
+        cycle = interval + self.policy.cost / _CPU_PER_SECOND
         elapsed = self.woke - self.started
         before, self.saved = self.saved, math.ceil(elapsed / cycle) * cycle - elapsed
         return self.saved - before
@@ -71,7 +71,7 @@ def _adaptive(original: Any, settings: Any) -> Any:
             state.begin(now, last_debug_time)
         outstanding = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
         settled = len(self.finished_keys[partition_id]) + len(self.failure_keys[partition_id])
-        poll_s = _WORK * (now - state.woke)
+        poll_s = _CPU_PER_SECOND * (now - state.woke)
         self.poll_interval = state.policy.next_wait(now, poll_s, outstanding, settled, interval)
         try:
             state.debug_time = original(self, partition_id, last_debug_time)

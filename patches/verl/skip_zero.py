@@ -24,7 +24,7 @@ from rl_accel.patches.patch import Patch
 
 _LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
 """Lengths in tokens of the 8 random responses with which :func:`find_influence` tests a policy loss."""
-_ZERO = (0, 3, 7)
+_ZERO_ROWS = (0, 3, 7)
 """Indices in ``_LENGTHS`` of the responses that get advantage 0. The shortest and the longest response are among them."""
 _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
 """Standard deviations of the differences between old and new log-probabilities in the batches of :func:`find_influence`. None: both
@@ -49,7 +49,7 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
         loss_function: verl's loss function with its configuration, ``loss_function(model_output=..., data=..., dp_group=...)``.
     """
     every = range(len(_LENGTHS))
-    others, keeps_every_row = [row for row in every if row not in _ZERO], False
+    others, keeps_every_row = [row for row in every if row not in _ZERO_ROWS], False
     try:
         for seed, distance in enumerate(_DISTANCES):
             with torch.random.fork_rng(devices=[]):
@@ -58,7 +58,7 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
                 whole, part = (_gradients(loss_function, batch, rows) for rows in (every, others))
                 ones = {**batch, "advantages": [mask.float() for mask in batch["response_mask"]]}
                 keeps_every_row |= all(bool(row.any()) for row in _gradients(loss_function, ones, every).values())
-            if any(bool(whole[row].count_nonzero()) for row in _ZERO):
+            if any(bool(whole[row].count_nonzero()) for row in _ZERO_ROWS):
                 return "rows with advantage 0 have a gradient"
             if not all(torch.allclose(whole[row], part[row], rtol=1e-5, atol=0.0) for row in others):
                 return "rows with advantage 0 change the gradient of others"
@@ -78,7 +78,7 @@ def _random_batch(random: torch.Generator, distance: float | None) -> dict[str, 
         mask = torch.rand(length, generator=random) < 0.8
         mask[0] = True
         # Advantages of masked tokens are 0 in verl; large values let losses clip, and choose tokens by their covariance.
-        advantages = 3 * torch.randn((), generator=random) * mask * (row not in _ZERO)
+        advantages = 3 * torch.randn((), generator=random) * mask * (row not in _ZERO_ROWS)
         fields = {
             "prompts": torch.ones(_PROMPT, dtype=torch.long),
             "responses": torch.ones(length, dtype=torch.long),
@@ -229,7 +229,7 @@ def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[
     return -(-max(1, *trained) // multiple) * multiple, list(sizes), sum(tokens)
 
 
-def _start(settings: Any, engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
+def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
     """Returns an empty counter of skipped rows; None if rows must not be skipped with ``loss_function``, for a logged reason.
 
     Raises:
@@ -291,7 +291,7 @@ def _make(original: Any, settings: Any) -> Any:
         if needs_all or "advantages" not in data or type(self) is not FSDPEngineWithLMHead:  # a critic, or not tried
             return original(self, data, loss_function, forward_only)
         if self not in engines or engines[self][0] is not loss_function:
-            engines[self] = loss_function, _start(settings, self, data, loss_function)
+            engines[self] = loss_function, _start_counter(settings, self, data, loss_function)
         skipped = engines[self][1]
         if skipped is None:
             return original(self, data, loss_function, forward_only)

@@ -169,7 +169,7 @@ class AdaptiveTimeout:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number of at least 0, found {value!r}")
         if not stopped:
-            self._weigh(key, wall, correct)
+            self._update_evidence(key, wall, correct)
         suspends = self._evidence >= _SUSPEND_AT
         if suspends:
             self.suspend(self.era + 1)
@@ -191,7 +191,7 @@ class AdaptiveTimeout:
         self._recent_records.clear()
         self._anchors = OrderedDict((key, (wall, cpu, 0)) for key, (wall, cpu, _) in self._anchors.items())
 
-    def _weigh(self, key: str, wall: float, correct: bool) -> None:
+    def _update_evidence(self, key: str, wall: float, correct: bool) -> None:
         """Updates the statistical evidence that time limits no longer fit, after an execution that ended by itself."""
         limit, (longest_before, _, known) = self.learned(key), self.get(key)
         if limit.reason == "learning" or key in self._recent_records:

@@ -45,7 +45,7 @@ _WAIT_SECONDS = 0.1
 _EARLY_FACTOR, _EARLY_PROCESSES = 2.0, 9
 """Extra time of a call in a new process of a trusted grader: factor, and number of earlier processes whose median is multiplied.
 
-See :class:`EarlyCall` and :meth:`WorkerPool._extra`."""
+See :class:`EarlyCall` and :meth:`WorkerPool._extra_seconds`."""
 _SCRIPT = Path(worker_files.__file__)
 
 
@@ -457,7 +457,7 @@ class WorkerPool:
     ) -> tuple[ExecutionResult, bytes]:
         """Runs a request in a new process of a trusted grader, with time limits raised by :class:`EarlyCall`."""
         kind, history = limits.kind, worker.history
-        call = EarlyCall(limits, self._extra(kind))
+        call = EarlyCall(limits, self._extra_seconds(kind))
         wall, cpu = call.raised()
         raised = replace(limits, wall=wall, cpu=cpu, updates=call.updates)
         self._early_calls.append((kind, call))
@@ -475,9 +475,9 @@ class WorkerPool:
         self._early_seconds.setdefault(kind, deque(maxlen=_EARLY_PROCESSES)).append(history.longest[kind])
         for other, call in self._early_calls:
             if other == kind:
-                call.set_extra(self._extra(kind))
+                call.set_extra(self._extra_seconds(kind))
 
-    def _extra(self, kind: str) -> float:
+    def _extra_seconds(self, kind: str) -> float:
         """Returns the extra seconds for requests in new processes (see :class:`EarlyCall`); infinite before any correct answer.
 
         These are twice the median of the longest request that each earlier process answered up to its first correct answer. Such a
@@ -557,7 +557,7 @@ class WorkerPool:
                 return waiter
         return None
 
-    def _refuse(self, error: SandboxError) -> None:
+    def _handle_failed_start(self, error: SandboxError) -> None:
         """Handles a worker that cannot start.
 
         If a trusted grader has other workers, the pool does not grow beyond them. Otherwise, the call that has waited longest gets
@@ -612,7 +612,7 @@ class WorkerPool:
             self._unready.add(worker)
             await self._welcome(worker)
         except SandboxError as error:
-            self._refuse(error)
+            self._handle_failed_start(error)
         finally:
             self._starting -= 1
             if self._waiting and not self._closed:
@@ -626,7 +626,7 @@ class WorkerPool:
             await self._end(worker)
             if not isinstance(error, SandboxError):
                 raise
-            return self._refuse(error)
+            return self._handle_failed_start(error)
         if shared and not self._warned:
             self._warned = True
             logger.warning("rl-accel: untrusted programs share this user's %s", " and ".join(shared))

@@ -27,7 +27,7 @@ from .child import Grader, find_grader, grade, problem_of
 from .isolation import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from .watch import Sink, Watch, cpu_of_ended, descendants, kill_all, seconds_waited
 
-_MEMORY = 0.9
+_DECAY = 0.9
 """Weight of the previous sums of wall seconds and busy seconds at each call. The two sums show whether a grader mostly waits."""
 
 
@@ -69,7 +69,7 @@ class Keeper:
         child = os.fork()
         if child == 0:
             ours.close()
-            self._live(Channel(theirs))
+            self._run_grader_process(Channel(theirs))
         theirs.close()
         with ours:
             ready = self._wait_until_ready(ours, child)
@@ -118,7 +118,7 @@ class Keeper:
         self.channel.send({"verdict": verdict, "reason": reason, **seconds, "renews": True})
         return False
 
-    def _live(self, calls: Channel) -> NoReturn:
+    def _run_grader_process(self, calls: Channel) -> NoReturn:
         """Body of the grader process: imports the grader if necessary, reports success or an error to the keeper, serves calls.
 
         If this process becomes the template, it serves no calls, but forks a keeper for each further worker.
@@ -181,8 +181,8 @@ def _serve_calls(calls: Channel, grader: Grader) -> None:
             _, payload = calls.next()
             began, busy_before = time.monotonic(), _seconds_busy()
             head, body = grade(grader, payload, plain=False)
-            wall = _MEMORY * wall + time.monotonic() - began
-            busy = _MEMORY * busy + _seconds_busy() - busy_before
+            wall = _DECAY * wall + time.monotonic() - began
+            busy = _DECAY * busy + _seconds_busy() - busy_before
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()

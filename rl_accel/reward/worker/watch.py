@@ -110,7 +110,7 @@ class Watch:
         self._cpu_before = cpu_of_ended()
         self._lives_on = self.output is None
 
-    def _look_for_the_first_time(self) -> None:
+    def _record_earlier_use(self) -> None:
         """Records the seconds that a trusted grader's processes have used or waited for a processor so far, to subtract them later.
 
         Runs at the first check of the limits. Most calls end before this check, and then save the time of this function.
@@ -201,7 +201,7 @@ class Watch:
                 if late >= 0:
                     self._paused += late if late > LATE_SECONDS else 0.0
                     if self._lives_on and not self._looked:
-                        self._look_for_the_first_time()
+                        self._record_earlier_use()
                     elif self._lives_on and time.monotonic() > self._tell_at:
                         self._tell_whether_it_waits()
                     elif exceeded := self._exceeded(child):
