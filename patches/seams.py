@@ -93,7 +93,7 @@ def modules_of(home: str) -> list[ModuleType]:
 
 
 def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
-    """Returns the interfaces that ``modules`` use, each mapped to the list of classes in ``modules`` that :func:`extends` marks.
+    """Returns the interfaces that ``modules`` use, each mapped to the classes in ``modules`` that extend it (:func:`extends`).
 
     The result includes interfaces that occur only as types in other interfaces.
     """

@@ -57,9 +57,9 @@ def flags_of_this_job() -> dict[str, str]:
 
 
 def words_of_flags(words: Sequence[str]) -> Sequence[str]:
-    """Returns the words of a launch line that follow the script, the first word after the last ``--`` that ends in ``.py``.
+    """Returns the words of a launch line after the script.
 
-    Without a script, returns all words after the last ``--``.
+    The script is the first word after the last ``--`` that ends in ``.py``. Without a script, returns all words after this ``--``.
 
     Raises:
         ConfigError: words of the launch line are quoted as one, a shell has not expanded a list of words, or there is no flag.

@@ -68,7 +68,10 @@ CURRENT: ContextVar[Response | None] = ContextVar("rl_accel_response", default=N
 
 @extends(AgentLoopWorkerTQ)  # untested with a verl that lacks this class
 class RecordingWorker(agent_loop.WorkerPart):
-    """Agent-loop worker mixin that records the times of each training response. Validation responses are not recorded."""
+    """Agent-loop worker mixin that records when each training response began, was generated, was rewarded and ended.
+
+    Validation responses are not recorded.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

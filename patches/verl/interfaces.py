@@ -136,7 +136,7 @@ class RewardLoopWorker(Protocol):
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ",
 )
 class AgentLoopWorker(Protocol):
-    """Members of verl's agent-loop worker with every trainer. The V1 trainer uses the subclass ``AgentLoopWorkerTQ``."""
+    """Members that verl's agent-loop worker has with every trainer. The V1 trainer uses the subclass ``AgentLoopWorkerTQ``."""
 
     config: Any
     llm_client: ObservedClient

@@ -28,7 +28,7 @@ _ZERO_ROWS = (0, 3, 7)
 """Indices in ``_LENGTHS`` of the responses that get advantage 0. The shortest and the longest response are among them."""
 _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
 """Standard deviations of the differences between old and new log-probabilities in the batches of :func:`find_influence`. None: both
-are drawn independently, so that losses clip. Rejection sampling, which drops such rows, keeps rows with small differences."""
+are drawn independently; such large differences make losses clip. Losses that reject rows with large differences need small ones."""
 _PROMPT = 3
 _ACTOR = "actor_rollout_ref.actor"
 _DIFFERENCES = (
@@ -250,7 +250,7 @@ def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) ->
 def _train_rows(
     original: Any, engine: Any, data: Any, loss_function: Any, forward_only: Any, skipped: Counter[str]
 ) -> Any:
-    """Calls verl's function with the rows that must be trained. Adds the cost of the other rows to ``skipped``."""
+    """Calls verl's function with the rows that must be trained. Adds rows, tokens and seconds of the other rows to ``skipped``."""
     from verl.utils import tensordict_utils as tu
 
     zero = _find_zero_rows(data)

@@ -34,15 +34,17 @@ _MAX_UNPROVEN = 4
 
 Until then, further executions get the full budget, so that wrong limits stop few answers. See :class:`AdaptiveTimeout`."""
 _MAX_RECENT_RECORDS = 64
-"""Maximum number of keys in the list of the latest records. Executions of a listed key do not count as evidence."""
+"""Maximum number of keys in the list of the latest records (new longest correct executions).
+
+While a key is in the list, its executions do not count as evidence for or against the limits."""
 _SUSPEND_AT = 12.0
 """Log likelihood ratio (evidence that adaptive limits no longer fit) at which these limits are suspended.
 
 Chance alone reaches this value at most once in 160,000 correct executions."""
 _EVIDENCE_BEYOND_LIMIT = 4.0
-"""Evidence (log likelihood ratio) that limits no longer fit, added for a record that took longer than the key's adaptive limit."""
+"""Evidence (log likelihood ratio) that limits no longer fit, added for a new longest correct execution beyond its limit."""
 _RECORD_SHARE_WHEN_SLOWER = 0.7
-"""Assumed probability that a correct execution is a record if executions have become slower.
+"""Assumed probability that a correct execution is a record (a new longest one of its key) if executions have become slower.
 
 If nothing has changed, the probability is 1/n for the n-th correct execution of a key. See :class:`AdaptiveTimeout`."""
 

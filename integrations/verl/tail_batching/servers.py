@@ -57,7 +57,7 @@ class Session:
     Attributes:
         response_id: id of the response in the trainer process.
         task: asyncio task that runs the response.
-        limit: timeout of the agent loop.
+        limit: asyncio timeout of the agent loop, which can be rescheduled.
         tokens: number of tokens generated so far.
         keys: TransferQueue keys of the trajectories. Nothing is written under these keys before ``storing`` is True.
         metric: number by which group filtering compares the responses of a prompt; None if unknown.
