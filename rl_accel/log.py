@@ -12,7 +12,8 @@ forget_when_off.append(_warned.clear)
 class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Log handler that writes a record to standard error if no handler of the root logger accepts the record's level.
 
-    vLLM imports ``model_hosting_container_standards``, which sets the root logger and all root handlers to level ERROR.
+    Without this handler, vLLM would hide warnings of rl-accel: vLLM imports ``model_hosting_container_standards``, which sets
+    the root logger and all root handlers to level ERROR.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

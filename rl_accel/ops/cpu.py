@@ -29,9 +29,9 @@ def _digest(folder: Path) -> str:
 class _Cache(FunctionCache):  # type: ignore[misc]
     """Disk cache of compiled kernels, keyed by the sources of all files in the kernel's folder.
 
-    numba's own key covers only the file of the compiled function. But a kernel uses constants and functions of other files, and
-    code compiled with old constants would write out of bounds. Without space on the disk, or with a damaged file, a kernel is
-    compiled in each process.
+    numba's own key covers only the file of the compiled function. But a kernel also uses constants of other files, such as sizes
+    of buffers, and would write out of bounds with old sizes. A damaged cache is deleted, and the kernel is compiled again. If
+    the disk is full, each process compiles the kernel.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -46,7 +46,7 @@ class Inputs:
     num_threads: int | None
 
     def segments(self) -> list[tuple[int, int]]:
-        """Returns ``(first token, number of tokens)`` of every sequence. Tokens are numbered as in a contiguous tensor."""
+        """Returns ``(first, count)`` of each sequence: first token's index in the flattened tensor, and number of tokens."""
         if self.offsets is not None:
             return [(a, b - a) for a, b in pairwise(self.offsets)]
         batch, tokens = self.rewards.shape
@@ -121,8 +121,8 @@ def check_tensor(
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use. torch's thread count would be 1, because Ray sets OMP_NUM_THREADS=1
-    in its actors."""
+    """Returns the number of cores that this process may use. ``torch.get_num_threads()`` would return 1 in a Ray actor, where
+    Ray sets OMP_NUM_THREADS=1."""
     return len(os.sched_getaffinity(0))
 
 
@@ -142,8 +142,8 @@ def is_binary(mask: torch.Tensor) -> bool:
 def check_mask_values(mask: torch.Tensor | None) -> None:
     """Raises ValueError if a mask on the CPU holds NaN or a value outside [0, 1].
 
-    A mask on an accelerator is not checked, because reading the result would stall the device's queue. Kernels compute with invalid
-    values of such a mask as with any other number.
+    A mask on an accelerator is not checked, because reading the result would stall the device's queue. With invalid values in
+    such a mask, the results of kernels are meaningless, but no error is raised.
     """
     if mask is None or mask.device.type != "cpu" or mask.dtype is torch.bool or mask.numel() == 0:
         return

@@ -31,8 +31,8 @@ logger = logging.getLogger("rl_accel")
 class CPURolloutServer:
     """Server of one replica of the rollout model, with the methods that verl calls on a vLLM or SGLang server actor.
 
-    The exception of a failed request reaches only the caller of this request. After ``ray.cancel`` on the reference of a
-    :meth:`generate` call, the slot of the request is free before the next token is decoded.
+    The exception of a failed request reaches only the caller of this request. If a caller cancels a :meth:`generate` call with
+    ``ray.cancel``, the slot of the request is free again before the next decoding step.
     """
 
     def __init__(self, config: Any, model_config: Any, replica_rank: int) -> None:
@@ -121,12 +121,12 @@ class CPURolloutServer:
         await asyncio.wrap_future(self._engine.resume())
 
     async def abort_request(self, request_id: str) -> dict[str, Any]:
-        """Ends the requests with the id ``request_id``. ``aborted`` in the result tells whether there were such requests."""
+        """Ends the requests with the id ``request_id``. ``aborted`` in the result is True if there were such requests."""
         count = await asyncio.wrap_future(self._engine.abort(request_id))
         return {"aborted": count > 0, "request_id": request_id}
 
     async def sleep(self) -> None:
-        """Waits until all requests in flight have ended, as vLLM's server does before it frees GPU memory."""
+        """Waits until all requests in flight have ended, unless the server is paused. Unlike vLLM's server, frees no memory."""
         if self._inflight and not self._paused:
             await asyncio.wait(self._inflight)
 
@@ -215,7 +215,8 @@ class CPURolloutReplica(RolloutReplica):
 
 
 class CPUServerAdapter(BaseRollout):
-    """Sends weights from training workers to a rollout server, through Ray's object store. Only the server's first rank sends."""
+    """Sends weights from training workers to a rollout server through Ray's object store. Of the ranks that share a server, only
+    the first one sends."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -226,8 +227,8 @@ class CPUServerAdapter(BaseRollout):
     async def resume(self, tags: list[str]) -> None:
         """Does nothing, because :meth:`release` frees no memory.
 
-        verl calls this method before the ranks gather the weights. An error at this point, such as that of a dead server, would
-        leave the other ranks waiting for this rank.
+        Does not even contact the server. verl calls this method before all ranks gather the weights together. If one rank raised
+        an error, such as that of a dead server, the other ranks would wait forever.
         """
 
     async def release(self) -> None:

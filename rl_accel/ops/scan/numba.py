@@ -32,8 +32,8 @@ REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
 """Columns of the table of sequences. The first four hold the index of a sequence's first token in the flat arrays of rewards,
 values, mask and outputs; LENGTH holds the number of tokens."""
 STREAM_BYTES = 32 << 20
-"""Number of bytes of the results above which they are stored past the caches. Results of this size do not fit into the caches, and
-such a store need not read the cache line first."""
+"""Size of the results in bytes above which stores bypass the caches. Larger results do not fit into the caches anyway, and a
+store that bypasses the caches need not read the old cache line first."""
 SMALL_TOKENS = 1 << 18
 """Number of tokens below which one thread is faster than several, because waking threads takes time. On two cores, the measured
 break-even is at about 300,000 tokens."""
@@ -44,16 +44,16 @@ BLOCK = 2048
 """Number of tokens of a sequence that are in scratch memory at a time. Large enough for long contiguous reads, and small enough for
 the scratch memory to fit into a level-2 cache."""
 PITCH = BLOCK + 16
-"""Number of scratch elements between the starts of two lanes (sequences). Not a power of two, so that the lanes do not share
-cache sets."""
+"""Number of elements in scratch memory from the start of one lane (sequence) to the start of the next. Not a power of two,
+because the lanes would then compete for the same cache sets."""
 PLANE = LANES * PITCH
 REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
 OUT = REWARD
-"""Start of the results in scratch memory. Results overwrite rewards that are no longer needed, so that the scratch memory is small
-and more of the cache is left for inputs."""
+"""Index of the first result in scratch memory. Results overwrite the rewards, which are no longer needed. This keeps scratch
+memory small and leaves more of the cache for inputs."""
 STATE = 3 * PLANE
-"""Start of the state in scratch memory: the next values, then the running advantages (or returns), each with one number per lane
-(one of the eight sequences that are scanned side by side)."""
+"""Index of the scan's state in scratch memory. The state is 8 next values, then 8 running advantages (or returns): one number
+for each lane, that is for each of the eight sequences that are scanned side by side."""
 SCRATCH = STATE + 2 * LANES
 
 
@@ -123,12 +123,11 @@ def _aligned(tokens: int, dtype: Any) -> Array:
 def deal(lengths: Array, threads: int) -> list[Array]:
     """Divides the sequences with ``lengths`` [S] into shares of about equal work for the threads, longest sequences first.
 
-    Sequences of similar length run side by side, and no thread stays idle while sequences remain. Each thread gets a few shares, to
-    balance unequal lengths and delays on a busy machine.
+    A share is a list of groups. A group holds up to eight sequences of similar length, which are scanned side by side. There are
+    a few shares for each thread, to balance unequal lengths and delays: a thread that has finished a share takes the next.
 
     Returns:
-        Shares, each [G, LANES]. A row holds the indices of the sequences that run side by side; -1 marks a lane without a
-        sequence.
+        Shares, each [G, LANES]: a row holds the indices of the sequences of a group; -1 marks a lane without a sequence.
     """
     rows = np.flatnonzero(lengths)
     if not len(rows):
@@ -155,8 +154,8 @@ def _shuffle(builder: Any, x: Any, y: Any, picks: list[int]) -> Any:
 
 
 def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transposes an 8 x 8 matrix, given as 8 vectors, in three rounds of shuffles. The rounds combine single elements, then pairs
-    of elements, then halves of two vectors."""
+    """Generates LLVM code that transposes an 8 x 8 matrix, given as 8 vectors. Three rounds exchange elements between two
+    vectors: first single elements, then pairs, then halves."""
     rounds = (
         (1, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
         (2, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
@@ -180,8 +179,8 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 
 class _Tile:
-    """Generates LLVM code that loads and stores one tile (8 sequences x 8 tokens), which begins at token ``offset`` of the scratch
-    memory."""
+    """Generates LLVM code that loads and stores one tile (8 sequences x 8 tokens) in scratch memory. ``offset`` is the position
+    of the tile's first token in each lane."""
 
     def __init__(self, context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> None:
         self._context, self._builder = context, builder
@@ -414,9 +413,9 @@ def scan_lanes(
         rewards, values, mask: flat arrays; ``values`` and ``mask`` may be None.
         table: [S, 5] int64, one row per sequence; columns: see :data:`LENGTH`.
         groups: [G, LANES] int64, row numbers of ``table``, the longest sequence first; -1 marks a lane without a sequence.
-        scratch: array of SCRATCH zeros that no other thread uses.
-        gamma: factor of the next value; unused if ``values`` is None.
-        decay: factor of the running advantage or of the running return.
+        scratch: array of SCRATCH zeros, not shared with other threads.
+        gamma: discount, the factor of the next value; unused if ``values`` is None.
+        decay: factor of the running advantage (gamma * lambda) or of the running return (gamma).
         streamed: whether stores to the outputs bypass the caches.
     """
     odd_mask = False

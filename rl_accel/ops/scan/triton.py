@@ -73,22 +73,23 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _split(rate: float) -> tuple[float, float]:
-    """Returns two float32 numbers whose sum is ``rate``. A kernel takes Python floats as float32, which is too coarse for
-    float64 results."""
+    """Returns ``rate`` as the sum of two numbers. A kernel rounds Python floats to float32, which is too coarse for float64
+    results; the second number is the rounding error of the first."""
     high = float(torch.tensor(rate, dtype=torch.float32))
     return high, rate - high
 
 
 @jit
 def _compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
-    """Returns the map that applies map 1, then map 2. A map (a, b, c, d, e) takes the state (n, x) to (a n + b, c x + d n + e)."""
+    """Returns the map that applies map 1, then map 2. Map (a, b, c, d, e) takes the state (n, x) to (a n + b, c x + d n + e).
+    ``_token_map`` says what the state is."""
     return a2 * a1, a2 * b1 + b2, c2 * c1, c2 * d1 + d2 * a1, c2 * e1 + d2 * b1 + e2
 
 
 @jit
 def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
-    """Returns the map of one token: coefficients (see ``_compose``) that turn the state at the next token into that at this token.
-    The state is (next value, advantage) for GAE, else (running return, return of the token)."""
+    """Returns the map (see ``_compose``) of one token, which takes the state at the next token to the state at this token. The
+    state is (next value, advantage) for GAE, else (running return, return of the token)."""
     keep = 1 - m
     if GAE:
         return keep, value * m, decay * m + keep, gamma * m, (reward - value) * m
@@ -147,7 +148,7 @@ def _scan_kernel(
     REPAIR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes the results of one sequence or, with ``REPAIR``, recomputes a sequence with NaN or inf token by token."""
+    """Computes the results of one sequence in blocks. With ``REPAIR``, recomputes a sequence with NaN or inf token by token."""
     row = tl.program_id(0).to(tl.int64)
     first, length = _range(offsets, longest, row, PACKED)
     gamma = tl.full((), gamma_high, ACC) + tl.full((), gamma_low, ACC)
