@@ -19,7 +19,8 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """GPU memory needs of the weights and the key-value cache of a model. Each GPU holds at least one key-value head.
+    """Sizes of a model, from which the GPU memory needs of weights and key-value cache follow. Each GPU has at least one
+    key-value head, so heads are copied if there are more GPUs.
 
     Attributes:
         parameters: number of parameters of the model.
@@ -83,7 +84,7 @@ def read_configuration(path: str, is_quantised: bool, fetch: Callable[[str], str
     Args:
         path: local folder of the model, or another path or name of the model.
         is_quantised: whether the engine quantises the weights. If so, the returned configuration has "quantization_config".
-        fetch: function that converts a ``path`` without a local ``config.json`` into a path or name that transformers finds.
+        fetch: function for a ``path`` without a local ``config.json``; returns a path or name from which transformers can load.
     """
     try:
         file = Path(path) / "config.json"
@@ -106,7 +107,7 @@ class TpBounds:
     number of key-value heads or be a multiple of this number. In the latter case, each key-value head is copied to several GPUs.
 
     Args:
-        flags: the user's limits of the size, and the memory of a GPU.
+        flags: flags, of which ``min_tp``, ``max_tp`` and ``memory_gb`` (memory of one GPU in GiB) are used.
         world_size: number of GPUs that a possible size must divide: all GPUs for rollout, divided by the data-parallel size and the
             pipeline-parallel size of a server.
         gpus_per_node: number of GPUs in each node of the cluster.
@@ -200,7 +201,7 @@ def _obstacles_of_model(size: int, model: Mapping[str, Any]) -> Iterator[str]:
 def _obstacles_of_memory(
     size: int, memory: ModelMemory, available: float, tokens: int, bytes_per_value: int
 ) -> Iterator[str]:
-    """Yields a message if a GPU has too little memory for the weights and a cache of ``tokens`` tokens. ``available`` is in GiB."""
+    """Yields the reason if ``available`` GiB of a GPU are too little for its weights and a cache of ``tokens`` tokens."""
     weights = memory.weight_bytes(size, bytes_per_value) / _GIB
     cache = tokens * memory.kv_bytes_per_token(size, bytes_per_value) / _GIB
     if weights + cache > available:

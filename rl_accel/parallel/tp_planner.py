@@ -32,35 +32,35 @@ all: a step without tail batching, or a final round of tail batching."""
 Change = Literal["raise", "lower", "roll back"]
 
 RAISE_ABOVE = 1.05
-"""Ratio of the latest preemptions to the mean of earlier ones above which the TP size doubles (value from the paper)."""
+"""Ratio of the latest preemptions to the mean of earlier ones above which the TP size doubles (value from RollPacker)."""
 CALM_STEPS = 4
-"""Number of training steps in a row without a preemption after which the TP size halves (value from the paper)."""
+"""Number of training steps in a row without a preemption after which the TP size halves (value from RollPacker)."""
 REFERENCE_STEPS = (6, 15)
 """Minimum and maximum number of earlier steps that the latest steps are compared with. Fewer steps are too noisy. More steps would
 include an outdated state of the run."""
 CONFIRM_STEPS = 2
-"""Number of latest steps that must all have more preemptions than earlier steps. One such step alone does not count as a rise."""
+"""Number of latest steps that must all have more preemptions than earlier steps, before this counts as a rise."""
 FEW_PREEMPTIONS = 10
-"""Number of preemptions per step up to which all numbers count as equal (as this number). A rise from 1 to 5 preemptions does not
-count, because another TP size would gain nothing."""
+"""Minimum that is used for the number of preemptions of a step: smaller numbers count as 10. So a rise from 1 to 5 preemptions
+counts as no rise, because another TP size would gain nothing."""
 NOISE = 3.25
-"""Number of standard deviations that a rise of preemptions must exceed. If preemptions scatter by 20%, about one step in 2,000
-shows a false rise."""
+"""Number of standard deviations that a rise of preemptions must exceed. If preemptions vary by 20% at random, about one step in
+2,000 is still taken for a rise."""
 CHECK_STEPS = (5, 20)
-"""Number of steps at a new TP size before it is judged: 5 steps of each kind (:data:`StepKind`), or 20 steps of any kind, whichever
-comes first. The first step at the new size does not count."""
+"""Number of steps at a new TP size before the planner decides whether to keep the size: 5 of each kind (:data:`StepKind`) that
+occurred before the change, or 20 of any kind, whichever comes first. The first step at the new size does not count."""
 SLOWER = 0.03
-"""Relative rise of rollout seconds per token above which a change of the TP size is rolled back. For comparison, the
-RollPacker paper reports that a change gains 1 to 4%."""
+"""Relative rise of rollout seconds per token above which a change of the TP size is rolled back. A successful change gains 1 to
+4%, according to the RollPacker paper."""
 SURE = 2.0
-"""Number of standard errors by which rollout seconds per token must rise before a change of the TP size is rolled back."""
+"""Number of standard errors that a rise of rollout seconds per token must exceed before the TP size is rolled back."""
 RETRY_STEPS = 25
 """Number of steps for which a change from one TP size to another is blocked. A change is blocked after it was rolled back or not
-carried out. A decrease is also blocked after the opposite increase was successful. The number doubles each time that the same
-change is blocked, so that a run does not oscillate."""
+carried out. If an increase was successful, the decrease back is blocked. The number doubles each time that the same change is
+blocked, so that a run does not oscillate."""
 WINDOW = 80
-"""Number of latest training steps that the planner compares. With tail batching, about every fifth step is a long round (which runs
-deferred prompts), so that the planner has about 16 long rounds."""
+"""Number of latest training steps that the planner remembers. These are enough for long rounds of tail batching, too: about
+every fifth step is a long round, so that the planner remembers about 16 of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,9 @@ class TpPlanner:
         return None if seen.preemptions is None else self._plan()
 
     def _match_request(self, tp: int) -> None:
-        """Finds out whether the last requested change was carried out: compares it with the TP size ``tp`` of the latest step."""
+        """Checks whether the last requested change was carried out, by the TP size ``tp`` of the latest step.
+
+        If the change was not carried out, blocks it for some steps. If the size has changed, starts a new history of steps."""
         asked, self._asked = self._asked, None
         if tp == self._tp:
             if asked is not None:
@@ -212,7 +214,7 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool:
-        """True if noise alone may explain a ratio this far above 1."""
+        """True if noise alone may explain why the ratio is above 1."""
         return self.value - 1 <= self.noise
 
     def __str__(self) -> str:
@@ -222,9 +224,10 @@ class Ratio:
 def find_rise(history: Sequence[Observation]) -> Ratio | None:
     """Compares preemptions of the latest steps with preemptions of earlier steps at the same TP size.
 
-    Only steps of the same kind (:data:`StepKind`) are compared. The result is the mean over kinds, weighted by their share of
-    rollout seconds. A kind with too few earlier steps counts as unchanged. Noise is estimated from differences between successive
-    steps, so that a steady rise does not count as noise. The estimate is at least the noise of independent events (Poisson).
+    Compares steps of the same kind (:data:`StepKind`): the smaller number of the latest two steps, and the mean of earlier
+    steps. The result is the mean over all kinds, weighted by their rollout seconds. A kind with too few earlier steps counts as
+    unchanged. Noise is estimated from differences between successive steps, so that a steady rise does not count as noise. The
+    estimate is at least the noise of events that occur independently of each other (Poisson).
 
     Returns:
         Ratio of latest to earlier preemptions. None while no kind has enough steps.
@@ -246,14 +249,14 @@ def find_rise(history: Sequence[Observation]) -> Ratio | None:
 
 
 def compare_speed(before: Sequence[Observation], after: Sequence[Observation]) -> Ratio | None:
-    """Compares rollout seconds after a change of the TP size with the seconds that the same numbers of tokens took before the
-    change.
+    """Compares rollout seconds per token after a change of the TP size with those before the change.
 
     Only steps of the same kind (:data:`StepKind`) are compared. Otherwise, a change in the mix of kinds would look like a change of
     speed. Noise is estimated from the scatter of the steps before the change.
 
     Returns:
-        Ratio of rollout seconds after the change to those before. None if no kind occurs both before and after the change.
+        Rollout seconds after the change, divided by the seconds that as many tokens would have taken before. None if no kind of
+        step occurs both before and after the change.
     """
     seconds_per_token = {
         kind: sum(step.rollout_seconds for step in steps) / sum(step.tokens for step in steps)
@@ -276,7 +279,7 @@ def _by_kind(history: Sequence[Observation]) -> dict[str, list[Observation]]:
 
 
 def _calm_steps(history: Sequence[Observation]) -> int:
-    """Returns the number of latest steps in a row without preemptions. A step with an unknown number ends the row."""
+    """Returns the number of steps without preemptions since the last step with preemptions or with an unknown number of them."""
     return next((i for i, step in enumerate(reversed(history)) if step.preemptions != 0), len(history))
 
 
@@ -312,12 +315,11 @@ class PlannedRun:
 
         Args:
             number: number of the training step or rollout.
-            metrics: other metrics of the step. With tail batching, they hold the round kind and the number of generated tokens.
+            metrics: metrics of the step. Those of tail batching say what kind of round it was, and replace ``tokens``.
             tp: TP size at which the step ran.
             preemptions: number of preemptions of all servers; None: unknown.
             seconds: duration of the rollout in seconds; 0: unknown, and nothing is decided.
-            tokens: number of tokens generated in the rollout; 0: unknown, and nothing is decided. Tail batching's metric takes
-                precedence.
+            tokens: number of tokens generated in the rollout; 0: unknown, and nothing is decided.
 
         Returns:
             The requested change of the TP size, or None; and the metrics for the log, by name.

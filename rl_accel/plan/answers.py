@@ -42,13 +42,13 @@ class Option:
     """A change of the run whose effect is predicted, such as turning on a feature.
 
     Attributes:
-        how: settings that make the change, as words of the command line; "" if there are none.
+        how: text that the user has to add to the command, to make the change; "" if no settings can make it.
         setup: description of the changed run.
         flags: flags of tail batching.
         timeout: whether rewards have adaptive time limits (feature reward_timeout).
         skip_zero: whether responses of advantage 0 are left out of the actor update (feature skip_zero).
         ours: True for a feature of rl-accel, False for a change that needs no rl-accel.
-        cost: side effects of the change, in words.
+        cost: disadvantages of the change, as text for the output.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Answer:
     """Predicted effect of an option.
 
     Attributes:
-        outcome: mean over all random draws.
+        outcome: prediction for the run with the option; each field is the mean over all random draws.
         ratio: step seconds of the unchanged run, divided by step seconds with the option.
         low, high: bounds of the 95% interval of ``ratio`` over the draws.
         more_memory: relative increase of the peak number of tokens in a key-value cache.
@@ -112,9 +112,9 @@ def rounds_of(
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
     """Returns the mean of ``value`` per rollout, as if training went on after the simulated ``rounds``.
 
-    After the last rollout, prompts may still wait in tail batching's queue. Running them takes further long rounds (rollouts that
-    wait for all responses), which are added to the mean. Their value is assumed to be the mean of the simulated long rounds or, if
-    there are none, the largest value. ``prompts``: number of prompts in a batch.
+    After the last rollout, prompts may still wait in tail batching's queue. They need further long rounds (rollouts that wait
+    for all responses), which the mean includes. A further long round is assumed to have the mean value of the simulated long
+    rounds or, if there are none, the largest value of all rounds. ``prompts``: number of prompts in a batch.
     """
     values = [value(played) for played in rounds]
     long = [value(played) for played in rounds if played.metrics.kind == "long"]
@@ -123,10 +123,10 @@ def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float
 
 
 def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Prediction:
-    """Computes the means over the simulated rollouts ``rounds``, and the step seconds that follow from them.
+    """Returns means over the simulated rollouts ``rounds``, and the step seconds that follow from the means.
 
-    ``ends``: True if training ends with the last rollout. If False, the means also cover the further rollouts that the prompts in
-    tail batching's queue need (:func:`steady`).
+    ``ends``: True if training ends with the last of these rollouts. If False, prompts may remain in tail batching's queue, and
+    the means also cover the further rollouts of these prompts (:func:`steady`).
     """
 
     def mean(value: Callable[[Round], float]) -> float:
@@ -146,7 +146,7 @@ def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
     """Simulates rollouts with the feature balance (:class:`~rl_accel.rollout.balance.Balance` assigns requests to replicas).
 
     Only the first :data:`BALANCED_ROUNDS` rollouts are simulated, because one simulation of 512 prompts of 16 responses takes
-    seconds. The mean gain of these rollouts is assumed for all rollouts.
+    seconds. Their mean gain is subtracted from the mean seconds of all rollouts, simulated without the feature.
     """
     stock, few = replace(setup, cluster=Cluster), min(rounds, BALANCED_ROUNDS)
     whole, plain, migrating = (
@@ -233,8 +233,8 @@ def answer(
 ) -> list[Answer]:
     """Predicts the effect of each option, from ``draws`` random draws of ``rounds`` rollouts each.
 
-    Returns the result for the unchanged run, followed by one result per option. Draw number n of an option and of the unchanged run
-    have the same random seed and are compared with each other. ``note`` is called after each draw, to show progress.
+    Returns the result for the unchanged run, followed by one result per option. Draw number n has the same random seed for each
+    option and for the unchanged run, so that both can be compared. ``note`` is called after each draw, to show progress.
     """
 
     answers: list[Answer] = []

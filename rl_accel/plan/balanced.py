@@ -15,7 +15,7 @@ increase the gain in the simulation."""
 class BalancedCluster(Cluster):
     """Simulated replicas that share one queue of requests.
 
-    ``core`` assigns the requests to replicas and migrates running requests. The instructions of ``core`` take no simulated time.
+    ``core`` decides which replica runs a request, and when a running request migrates. Its decisions take no simulated time.
     """
 
     def __init__(self, engine: EngineModel, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:

@@ -26,7 +26,7 @@ _PUBLISHED = "published:"
 
 
 def _engine(_: Any, __: Any, value: str | None) -> EngineModel | str | None:
-    """Parses ``--step-seconds``. Returns an engine model for numbers, or for ``published:MODEL`` the name of the model."""
+    """Parses ``--step-seconds``. Returns an engine model for "1:0.02,64:0.04", and the text ``MODEL`` for "published:MODEL"."""
     if value is None or value.startswith(_PUBLISHED):
         return value and value.removeprefix(_PUBLISHED)
     try:
@@ -81,10 +81,11 @@ _COUNT = click.IntRange(1)
     "--check", "checked", nargs=2, type=_PATH, metavar="A B", help="Predict run B from run A: how far off was it?"
 )
 def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] | None, **given: Any) -> None:
-    """Predicts your rollout and step seconds with each feature and with the alternatives that you may weigh.
+    """Predicts the rollout and step seconds of your run with each feature, and with alternatives such as more replicas.
 
-    LOG is what `rl-accel profile` reads. If the run had +rl_accel.telemetry.enable=True, engine and lengths are fitted to its
-    responses, otherwise to means and maxima. Or give --lengths with --step-seconds, --prompts, --responses and --replicas.
+    LOG is a run that `rl-accel profile` can read. Engine and lengths are fitted to each response if the run had
+    +rl_accel.telemetry.enable=True, otherwise to the means and maxima in the log. Without LOG, give --lengths with
+    --step-seconds, --prompts, --responses and --replicas.
     """
     console = wide_console()
     draws, rounds, warmup = given["draws"], given["rounds"], given["warmup"]
@@ -114,7 +115,7 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
 
 
 def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
-    """Returns a setup made only from the options of ``rl-accel plan``, for use without a measured run."""
+    """Returns the setup that the options of ``rl-accel plan`` describe, for a prediction without a measured run."""
     missing = [name for name in ("prompts", "responses", "replicas", "step_seconds") if not options[name]]
     if missing:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)

@@ -13,8 +13,8 @@ from rl_accel.rollout.simulation import Cluster, EngineModel, Floats
 from rl_accel.telemetry.stage_clock import Response
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
-"""Numbers of running requests between which the decoding-step time is linear. Numbers closer together could not be fitted
-separately."""
+"""Numbers of running requests for which the seconds of a decoding step are fitted; in between, the seconds are linear. Numbers
+closer together could not be fitted separately."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
 """Names of the constants of :class:`EngineModel` that are fitted in addition to ``step_seconds``."""
 _MAX_RESPONSES = 20_000
@@ -125,18 +125,20 @@ def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: 
     """Returns the matrix of the least-squares problem, shape [responses, constants]. The matrix times the constants gives the
     seconds.
 
-    The constants are the seconds of a decoding step with ``knots[0]`` running requests, the rise of these seconds up to each
-    further knot, and :data:`_CONSTANTS`. The seconds of a response are linear in them, because lengths, slots and cache size alone
-    determine the decoding steps in which a response runs. A column therefore holds the simulated seconds of the responses if its
-    constant is 1 and all others are 0. ``limits``: slots and cache size of the engine.
+    Column n holds the simulated seconds of the responses if constant n is 1 and all others are 0. This is exact, because seconds
+    are linear in the constants: lengths, slots and cache size alone determine the decoding steps in which a response runs.
+
+    The constants are the seconds of a decoding step with ``knots[0]`` running requests, the increase of these seconds from each
+    knot to the next, and :data:`_CONSTANTS`. ``limits``: slots and cache size of the engine.
     """
     count = len(knots)
 
     def simulated(rise: int, **constant: Any) -> Floats:
         """Returns the simulated seconds of each response for an artificial engine, whose decoding steps take 1 s to 2 s.
 
-        A step takes 1 s with up to ``knots[rise - 1]`` running requests, 2 s with at least ``knots[rise]``, and linearly more in
-        between. With ``rise`` = ``len(knots)``, each step takes 1 s. ``constant``: other constants of the engine, 0 by default.
+        A step takes 1 s with up to ``knots[rise - 1]`` running requests, and 2 s with ``knots[rise]`` or more; in between, the
+        seconds rise linearly. If ``rise`` is ``len(knots)``, each step takes 1 s. ``constant``: other constants of the engine, 0
+        if missing.
         """
         paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
         engine = EngineModel(paces, **limits, **constant)

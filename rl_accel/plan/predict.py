@@ -67,8 +67,8 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
         draws: number of random draws, each of which simulates the whole run.
 
     Returns:
-        Two results: the mean prediction over all draws, and the mean rollout seconds of each draw, shape [draws]. The second result
-        includes random errors of the simulation, drawn from the errors at the other run (``setup.uneven``).
+        The mean prediction over all draws. And the mean rollout seconds of each draw, shape [draws], multiplied by random errors of
+        the simulation, which are drawn from the errors at the other run (``setup.uneven``).
     """
     in_rounds, limited = (flags.requested(feature) != "off" for feature in (TAIL_BATCHING, REWARD_TIMEOUT))
     poll = 0.0 if in_rounds or flags.requested(SAMPLER) != "off" else POLL_SECONDS

@@ -26,7 +26,7 @@ _WANTS = {
     " critic, KL or entropy term",
     "balance": "it wants several replicas with fewer slots than requests, and --slots says how many they have",
 }
-"""Mapping from feature to the input that its prediction needs. Printed for features without a prediction."""
+"""Mapping from feature to a text that says what its prediction needs. Printed if the plan has no prediction for the feature."""
 _ANSWERS: Mapping[str, Callable[[Answer], str]] = {
     "": lambda a: a.option.name,
     "rollout": lambda a: format_seconds(a.outcome.rollout_seconds),

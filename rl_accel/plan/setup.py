@@ -33,9 +33,9 @@ class Setup:
         poll_seconds: seconds between the trainer's checks whether the rollout is done; 0: the trainer notices the end at once.
         after_seconds: seconds of the stage ``gen`` that follow after the trainer has noticed the end of the rollout.
         cluster: class of the simulated cluster; a subclass may route requests differently.
-        uneven: errors of the simulation, one ratio per rollout of the measured run: measured divided by simulated seconds.
-        zero_shares: possible values of the share of the update_actor stage that the feature skip_zero saves. The share is measured
-            in characters of prompts and responses. First the measured share, then bootstrap samples of it; may be empty.
+        uneven: errors of the simulation: measured seconds divided by simulated seconds, for each rollout of the measured run.
+        zero_shares: share of the stage ``update_actor`` that the feature skip_zero saves: first the measured share, then
+            bootstrap samples of it. The share is measured in characters of prompts and responses. Empty: nothing is saved.
         is_slime: True for a run of slime, False for a run of verl.
     """
 
@@ -63,14 +63,14 @@ class Setup:
         return sum(self.stages.values()) - self.training_seconds
 
     def noticed(self, seconds: float) -> float:
-        """Returns the seconds of the stage ``gen``: a rollout of ``seconds``, the wait for the next poll, and ``after_seconds``."""
+        """Returns the seconds of the stage ``gen``: rollout seconds, rounded up to the next poll, plus ``after_seconds``."""
         poll = self.poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
     def skipping_zero(self, seed: int) -> "Setup":
         """Returns the setup with the feature skip_zero, which shortens the stage ``update_actor``.
 
-        The stage is shortened by the share ``zero_shares[seed % len(zero_shares)]``; by nothing if ``zero_shares`` is empty.
+        The saved share is ``zero_shares[seed % len(zero_shares)]``, or 0 if ``zero_shares`` is empty.
         """
         share = self.zero_shares[seed % len(self.zero_shares)] if self.zero_shares else 0.0
         update = self.stages.get("update_actor", 0.0) * (1 - share)
@@ -80,9 +80,9 @@ class Setup:
 def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | None]:
     """Returns the setup of a run, and the fit of the engine model to the run's telemetry. Without telemetry, the fit is None.
 
-    The batch size comes from steps in which no response was cut off: all steps without tail batching, or only long rounds (rollouts
-    that wait for all responses) with tail batching. Lengths also come from warm-up steps, so that prompts are in the order of the
-    data. The engine fit leaves warm-up steps out.
+    The batch size is taken from steps in which no response was cut off. (With tail batching, only long rounds are such steps.)
+    Lengths are taken from all steps, even warm-up steps, so that prompts are in the order of the data. The engine model is
+    fitted to the steps after the warm-up.
 
     Args:
         run: profile of the run.
@@ -130,8 +130,8 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
 
 
 def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str, Any]) -> Setup:
-    """Returns the setup of a run without telemetry, from the means and maxima in its log. Many distributions of lengths fit these
-    numbers; each random draw of the plan uses another one."""
+    """Returns the setup of a run without telemetry, from the means and maxima in its log. Many distributions of lengths fit
+    these numbers; each random draw of the plan uses one of them."""
     rollouts = estimate.rollouts
     responses = options.get("responses") or rollouts.group
     if responses is None:
@@ -177,8 +177,8 @@ def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
     """Returns the number of tokens of each response, one list per prompt.
 
     The final length of a response that was cut off is unknown; a random longer length of a completed response takes its place.
-    Steps without cut-off responses are left out if there are other steps: they are long rounds of tail batching, in which prompts
-    run again.
+    If some steps have cut-off responses, all other steps are left out: these are long rounds of tail batching, in which prompts
+    of earlier steps run again.
     """
     rng = np.random.default_rng(0)
     ended = np.sort([r.tokens or 1 for step in steps for r in step if r.outcome == COMPLETED])
