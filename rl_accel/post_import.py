@@ -32,8 +32,8 @@ def when_imported(
     Callbacks run in the order of registration, in the thread that imports the module. An exception raised by a callback propagates
     from the import statement. All callbacks of the module then stay registered for a second import.
 
-    ``wait(module)`` is called if the import is in progress. It must return after the import, or raise an exception. It must raise
-    if the caller holds a lock that callbacks need, because waiting would deadlock.
+    If the import is in progress, calls ``wait(module)`` first. ``wait`` must return once the import is complete, or raise an
+    exception. If the caller holds a lock that callbacks need, ``wait`` must raise, because waiting would deadlock.
     """
     with _lock:
         loaded = sys.modules.get(module)

@@ -37,7 +37,7 @@ def end_with_parent(parent: int) -> Callable[[], None]:
 def descendants(pid: int | None = None) -> list[psutil.Process]:
     """Returns all living descendants of the process ``pid``, by default of the calling process.
 
-    Reaps (waits for) direct children of the calling process that have ended.
+    Also reaps (waits for) those direct children of the calling process that have ended, so that they do not remain as zombies.
     """
     return [process for process in psutil.Process(pid).children(recursive=True) if not has_ended(process)]
 

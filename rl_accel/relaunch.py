@@ -23,8 +23,8 @@ EXIT_CODE = 75
 """Exit code of a trainer that requests a restart (``EX_TEMPFAIL`` of sysexits.h)."""
 NOTE_VAR = "RL_ACCEL_RESTART_FILE"
 OVERRIDES_VAR = "RL_ACCEL_RESTART_OVERRIDES"
-"""Environment variable with the overrides that were appended to the command of a restarted trainer, as a JSON list. A command that
-is a script may fail to pass them on to the trainer; the trainer notices this by comparing both."""
+"""Environment variable of a restarted trainer: JSON list of the overrides that were appended to its command. If the command is a
+script that does not pass the overrides on, the trainer notices that its own overrides differ from this list."""
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (*_ENDS, signal.SIGUSR1, signal.SIGUSR2)
@@ -32,7 +32,8 @@ _ORPHANS_S = 5.0
 
 
 class Launches:
-    """Consecutive launches of one trainer command, with pauses of ``pause_s`` seconds. Forwards signals to the running trainer."""
+    """Launches a trainer, and launches it again (after ``pause_s`` seconds) if it requests this. Forwards signals to the
+    trainer."""
 
     def __init__(self, command: Sequence[str], max_restarts: int, pause_s: float) -> None:
         self._command, self._max_restarts, self._pause_s = list(command), max_restarts, pause_s

@@ -30,23 +30,23 @@ FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
 
 Used unless the user or the framework sets a full budget."""
 _MAX_UNPROVEN = 4
-"""Maximum number of executions that get an adaptive limit before ended executions show that adaptive limits fit.
+"""Maximum number of executions that get an adaptive limit before their results show that adaptive limits fit.
 
 Until then, further executions get the full budget, so that wrong limits stop few answers. See :class:`AdaptiveTimeout`."""
 _MAX_RECENT_RECORDS = 64
 """Maximum number of keys in the list of the latest records (new longest correct executions).
 
-While a key is in the list, its executions do not count as evidence for or against the limits."""
+While a key is in the list, its executions are no evidence for or against the limits, because few can exceed a new record."""
 _SUSPEND_AT = 12.0
 """Log likelihood ratio (evidence that adaptive limits no longer fit) at which these limits are suspended.
 
 Chance alone reaches this value at most once in 160,000 correct executions."""
 _EVIDENCE_BEYOND_LIMIT = 4.0
-"""Evidence (log likelihood ratio) that limits no longer fit, added for a new longest correct execution beyond its limit."""
+"""Amount added to the log likelihood ratio (evidence that limits no longer fit) if a record takes longer than its limit."""
 _RECORD_SHARE_WHEN_SLOWER = 0.7
-"""Assumed probability that a correct execution is a record (a new longest one of its key) if executions have become slower.
+"""Assumed probability that a correct execution is a record (the longest of its key so far) if executions have become slower.
 
-If nothing has changed, the probability is 1/n for the n-th correct execution of a key. See :class:`AdaptiveTimeout`."""
+If they have not, the probability is 1/n for the n-th correct execution of a key. See :class:`AdaptiveTimeout`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class AdaptiveTimeout:
     def learned(self, key: str, maximum: float | None = None) -> Limit:
         """Returns the time limits learned for ``key`` (a prompt and test case), to update an execution that is already running.
 
-        Unlike :meth:`limit`, never returns a probe, and does not restrict the number of executions with an adaptive limit.
+        Unlike :meth:`limit`, never returns a probe, and gives any number of executions an adaptive limit.
         """
         full = maximum or self.maximum
         if key in self._anchors:
@@ -159,7 +159,8 @@ class AdaptiveTimeout:
             key: prompt and test case.
             wall, cpu: wall seconds and CPU seconds of the execution.
             correct: True if the result was correct.
-            stopped: True if the duration says nothing about limits: a time limit stopped the execution, or a new process ran it.
+            stopped: True if the duration is no evidence about limits: a time limit stopped the execution, or it ran in a new
+                process, which may have had to load a model first.
 
         Returns:
             True if this execution shows that the learned limits no longer fit. All limits are then suspended.
@@ -180,7 +181,8 @@ class AdaptiveTimeout:
         return suspends
 
     def forget_limit(self) -> None:
-        """Lets another execution have an adaptive limit in place of one from which nothing is learned, such as a cancelled one."""
+        """Lets one more execution have an adaptive limit, in place of one that was cancelled or from which nothing is
+        learned."""
         self._unproven = max(0, self._unproven - 1)
 
     def suspend(self, era: int) -> None:

@@ -30,8 +30,8 @@ class AnchorDelta:
         incarnation: random id of the store process at the last exchange; "" before the first exchange.
         version: version number of the store at the last exchange.
         learned: anchors of correct executions since the last exchange, by key (a prompt and test case).
-        everything: all anchors of the replica, by key, if the store has restarted; else empty.
-        counts: amounts added to each count since the last exchange, by name of the count.
+        everything: all anchors of the replica, by key, if the store has restarted and may have lost them; else empty.
+        counts: increase of each count since the last exchange, by name, such as "timeouts".
         era: number of the last suspension of limits, see :meth:`AdaptiveTimeout.suspend`. The store ignores anchors from before its
             own last suspension.
     """
@@ -94,7 +94,7 @@ class LocalAnchors:
         return delta
 
     def put_back(self, delta: AnchorDelta) -> None:
-        """Adds the changes in ``delta``, which could not be sent, to the changes for the next exchange with the store."""
+        """Takes back ``delta``, which could not be sent: its changes will be sent in the next exchange with the store."""
         for key, anchor in delta.learned.items() if delta.era == self.timeout.era else ():
             self._learn(key, anchor)
         _add(self._counts, delta.counts)
@@ -169,9 +169,9 @@ class AnchorStore:
         return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
     def take_counts(self) -> tuple[str, dict[str, float]]:
-        """Returns the random id of this store, and each count (such as "timeouts") summed over all processes since the last call.
+        """Returns the random id of this store, and the counts since the last call, each summed over all processes, by name.
 
-        The key "anchors" of the counts has the current number of anchors. Saves the store.
+        Adds the current number of anchors to the result, under the name "anchors". Saves the store.
         """
         self.save()
         counts, self._counts = self._counts, {}

@@ -81,7 +81,7 @@ class Limits:
         updates: source of new values of ``wall`` and ``cpu`` during the execution.
         full: full budget (longest allowed time) in seconds. A call of a trusted grader in a new process may exceed ``wall`` and
             ``cpu`` up to this time, see :class:`~rl_accel.reward.worker_pool.EarlyCall`. None: no call may exceed them.
-        kind: name, such as a data source, of the calls for which a grader loads the same things (a model, for example).
+        kind: name of a group of calls for which a grader loads the same things, such as a model. Example: the data source.
 
     Raises:
         ValueError: a limit is not above 0.
@@ -120,8 +120,9 @@ class ExecutionResult:
         reason: short text that names the exception or the exceeded limit; "" if there is none.
         output: beginning of the text that a program or an isolated grader printed.
         error: exception that a trusted grader raised; None if there is none.
-        prove: None, or a function to call if the result is correct. Present until the process of a trusted grader has given its
-            first correct result (per ``Limits.kind``). The function records that result. Calls before it may include loading.
+        prove: None, or a function to call if the result is correct. Present in results of a trusted grader whose process is new:
+            it has not given a correct result yet (for this ``Limits.kind``), so that ``wall`` may include the loading of a
+            model. The function records that the process is no longer new.
     """
 
     verdict: Verdict
@@ -203,8 +204,8 @@ async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], b
 def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) -> Generator[Any, Any, Any]:
     """Runs the ``coroutine`` of the grader ``name`` step by step; a step is the code between two awaits.
 
-    Logs a warning at the first step of the grader that takes longer than :data:`HELD_SECONDS`. Adds the pids of child processes
-    that the steps have started to ``started``.
+    Logs a warning at the first step of the grader that takes longer than :data:`HELD_SECONDS`. Adds to the set ``started`` the
+    pids of child processes that the steps have started.
     """
     value, error = None, None
     while True:

@@ -8,11 +8,11 @@ from contextvars import ContextVar
 from typing import Any
 
 _CALLS: ContextVar[list[Future[Any]] | None] = ContextVar("rl_accel_grader_threads", default=None)
-"""Calls that the current execution of a grader has submitted to the thread pool; None outside an execution."""
+"""Calls that the current execution of a grader has submitted to the thread pool; None in code that belongs to no execution."""
 
 
 class GraderThreads(ThreadPoolExecutor):
-    """Default executor of an event loop that adds a thread for each thread that hangs.
+    """Thread pool that adds a thread for each thread that hangs. Becomes the default executor of an event loop.
 
     A thread cannot be stopped. In asyncio's own thread pool, a few hung threads would leave no thread for later calls. This
     executor therefore grows by one thread for each call that is still running when its execution is stopped. When such a call

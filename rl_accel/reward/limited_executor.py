@@ -74,8 +74,8 @@ class FairScheduler:
     async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
         """Context manager that waits for a free slot and holds this slot for ``prompt`` (a prompt key) within the block.
 
-        The block is expected to take ``expected`` seconds. Yields a function that marks the execution in the block as late (see
-        :class:`FairScheduler`). The block calls this function at most one time.
+        ``expected`` is the expected duration of the block in seconds. Yields a function that marks the execution in the block as
+        late (see :class:`FairScheduler`). The block may call this function once.
         """
         await self._take(prompt, expected)
         late = []
@@ -127,7 +127,7 @@ class FairScheduler:
         return self._held[prompt] - (2 if prompt in self._late else 0)
 
     def _give_out(self, changed: str) -> None:
-        """Gives free slots to waiting executions. ``changed`` is the prompt whose queue or number of slots has changed."""
+        """Gives free slots to waiting executions. ``changed`` is a prompt whose queue or number of slots has just changed."""
         self._offer(changed)
         while self._free and self._offers:
             standing, _, number, prompt = heapq.heappop(self._offers)
@@ -159,11 +159,12 @@ class LimitedExecutor:
     The policy (:class:`~rl_accel.reward.adaptive_timeout.AdaptiveTimeout`) gives each execution the full budget, or an adaptive
     limit that it derives from the anchor (the longest correct execution) of the prompt and test case.
 
-    All responses of a prompt are graded at about the same time, so most executions that hang start with the full budget, before an
-    adaptive limit is known. Such an execution gets an adaptive limit, counted from its start, as soon as enough other executions of
-    its test case were correct. The limit rises if the anchor rises. Trade-off: a slow but correct answer may be stopped where it
-    would otherwise have finished and raised the anchor. A probe is an execution that keeps the full budget on purpose, whether the
-    policy chose the probe at the start or later. If the policy suspends limits, running executions have the full budget again.
+    A running execution that started with the full budget gets an adaptive limit, counted from its start, as soon as enough other
+    executions of its test case were correct. Most executions that hang are such: all responses of a prompt are graded at about
+    the same time, before a limit is known. The limit rises if the anchor rises. Trade-off: a slow but correct answer may be
+    stopped where it would otherwise have finished and raised the anchor. A probe is an execution that keeps the full budget on
+    purpose, whether the policy chose the probe at the start or later. If the policy suspends limits, running executions have the
+    full budget again.
 
     An execution that has run for ``minimum`` seconds and still has no adaptive limit is late. Its prompt then gains priority.
 
@@ -177,7 +178,7 @@ class LimitedExecutor:
         maximum: full budget in seconds; None: the full budget of the policy.
         adapts: False gives each execution the full budget, for graders whose time depends on other services.
         queues: for ``adapts=False``: True if a grader may wait for a resource that others hold, such as one of a few connections.
-            The full budget then begins again after other executions have ended by themselves, below a total of
+            A running execution then gets a new full budget whenever other executions have ended in time, up to a total of
             :data:`_MOST_BUDGETS` budgets.
     """
 
@@ -258,7 +259,8 @@ class LimitedExecutor:
         return result
 
     async def _follow_limit(self, running: _Running) -> None:
-        """Asks the policy repeatedly for the limit of a running execution, and applies changed limits until a probe is chosen.
+        """Asks the policy repeatedly for the limit of a running execution, and applies changed limits. Stops when the execution
+        becomes a probe, which keeps the full budget.
 
         Marks the execution as late if it has run for ``minimum`` seconds without an adaptive limit.
         """
@@ -276,7 +278,7 @@ class LimitedExecutor:
                 running.is_late()
 
     async def _renew_budget(self, running: _Running) -> None:
-        """Gives a running execution a new full budget from now on, each time that other executions have ended by themselves."""
+        """Gives a running execution a new full budget, counted from now, each time that other executions have ended in time."""
         loop = asyncio.get_running_loop()
         began, ended = loop.time(), self._ended
         while (wall := loop.time() - began + self._maximum) < _MOST_BUDGETS * self._maximum:

@@ -121,9 +121,10 @@ class Graders(WorkerPool):
             :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read. Without
             root, "process" does not hide files of this user either.
         readable: files and folders that the grader reads at import or in a call.
-        in_thread: True calls a trusted grader in a thread other than the main thread, because stock verl uses a thread pool.
-        computing: number of worker processes of a trusted grader above which more processes, up to ``workers``, are started only
-            while all calls mostly wait for something other than a processor. None: as many as ``workers``.
+        in_thread: True calls a trusted grader in a thread other than the main thread, as stock verl does.
+        computing: maximum number of worker processes of a trusted grader that computes. While all calls mostly wait for
+            something other than a processor, such as a server, up to ``workers`` processes are started. None: as many as
+            ``workers``.
         constants: keyword arguments that are the same objects in all calls, by name. Each process gets them once, when it starts.
         folder: working folder during the import of a trusted grader; "" for the folder of this process, which calls always have.
         environment, setup: environment variables and setup function for a trusted grader, see
@@ -168,7 +169,7 @@ class Graders(WorkerPool):
     ) -> ExecutionResult:
         """Calls the grader with the keyword arguments ``kwargs`` and the positional arguments ``args``.
 
-        If a trusted grader changes an argument that is a dict or a list, the argument gets the new content here, too.
+        If a trusted grader changes an argument that is a dict or a list, the caller's object gets the same new content.
 
         Cancelling this call stops the grader, and all processes started by the grader, at once. If the worker process dies, the
         grader is called again on another worker. If that worker dies too, the verdict is "killed".

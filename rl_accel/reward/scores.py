@@ -21,7 +21,8 @@ logger = logging.getLogger("rl_accel")
 _MOST_WARNINGS = 100
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
 _SCORE = object()
-"""Placeholder for the score in a template made by :func:`_form_of`. Replaces each number of a reward that is a list or tuple."""
+"""Placeholder in a template made by :func:`_form_of`, for each number of a reward that is a list or tuple. A stand-in has the
+score in these places."""
 
 
 class GraderError(RlAccelError, RuntimeError):
@@ -39,14 +40,15 @@ class Scores:
     raises. With the flag ``score_errors``, a response also gets a stand-in if its grader raised an exception or if training cannot
     use its reward.
 
-    A batch that mixes dicts and numbers, or dicts with different keys, ends the run. A stand-in therefore has the form of earlier
-    rewards of its source (a grader or a data source), or else of another source.
+    A batch that mixes dicts and numbers, or dicts with different keys, would end the run with an error. A stand-in therefore has
+    the form of earlier rewards of its source (a grader or a data source), or else of another source.
 
     Args:
         flags: settings, of which ``correct_above``, ``timeout_score`` and ``score_errors`` are used.
         anchors: counts of this process. This class counts responses without a usable reward as ``errors``, or ``eval_errors`` in an
             evaluation. :class:`~rl_accel.reward.limited_executor.LimitedExecutor` counts responses whose grader was stopped.
-        keys: keys that the framework reads from a dict reward. The first key is required in training, the last in evaluations.
+        keys: keys that the framework reads from a dict reward. In training, a dict without the first key is unusable; in
+            evaluations, a dict without the last key is.
         number_keys: keys of a dict reward that may hold the training score. The first of these keys that the dict has is used.
         correct_keys: keys of a dict reward that may hold the number that tells whether the answer is correct. The first of these
             keys that the dict has is used.
@@ -129,7 +131,7 @@ class Scores:
             self._worst[source] = min(number, self._worst.get(source, math.inf))
 
     def _compare(self, source: str) -> None:
-        """Logs a warning if stopped answers get a higher score than the worst graded answer from ``source`` so far."""
+        """Logs a warning if ``timeout_score`` is higher than the lowest score of a graded answer from ``source`` so far."""
         worst, score = self._worst.get(source, math.inf), self.flags.timeout_score
         if score > worst:
             wrong = f"a stopped answer from {source} gets {score:g}, more than the {worst:g} of a wrong one"
@@ -151,9 +153,9 @@ class Scores:
 
 
 def _rewards(result: ExecutionResult, size: int | None) -> list[Any] | None:
-    """Returns the list of rewards that a grader returned, or None if the grader returned no list. Does not check the length.
+    """Returns the rewards in ``result`` as a list of any length, or None if the grader should have returned a list and did not.
 
-    If ``size`` is None, the grader returned a single reward, and the result is a list of one item.
+    If ``size`` is None, the grader returned a single reward, and the list has this one item.
     """
     if size is None:
         return [result.value]
@@ -192,7 +194,7 @@ def _is_number(value: Any) -> bool:
 def _empty(value: Any) -> Any:
     """Returns an empty value of the same type as ``value``, such as 0 or "". Returns None for user-defined types.
 
-    Values that verl averages must stay numbers, arrays or tensors.
+    Used for the keys of a stand-in. Keeps numbers, arrays and tensors what they are, because verl averages such values.
     """
     if type(value) in _PLAIN or isinstance(value, np.number | np.bool_):
         return type(value)()

@@ -31,8 +31,8 @@ SIZES = struct.Struct("!QQ")
 class Start:
     """First message from the trainer process to a worker: settings of the worker.
 
-    The message may have a payload, a pickled pair: the keyword arguments of the function that returns the grader, or None if
-    ``target`` is the grader; and the keyword arguments of the grader that are the same in all calls (constants).
+    The message may have a payload, a pickled pair. First, the keyword arguments of the function that returns the grader, or None
+    if ``target`` is the grader itself. Second, the keyword arguments of the grader that are the same in all calls (constants).
 
     The worker replies with a message of two keys. ``problem`` is the reason why the worker cannot serve, such as an error in the
     import of the grader, or "" if the worker can serve. ``shared`` lists the resources that untrusted code shares with the trainer
@@ -68,9 +68,8 @@ class WorkerRequest:
     ``{"stop": True}`` stops the execution, and ``{"wall": ..., "cpu": ...}`` sets new time limits in seconds.
 
     The worker's answer has the fields of an :class:`rl_accel.reward.execution.ExecutionResult`. The payload of the answer is the
-    pickled value or exception of the grader. If the answer contains ``renews``, the process of the grader has ended and the
-    worker starts another one. The worker then takes no request until it has sent the same message as a new worker (see
-    :class:`Start`).
+    pickled value or exception of the grader. If the answer contains ``renews``, the process of the grader has ended, and the
+    worker is starting another one. It takes no request until it has sent the reply of a new worker (see :class:`Start`) again.
 
     Attributes:
         limits: resource limits by name, see :class:`rl_accel.reward.execution.Limits`.
@@ -90,7 +89,8 @@ class PeerClosed(Exception):
 class Channel:
     """The worker's end of the socket to the trainer process, which sends the requests.
 
-    ``reaper`` is a pidfd of the process that supervises this process. If the reaper ends, the socket counts as closed.
+    ``reaper`` is a pidfd (file descriptor) of the process that supervises this process. If that process ends, the socket counts
+    as closed.
     """
 
     def __init__(self, control: socket.socket, reaper: int | None = None) -> None:
@@ -162,7 +162,8 @@ def decode(data: bytearray) -> tuple[Message, bytes]:
 def _main() -> None:
     """Runs the worker until the socket is closed. The first command-line argument is the file descriptor of the socket.
 
-    Loads this folder as a package with the name ``rl_accel_worker``. Otherwise ``import watch`` in a program might find our module.
+    Loads this folder as a package named ``rl_accel_worker``. Otherwise, ``import watch`` in a program might find our
+    ``watch.py``.
     """
     folder = os.path.dirname(os.path.abspath(__file__))
     spec = importlib.util.spec_from_file_location("rl_accel_worker", __file__, submodule_search_locations=[folder])

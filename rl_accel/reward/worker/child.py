@@ -142,7 +142,8 @@ def _load(path: str) -> Any:
 
 
 def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], bytes]:
-    """Calls the grader. ``payload`` is pickled: positional arguments, keyword arguments, and names of the constants to add.
+    """Calls the grader. ``payload`` is pickled: positional arguments, keyword arguments, and names of ``grader.constants`` to
+    add.
 
     Returns a dict with ``verdict`` and ``reason``, and pickled bytes. The bytes hold the exception, or a pair: the return value,
     and the arguments that the grader has changed (by position or name). With ``plain`` (for an isolated grader), :func:`_plain`
@@ -195,9 +196,10 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _with_text(error: Exception) -> Any:
-    """Reduction function for :mod:`copyreg`, for exceptions that pickle cannot restore.
+    """Tells pickle, through :mod:`copyreg`, how to restore an exception whose type pickle cannot restore otherwise.
 
-    Reduces ``error`` to a subclass of its type with the same text. Omits arguments and attributes that cannot be pickled.
+    The restored exception belongs to a subclass of this type and has the same text. It lacks arguments and attributes that
+    cannot be pickled.
     """
     kind, text = type(error), str(error)
     state = {name: value for name, value in vars(error).items() if _survives(value)}

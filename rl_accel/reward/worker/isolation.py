@@ -24,7 +24,7 @@ _WRITABLE_BY_ALL = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def prctl(option: int, value: int) -> None:
-    """Sets an attribute of this process by the system call ``prctl``. Ignores attributes that the kernel does not know."""
+    """Sets an attribute of this process, such as "no new privileges". Ignores attributes that the kernel does not know."""
     _LIBC.prctl(option, value, 0, 0, 0)
 
 
@@ -85,8 +85,8 @@ def leave_network() -> bool:
 def let_interpreter_be_read() -> str:
     """Lets other users reach the interpreter and the folders in ``sys.path``. Returns the reason why this failed, or "".
 
-    If such a folder lies in a folder that is closed to other users, such as /root, this process and its children see an open folder
-    in place of the closed folder. The open folder contains nothing but the interpreter and the folders in ``sys.path``.
+    If such a folder lies in a folder that is closed to other users, such as /root, an open folder is mounted over the closed
+    one, for this process and its children. The open folder contains only the interpreter and the folders in ``sys.path``.
     """
     roots = (sys.base_prefix, sys.prefix, *sys.path)
     interpreter = tuple(map(os.path.realpath, roots[:2]))

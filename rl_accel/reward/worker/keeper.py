@@ -28,15 +28,16 @@ from .isolation import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from .watch import Sink, Watch, cpu_of_ended, descendants, kill_all, seconds_waited
 
 _DECAY = 0.9
-"""Weight of the previous sums of wall seconds and busy seconds at each call. The two sums show whether a grader mostly waits."""
+"""Factor by which the sums of wall seconds and busy seconds shrink at each call, so that recent calls count most. A grader
+mostly waits if its busy seconds are less than half of its wall seconds."""
 
 
 @dataclass
 class Keeper:
     """Supervises one process that calls the grader. Watches each call, and replaces the process if it was stopped or died.
 
-    ``start`` and ``arguments`` are the first message to the worker and its payload. ``grader`` is the imported grader if this
-    keeper is a fork of the template (the first process that has imported the grader); else None.
+    ``start`` is the first message to the worker, ``arguments`` the payload of this message. ``grader`` is the imported grader if
+    this keeper is a fork of the template (the first process that has imported the grader); else None.
     """
 
     channel: Channel
@@ -194,7 +195,8 @@ def _serve_calls(calls: Channel, grader: Grader) -> None:
 
 
 def _seconds_busy() -> float:
-    """Returns the CPU seconds of this process and its ended children, plus the seconds that this thread waited for a processor."""
+    """Returns the CPU seconds of this process and its ended children, plus the seconds that this thread waited for a
+    processor."""
     return time.process_time() + cpu_of_ended() + seconds_waited("/proc/thread-self")
 
 
@@ -218,7 +220,8 @@ def _fork_is_safe(connections_before: set[str]) -> bool:
 
 
 def _connections() -> set[str]:
-    """Returns number and target of each open file descriptor that processes must not share: everything except read-only files."""
+    """Returns "number target" of each open file descriptor that a fork must not share, such as a socket. Leaves out files that
+    are open for reading only."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

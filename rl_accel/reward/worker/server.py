@@ -128,7 +128,7 @@ class Server:
     unseen_threads: int = 0
 
     def serve(self, payload: bytes) -> None:
-        """Imports the grader or the modules for programs, reports success or the error, then answers requests one at a time."""
+        """Imports the grader or :data:`PRELOAD`, reports success or the error, then answers requests one at a time."""
         grader, problem = None, ""
         try:
             if self.start.target:

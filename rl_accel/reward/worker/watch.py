@@ -24,9 +24,9 @@ ALIVE_SECONDS = 1.0
 
 Sent after the time of the wall limit has passed, because waits for a processor do not count against the limit."""
 TELL_SECONDS = 0.1
-"""Seconds from the start of a call to the first message whether a trusted grader mostly waits for something but a processor.
+"""Seconds from the start of a call of a trusted grader to the first message that says whether the grader mostly waits.
 
-Later messages follow after 2, 4, 8, ... times these seconds."""
+Waits for a processor do not count. Later messages follow about 2, 4, 8, ... times these seconds after the start."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -54,7 +54,7 @@ class Sink:
 
     @property
     def whole(self) -> bool:
-        """True if the buffer holds exactly one complete message, as made by :func:`rl_accel.reward.worker.encode`."""
+        """True if this buffer holds exactly one complete message, as made by :func:`rl_accel.reward.worker.encode`."""
         return len(self.data) >= SIZES.size and len(self.data) == SIZES.size + sum(SIZES.unpack_from(self.data))
 
     def read(self) -> bool:
@@ -113,7 +113,7 @@ class Watch:
     def _record_earlier_use(self) -> None:
         """Records the seconds that a trusted grader's processes have used or waited for a processor so far, to subtract them later.
 
-        Runs at the first check of the limits. Most calls end before this check, and then save the time of this function.
+        Runs at the first check of the limits. Most calls end before this check, and avoid the cost of this function.
         """
         self._looked = True
         living = descendants(self.spared)
@@ -133,7 +133,7 @@ class Watch:
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
         """Waits until the execution ends, answers or exceeds a limit.
 
-        A trusted grader answers, and its process then goes on. In the other cases, kills all remaining processes of the execution.
+        If a trusted grader has answered, its process goes on running. Else, kills all remaining processes of the execution.
 
         Args:
             child: pid of the first process of the execution.
@@ -144,7 +144,8 @@ class Watch:
             status: status of ``child`` from ``os.waitpid`` if ``child`` ended by itself, -1 if the execution was stopped, None if
             ``child`` has answered.
             seconds: dict of seconds. ``wall`` is the duration of the execution. ``cpu`` is the CPU time of all its processes.
-            ``waited`` is the part of ``wall`` in which the execution was ready but had no processor.
+                ``waited`` is the part of ``wall`` in which the execution was ready but had no processor. ``cpu`` and ``waited``
+                are 0 if a trusted grader has answered before the first check of the limits.
 
         Raises:
             PeerClosed: the trainer process no longer waits for the result. Nothing is killed then.
@@ -242,8 +243,8 @@ class Watch:
     def _waited_of(self, wall: float, cpu: float) -> float:
         """Returns the seconds of ``wall`` in which the execution was ready to run and had no processor.
 
-        The waits of all threads are added, because a grader and the program that it starts wait for a processor one after the
-        other. Threads that wait at the same time would be counted twice, so the result is at most ``wall - cpu``.
+        Adds the waits of all threads, because threads may wait one after the other, such as a grader and the program that it
+        starts. If threads wait at the same time, the sum is too large; the result is therefore at most ``wall - cpu``.
         """
         return max(0.0, min(sum(self._waited.values()) + self._paused, wall - cpu))
 
@@ -263,9 +264,9 @@ def _threads(pid: int) -> list[str]:
 
 
 def seconds_waited(folder: str) -> float:
-    """Returns the seconds in which a thread was ready but had no processor, without the seconds in :data:`_waits_before`.
+    """Returns the seconds in which a thread was ready but had no processor, minus its seconds in :data:`_waits_before`.
 
-    ``folder`` is the folder of the thread in /proc. The thread may be a zombie.
+    ``folder`` is the folder of the thread in /proc. The thread may be a zombie. Returns 0 if the kernel reports no seconds.
     """
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"{folder}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9 - _waits_before.get(folder, 0.0)
