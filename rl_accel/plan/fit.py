@@ -151,8 +151,8 @@ def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: 
 
 
 def _least_squares(factors: Floats, seconds: Floats, least: float) -> Floats:
-    """Returns the constants with the best fit of ``factors @ constants`` to ``seconds``. The first is at least ``least``, others at
-    least 0."""
+    """Returns the constants with the best fit of ``factors @ constants`` to ``seconds``. The first constant is at least
+    ``least``, all others are at least 0."""
     from scipy.optimize import lsq_linear
 
     norms = np.linalg.norm(factors, axis=0)

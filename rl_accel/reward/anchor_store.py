@@ -120,7 +120,7 @@ class AnchorStore:
     Args:
         path: JSON file to which anchors are saved, and from which they are loaded if the file exists. None: memory only. If
             the file cannot be read, a warning is logged, the file is not changed, and the anchors stay in memory only.
-        timeout: empty :class:`AdaptiveTimeout` that holds the anchors; None: a new one.
+        timeout: :class:`AdaptiveTimeout`, still without anchors, to which all anchors are added; None: a new one.
     """
 
     def __init__(self, path: Path | None = None, timeout: AdaptiveTimeout | None = None) -> None:

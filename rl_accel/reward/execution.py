@@ -114,7 +114,8 @@ class ExecutionResult:
     Attributes:
         verdict: outcome of the execution, see :data:`Verdict`.
         value: return value of a grader; None unless ``verdict`` is "done".
-        wall, cpu: wall seconds of the execution, and CPU seconds of all its processes.
+        wall, cpu: wall seconds of the execution, and CPU seconds of all its processes. The CPU seconds of a coroutine grader,
+            and of a very short call of another trusted grader, are not measured and given as 0.
         waited: seconds in which the execution was ready to run but had no processor. This is the sum over all threads of the
             execution, at most ``wall - cpu``. 0 if the kernel does not report these seconds.
         reason: short text that names the exception or the exceeded limit; "" if there is none.

@@ -98,7 +98,7 @@ class Keeper:
         return decode(report.data)[0]
 
     def _call(self, request: WorkerRequest, payload: bytes, process: socket.socket, child: int) -> bool:
-        """Sends a request to the grader process ``child`` through the socket ``process``. Sends the result to the trainer process.
+        """Sends a request to the grader process (socket ``process``, pid ``child``), and the result to the trainer process.
 
         Returns False if the grader process was stopped or died, else True.
         """
@@ -195,8 +195,7 @@ def _serve_calls(calls: Channel, grader: Grader) -> None:
 
 
 def _seconds_busy() -> float:
-    """Returns the CPU seconds of this process and its ended children, plus the seconds that this thread waited for a
-    processor."""
+    """Returns the CPU seconds of this process and its ended children, plus the seconds that this thread waited for a processor."""
     return time.process_time() + cpu_of_ended() + seconds_waited("/proc/thread-self")
 
 

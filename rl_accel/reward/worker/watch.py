@@ -144,8 +144,8 @@ class Watch:
             status: status of ``child`` from ``os.waitpid`` if ``child`` ended by itself, -1 if the execution was stopped, None if
             ``child`` has answered.
             seconds: dict of seconds. ``wall`` is the duration of the execution. ``cpu`` is the CPU time of all its processes.
-                ``waited`` is the part of ``wall`` in which the execution was ready but had no processor. ``cpu`` and ``waited``
-                are 0 if a trusted grader has answered before the first check of the limits.
+            ``waited`` is the part of ``wall`` in which the execution was ready but had no processor. ``cpu`` and ``waited`` are 0
+            if a trusted grader has answered before the first check of the limits.
 
         Raises:
             PeerClosed: the trainer process no longer waits for the result. Nothing is killed then.
@@ -330,7 +330,7 @@ def threads_of_user() -> int:
 
 
 def _reap_orphans(child: int) -> None:
-    """Reaps ended processes whose parents have ended too. Never reaps ``child``, because the status of ``child`` is read later."""
+    """Reaps ended processes whose parents have ended too. Never reaps ``child``, whose exit status is read later."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
             os.waitpid(ended.si_pid, 0)
