@@ -27,8 +27,7 @@ SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", 
 
 
 def load_arms(path: Path) -> dict[str, list[str]]:
-    """Reads a YAML file that maps each arm (variant) to a list of its runs, the baseline first. Returns a mapping from arm to
-    paths.
+    """Reads a YAML file that maps each arm (variant) to a list of its runs, the baseline first. Returns the paths of each arm.
 
     A run in the file is a path or a glob pattern, relative to the folder of the file.
 
@@ -57,8 +56,7 @@ def gather(
 ) -> tuple[Recipe, list[RunData]]:
     """Reads the runs of each arm. Returns a recipe with settings for the comparison, and the metrics of the runs.
 
-    If the first run lies in an output folder of ``rl-accel ab``, the recipe comes from this folder. Otherwise, it has default
-    values.
+    If ``rl-accel ab`` wrote the folder that holds the first run, its recipe is used; else a default recipe for verl or slime.
 
     Args:
         arms: mapping from arm to the paths of the arm's runs, the baseline first.
