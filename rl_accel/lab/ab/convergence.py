@@ -168,7 +168,7 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     row per arm, metric (the reward, then validation) and x axis, with these keys:
 
     - ``end``, ``longest``: last position on the x axis of the shortest run, and of the longest run.
-    - ``baseline``, ``value``: mean level (metric value before ``end``) of the baseline's runs, and of the arm's runs.
+    - ``baseline``, ``value``: mean level (final metric value, up to ``end``) of the baseline's runs, and of the arm's runs.
     - ``difference``, ``low``, ``high``: ``value`` - ``baseline``, and the bounds of the 95% interval of this difference.
     - ``margin``, ``answer``: margin in units of the metric, and ``IDENTICAL`` or the result of :func:`decide`.
     - ``runs``, ``paired``: number of runs of each of the two arms, and whether the runs are paired by seed.

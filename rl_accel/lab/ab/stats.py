@@ -24,7 +24,7 @@ from rl_accel.rollout.saved import FOLDER
 from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OVERLAPPING, SAVING, read_kept
 
 LEDGER = f"{FOLDER}/ledger.jsonl"
-"""Path of the ledger below a run's checkpoint folder. In this file, tail batching logs the prompts that each step trained."""
+"""Folder and file name of every ledger, the file in which tail batching logs the prompts that each step trained."""
 OTHER = "other"
 _RESAMPLES = 2000
 _MIN_PAIRS = 5
