@@ -35,7 +35,7 @@ _LAZY_BENCH = {
     ),
     "tail": ("lab.bench.tail", "Tail batching: what its rounds cost on verl, without a model."),
 }
-"""Mapping from the name of a subcommand to its module below ``rl_accel`` and its one-line help text."""
+"""Mapping from each subcommand of ``rl-accel bench`` to its module below ``rl_accel`` and its one-line help text."""
 
 _EXTRAS = {
     "report": ("matplotlib", "jinja2", "scipy", "pandas"),
@@ -49,7 +49,7 @@ class _LazyGroup(click.Group):
 
     Args:
         lazy: mapping from command name to the command's module below ``rl_accel`` and a one-line help text.
-        prefix: start of function names. The command ``x-y`` is the module's function with the name ``prefix + "x_y"``.
+        prefix: text before the name of each command's function. With ``bench_``, the command ``x-y`` is the function ``bench_x_y``.
     """
 
     def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], prefix: str = "", **kwargs: Any) -> None:
@@ -97,7 +97,7 @@ def cli(context: click.Context) -> None:
 
 @cli.group(cls=_LazyGroup, lazy=_LAZY_BENCH, prefix="bench_")
 def bench() -> None:
-    """Measures kernels side by side; each benchmark checks correctness first."""
+    """Benchmarks of single features. A benchmark that finds wrong results prints no numbers for them."""
 
 
 @cli.command()

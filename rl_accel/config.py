@@ -28,7 +28,7 @@ _AUTO_HELP = "turn on the lossless features that work here (what a bare rl_accel
 
 Requested = Literal["by name", "automatically", "off"]
 Source = tuple[str, Mapping[str, Any]]
-"""A source of flags, such as an environment variable: its name for messages, and the flags that it sets, as nested mappings."""
+"""Name and flags of one source of flags: ``("RL_ACCEL_CONFIG", {"gae": {"backend": "numba"}})``. Error messages use the name."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Flags:
         return section
 
     def requested(self, feature: Feature[Any]) -> Requested:
-        """Returns how ``feature`` was enabled: "by name", "automatically" (by the flag ``auto``), or "off" if not enabled."""
+        """Returns "by name" if the feature's flag ``enable`` is True, "automatically" if ``auto`` turns it on, else "off"."""
         enable = self.sections[feature.name].enable
         if enable:
             return "by name"

@@ -53,10 +53,14 @@ def aligned(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
 
 
 def refuse_idle_options(mode: str, *options: str) -> None:
-    """Raises an error if one of ``options`` was given on the command line, although it has no effect in this ``mode`` of a command.
+    """Refuses options that have no effect in the way in which the user called the command.
+
+    Args:
+        mode: text for the message: how the command was called, such as "with --check".
+        options: names of the parameters that have no effect then.
 
     Raises:
-        click.UsageError: such an option was given. The message names the option and ``mode``, such as "with --check".
+        click.UsageError: the user gave one of ``options`` on the command line.
     """
     import click
 

@@ -38,7 +38,7 @@ def diagnose() -> dict[str, Any]:
         - ``backends``: mapping from kernel backend to the reason why the backend does not work; None if the backend works.
         - ``checks``: one dict per switch or other check of a feature. ``verdict`` is "works", "cannot" (tried and failed)
           or "absent" (framework or engine not installed). For patches, ``upstream`` and ``remove_when`` are included.
-        - ``sandbox``: isolation of programs that a code reward runs: "bubblewrap", or "process" and why bubblewrap does not work.
+        - ``sandbox``: isolation level of programs under test: "bubblewrap", or "process" and why bubblewrap does not work.
     """
     with quiet():
         from rl_accel.ops import available_backends
@@ -171,7 +171,7 @@ def _check(feature: str, switch: str, verdict: str, reason: str = "") -> dict[st
 
 
 def _version(distribution: str) -> str | None:
-    """Returns the version of the imported package ``distribution``, or else of the installed distribution; None if absent."""
+    """Returns ``__version__`` of the imported package ``distribution``, else the installed version, else None."""
     imported = getattr(sys.modules.get(distribution), "__version__", None)
     if isinstance(imported, str):
         return imported

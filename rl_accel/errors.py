@@ -56,7 +56,7 @@ class PatchRefused(RlAccelError, RuntimeError):
 
 
 class NotInThisVersion(PatchRefused):
-    """Error for a patch that does not fit the installed framework version; the feature may stay on without this patch."""
+    """Error for a patch that does not fit the installed framework version. The feature stays on if another of its patches fits."""
 
 
 class BackendMissing(RlAccelError, ImportError):

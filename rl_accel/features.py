@@ -39,14 +39,14 @@ class SlimeHooks:
         arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets, with their values. A list is
             appended to the user's list.
         unset: names of slime arguments that must be None.
-        only_named_with: names of slime arguments. If the user sets one of them, the feature is on only if enabled by name.
+        only_named_with: names of slime arguments. If the user sets one of them, the flag ``auto`` does not turn the feature on.
         check: function ``check(args, flags)`` that raises ConfigError if the feature does not work with slime's arguments ``args``.
             Called before the first rollout, after ``arguments`` are set.
         estimators: values of slime's ``--advantage-estimator`` that the feature supports. Empty: all values.
         metrics: function ``numbers_of(rollout)`` that returns metrics, by name. Called when slime logs a rollout.
         after_evaluation: function ``after_evaluation(args)``, called when slime logs an evaluation.
-        values: for flags that slime supports only in part: the allowed values, by name of the flag.
-        engine: function ``engine(flags)`` that returns required SGLang settings, by name of the slime argument.
+        values: mapping from the name of a flag to the values that work on slime; for flags of which not all values do.
+        engine: function ``engine(flags)`` that returns the SGLang settings that the feature needs, by name of the slime argument.
     """
 
     file: Mapping[str, str]
@@ -114,7 +114,7 @@ GAE = Feature(
 
 @dataclass
 class AdvantagesFlags:
-    """Flags of the feature ``advantages``, which speeds up REINFORCE++ and the whitening at the end of several estimators."""
+    """Flags of the feature ``advantages``, which speeds up REINFORCE++ and whitening, the last step of several estimators."""
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
 
@@ -135,7 +135,7 @@ ADVANTAGES = Feature(
 class SamplerFlags:
     """Flags of the feature ``sampler``, which polls for finished rollouts at adaptive intervals instead of every 2 seconds.
 
-    On slime, the feature shortens the 3 seconds between checks whether an SGLang server has aborted all requests.
+    slime waits 3 seconds between checks whether an SGLang server has aborted all requests; the feature shortens this wait.
     """
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
@@ -227,7 +227,7 @@ class TailBatchingFlags:
     domain_key: str = flag("data_source", "column of the data set with the domain of each row")
 
     def validate(self) -> None:
-        """Raises ValueError if a quota in ``domain_quotas`` is below 1."""
+        """Raises ValueError if ``domain_quotas`` asks for fewer than one prompt of a domain in a batch."""
         for domain, quota in (self.domain_quotas or {}).items():
             if quota < 1:
                 raise ValueError(f"domain_quotas[{domain!r}] must be at least 1, found {quota}")
@@ -457,11 +457,11 @@ FEATURES: tuple[Feature[Any], ...] = (
     BALANCE,
     DRAFTS,
 )
-"""All features, in the order of tables and messages. Features configure verl's extension points in the same order."""
+"""All features, in the order in which tables and messages list them, and in which they configure verl's extension points."""
 
 FLAG_READERS = {"verl": "rl_accel.patches.verl.config_intake"}
-"""Mapping from framework to the module whose switches read flags from the framework's configuration. These switches do not need an
-enabled feature."""
+"""Mapping from framework to the module whose switches read flags from the framework's configuration. These switches are on even if
+no feature is."""
 
 LOGGERS = {"verl": "rl_accel.patches.verl.trainer_metrics"}
 """Mapping from framework to the module that adds rl-accel's metrics to the framework's log while any feature is on."""

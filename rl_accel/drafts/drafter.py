@@ -43,23 +43,24 @@ from rl_accel.rollout.balance import key_of
 SETTINGS = "rl_accel_drafts"
 """Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration, which reaches every worker process."""
 FLOOR = 0.2
-"""Minimum estimated probability that all tokens of a draft are accepted. A draft is as long as this minimum allows."""
+"""Minimum estimated probability that all tokens of a draft are accepted. A draft ends before the token that would fall below it."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
-"""Initial estimates of the acceptance rate of a draft token, as pairs (maximum match length, rate). The match length is the number
-of tokens that the request and the earlier response share before the draft."""
+"""Acceptance rates of draft tokens that are assumed at first, by match length: 0.5 for matches of up to 4 tokens, 0.6 for up to 8
+tokens, and so on. The match length is the number of tokens before the draft that also precede its stored copy."""
 PRIOR = 4.0
-"""Weight of the acceptance rate over all prompts in the estimate for a single prompt, as a number of predicted tokens."""
+"""Weight of the rate over all prompts when the acceptance rate for one prompt is estimated: it counts as much as PRIOR tries of
+predicted tokens for that prompt."""
 REMEMBERED = 4096
-"""Maximum number of requests that are remembered after they have left the batch. Preempted requests may return, and finished
-requests are read by ``take_finished``."""
+"""Maximum number of requests that are remembered after they have left the batch. Preempted requests may return to the batch, and
+``take_finished`` reads the responses of finished requests."""
 RATES, HEAD, TAKEN = range(NUMBER + 1, NUMBER + 4)
-"""Columns of a request in ``_Batch.sequences``, after the six columns that each stored sequence has (see ``LAST`` in ``index.py``).
+"""Columns 6 to 8 of ``_Batch.sequences``, which has one row per request. Columns 0 to 5: see ``LAST`` in ``index.py``.
 
-RATES: index of the prompt in ``_Rates.own``, the acceptance rates by prompt.
+RATES: row of ``_Rates.own`` with the acceptance rates of the request's prompt.
 HEAD: number of prompt tokens.
-TAKEN: whether ``take_finished`` has returned the response."""
+TAKEN: 1 if ``take_finished`` has returned the response, else 0."""
 PROPOSED = SOURCE + 1
-"""Column of ``_Batch.numbers``, after the columns of a match (see ``FOUND`` in ``index.py``): number of tokens in the draft."""
+"""Column 3 of ``_Batch.numbers``: number of tokens in the draft of a request. Columns 0 to 2: see ``FOUND`` in ``index.py``."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ class _Prompt:
     """A prompt in the index.
 
     Attributes:
-        sequence: columns of the prompt as a stored sequence (see ``LAST`` in ``index.py``).
-        rates_row: index of the prompt in ``_Rates.own``, the acceptance rates by prompt.
+        sequence: numbers by which the index finds the prompt's tokens, int64[6], columns: see ``LAST`` in ``index.py``.
+        rates_row: row of ``_Rates.own`` with the acceptance rates of this prompt.
         versions: versions of the weights that generated responses to the prompt, the latest version last.
     """
 
@@ -96,15 +97,15 @@ class _Batch(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """Decayed counts of hits and tries. Their ratio estimates the probability that a predicted token is accepted.
+    """Acceptance rates: numbers of hits and of tries. Hits / tries estimates the probability that a predicted token is accepted.
 
-    A hit is a correctly predicted token. A try is a predicted token that was compared with a sampled token, weighted by the token's
-    share of the votes (see ``Matches``). Last axis: hits (0) and tries (1). Other axis of size 2: the prediction came from the
-    request's own prompt (0) or another prompt (1).
+    A try is a predicted token that was compared with a sampled token; it counts as the token's share of the votes (see
+    ``Matches``). A hit is a try with equal tokens; it counts as 1. Old hits and tries lose weight with every comparison. The axis
+    "source" is 0 for predictions from the request's own prompt and its responses, and 1 for predictions from other prompts.
     """
 
-    own: Any  # float64[P, 2, 2], by prompt
-    all: Any  # float64[2, len(FIRST_RATES), 2], by match length
+    own: Any  # float64[P, 2, 2]: prompt, source, (hits, tries)
+    all: Any  # float64[2, len(FIRST_RATES), 2]: source, match length, (hits, tries)
 
 
 class _Counts(NamedTuple):
@@ -227,8 +228,8 @@ class Drafter:
         - ``steps``: calls of :meth:`propose`. ``tokens``: tokens sampled in these steps.
         - ``drafted``, ``accepted``: verified and accepted draft tokens, also by source of the draft (``drafted_own``,
           ``drafted_sibling``, ``drafted_earlier``, ``drafted_other``; see ``SOURCES`` in ``index.py``).
-        - ``tokens_from_L``: tokens sampled in steps after which the response had at least L and less than 2 L tokens. L is a power
-          of two. ``row_steps_from_L``: number of these steps. Both are sums over requests.
+        - ``tokens_from_L``, such as ``tokens_from_256``: tokens sampled in steps that left their response with L to 2 L - 1 tokens.
+          ``row_steps_from_L``: number of these steps. A step with three such responses counts three times.
         - ``stopped``: number of times that drafting was stopped because drafting cost more time than it saved.
         """
         by_source, by_length = self._counts
@@ -247,18 +248,18 @@ class Drafter:
         return counts
 
     def new_weights(self) -> None:
-        """Begins a new version of the weights. All running requests count as finished.
+        """Tells the drafter that the engine has new weights. All running requests leave the batch, as if they were finished.
 
-        If a request continues with the new weights, a later call of :meth:`propose` recognises it, in any row of the batch.
+        If vLLM continues a request with the new weights, :meth:`propose` later recognises the request by its tokens, in any row.
         """
         self._leave(range(self._running))
         self._running, self._called = 0, None
         self._version += 1
 
     def take_finished(self) -> list[bytes]:
-        """Returns the responses that have left the batch since the last call, each once, as bytes for :meth:`absorb`.
+        """Returns the responses that ended since the last call, one item per response, in the format that :meth:`absorb` reads.
 
-        Preempted and aborted responses may be included, with their tokens so far.
+        A preempted or aborted request that has not continued counts as ended, with its tokens so far.
         """
         finished = []
         for request, *_ in self._gone.values():
@@ -279,7 +280,7 @@ class Drafter:
     def _follow(self, new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
         """Updates the rows of ``_batch`` (one row per request) after requests have started, ended or changed rows in vLLM.
 
-        A row that sampled no token in the last step is left without a request.
+        If vLLM sampled no token in a row, as during an incomplete prefill, ``_batch`` has no request in this row.
         """
         begins, running = ends - new, len(new)
         others = [row for row in range(running) if not _is_same(self._batch, row, matrix[row], begins[row], new[row])]
@@ -298,7 +299,10 @@ class Drafter:
         self._running = running
 
     def _leave(self, rows: Iterable[int]) -> list[Ints]:
-        """Moves the requests of ``rows`` from the batch to ``_gone``. Returns their rows of ``_Batch.numbers``."""
+        """Removes the requests in ``rows`` from the batch, and keeps them in ``_gone`` in case they return.
+
+        Returns one array per removed request: the kept copy of its row of ``_Batch.numbers``.
+        """
         left = []
         for row in rows:
             length = int(self._batch.sequences[row, LENGTH])
@@ -310,9 +314,9 @@ class Drafter:
         return left
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
-        """Returns the row of ``_Batch.sequences``, int64[9], for a new request with the prompt ``tokens[:length]``.
+        """Creates a request with the prompt ``tokens[:length]``. Returns its row for ``_Batch.sequences``, int64[9].
 
-        Adds the prompt to the index if missing.
+        Adds the prompt to the index if missing. ``version``: version of the weights that generate the response.
         """
         key = key_of(tokens[:length])
         prompt = self._prompts.get(key)
@@ -334,7 +338,7 @@ class Drafter:
 
 
 def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
-    """Returns the last CONTEXT tokens of ``tokens``, repeated for each row and padded with zeros in front: [rows, CONTEXT]."""
+    """Returns ``rows`` equal rows [rows, CONTEXT]: the last CONTEXT tokens of ``tokens``, after zeros if there are fewer tokens."""
     tails = np.zeros((rows, CONTEXT), np.int32)
     last = tokens[-CONTEXT:]
     tails[:, CONTEXT - len(last) :] = last
@@ -343,9 +347,9 @@ def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
 
 @compiled
 def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool:
-    """Returns whether the request that vLLM now has in ``row`` is the request that ``batch`` has in this row.
+    """Returns whether ``batch`` and vLLM have the same request in ``row``, judging by the request's last known tokens.
 
-    ``tokens`` are the tokens of vLLM's request: ``begin`` tokens before the last step, and ``new`` tokens from this step."""
+    ``tokens`` are the tokens of vLLM's request. The last step appended ``new`` tokens to the first ``begin`` tokens."""
     length = batch.sequences[row, LENGTH]
     # the known length is below ``begin`` if vLLM did not call ``propose`` after some steps
     same = new > 0 and 0 <= length <= begin
@@ -356,11 +360,11 @@ def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool
 
 @compiled
 def _rates_of(rates: _Rates, request: Any, numbers: Any) -> tuple[Any, Any]:
-    """Returns two (hits, tries), views of ``rates``, from which the acceptance rate of a match of ``request`` is estimated.
+    """Returns the two pairs (hits, tries) from which the acceptance rate of a prediction for ``request`` is estimated.
 
-    The first counts predictions for the prompt of ``request``, the second counts predictions for all prompts with a similar match
-    length. Both count only predictions from the same kind of source (the request's own prompt, or another prompt). ``numbers``
-    describes the match (see ``Matches``).
+    The first pair is for the prompt of ``request``. The second pair is for all prompts, with about the same match length. Both
+    pairs are views of ``rates`` for the source of the prediction: the request's own prompt, or another prompt. ``numbers``: row of
+    ``Matches.numbers`` that describes the prediction.
     """
     other, at = int(numbers[SOURCE] == OTHER), 0
     while numbers[MATCHED] > FIRST_RATES[at][0]:
@@ -374,15 +378,14 @@ def _advance(
 ) -> tuple[bool, bool, bool]:
     """Compares the predicted tokens with the new tokens, updates the acceptance rates, and adds the new tokens to the index.
 
-    Predictions that were not proposed count as well, because a predicted token is sampled with the same probability with which it
-    would have been accepted. A rising acceptance rate is therefore noticed even without drafts.
+    Predicted tokens that were not proposed as a draft count as well, so that a rising acceptance rate is noticed while drafting
+    pauses. This is correct because the engine samples a predicted token as often as it would have accepted the token in a draft.
 
-    Returns three flags:
+    Returns three booleans:
 
-    - whether each row of ``batch`` still holds the request that vLLM has in this row. If not, nothing was changed. With ``sure``,
-      the rows are not checked, and the flag is True.
-    - whether :meth:`Drafter.propose` was called after each step of all these requests.
-    - whether drafts were verified in the last step.
+    - True if ``batch`` and vLLM have the same request in each row; not checked if ``sure``. If False, nothing was changed.
+    - True if the drafter knew all tokens before the last step: no call of :meth:`Drafter.propose` was missed for these requests.
+    - True if at least one draft was verified in the last step.
     """
     went_on, verified, rows = True, False, len(new)
     for row in range(rows):
@@ -423,9 +426,9 @@ def _advance(
 
 @compiled
 def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) -> float:
-    """Predicts the next tokens of each request, and sets the number of tokens in its draft (column ``PROPOSED``).
+    """Predicts the next tokens of each request, and decides how many of them to propose (column ``PROPOSED``).
 
-    Returns the expected number of accepted tokens, over all requests."""
+    Returns the expected number of accepted draft tokens in the next step, summed over requests."""
     expected = 0.0
     lookup(pool, batch.sequences[:rows], matrix, Matches(batch.tokens, batch.shares, batch.numbers))
     for row in range(rows):
@@ -443,11 +446,11 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
 
 
 class _CostModel:
-    """Decides whether drafting saves time: compares the seconds per token of steps with and without drafts.
+    """Decides whether drafting saves time: compares the seconds per token of steps with drafts and of steps without drafts.
 
-    Only steps of similar batch size are compared; sizes may differ by an eighth. Steps older than WINDOW steps hardly count. At
-    least one in WITHOUT steps has no drafts, for comparison. A comparison needs LEAST steps without drafts and TRIED steps with
-    drafts. If drafting does not save time, drafting pauses for PAUSE steps.
+    At least one in WITHOUT steps has no drafts, for this comparison. Only steps of similar batch size (within an eighth) are
+    compared. A comparison needs LEAST steps without and TRIED steps with drafts. The weight of a step falls to 1 / e after WINDOW
+    further steps of this batch size. If drafting does not save time, drafting pauses for PAUSE steps of this batch size.
     """
 
     WITHOUT, LEAST, TRIED, WINDOW, PAUSE = 32, 8, 32, 512, 512
@@ -461,8 +464,8 @@ class _CostModel:
     def allows(self, rows: int) -> bool:
         """Returns whether the next step, with ``rows`` requests, may have drafts.
 
-        Returns False during a pause of drafting (each call shortens the pause by one step), and if a step without drafts must be
-        measured for comparison.
+        Returns False during a pause of drafting; each call shortens the pause by one step. Also returns False if the next
+        comparison needs a step without drafts.
         """
         size = _about(rows)
         if self._paused[size] > 0:
@@ -472,13 +475,15 @@ class _CostModel:
         return without >= self.LEAST and without * self.WITHOUT >= verified
 
     def pays(self, rows: int, expected: float) -> bool:
-        """Returns whether ``expected`` accepted draft tokens, in a step with ``rows`` requests, are worth the time of verification.
-        Returns True until enough steps with drafts were measured."""
+        """Returns whether a step with drafts is expected to take fewer seconds per token than a step without drafts.
+
+        ``rows``: number of requests. ``expected``: number of draft tokens that will probably be accepted, over all requests.
+        Returns True until TRIED steps with drafts were measured."""
         plain_steps, plain, _, steps, spent, _ = self._sizes[_about(rows)]
         return steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected)
 
     def add(self, rows: int, verified: bool, seconds: float, tokens: int) -> bool:
-        """Adds a measured step in which all ``rows`` requests advanced. Returns whether a pause of drafting begins now.
+        """Adds a measured step of ``rows`` requests. Returns True if a pause begins now, because drafting does not save time.
 
         Args:
             verified: whether the step had drafts.

@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 BLOCK = 32
 """Number of tokens in a block of the index."""
 GRAM = 3
-"""Minimum length of a match: number of tokens at the end of a context that equal the tokens before a stored position."""
+"""Minimum length of a match in tokens: the last GRAM tokens of a context must equal the tokens before the stored position."""
 CONTEXT = 32
 """Maximum number of tokens at the end of a context that are compared with stored tokens."""
 CANDIDATES = 16
@@ -34,31 +34,31 @@ earlier: a response to the same prompt, generated with other weights.
 other: another prompt or a response to another prompt."""
 OTHER = SOURCES.index("other")
 PROMPT = 2**62
-"""Version of prompt tokens: above every version of the weights, so that prompts are never too old for a match. A response has the
-version of the weights that generated the response."""
+"""Value of the column VERSION for prompts. It is larger than every version of the weights, so that no prompt is too old for a
+match."""
 
 
 LAST, LENGTH, OLDEST, KEY, VERSION, NUMBER = range(6)
-"""Columns of a stored sequence (a prompt or a response), int64[6 or more].
+"""Columns of a stored sequence (a prompt or a response), int64[6 or more]. A position is the address of a token in the index.
 
 LAST: position of the last token; for a response without tokens, of the last prompt token; -1 for none.
 LENGTH: number of tokens, including the tokens of the prompt.
-OLDEST: version of the weights. Responses that were generated with older weights are not used to predict tokens of this sequence.
-KEY: hash of the prompt, see ``key_of`` in ``rollout/balance.py``.
+OLDEST: oldest version of the weights whose responses may be used to predict tokens of this sequence.
+KEY: hash of the prompt (for a response, of its prompt), see ``key_of`` in ``rollout/balance.py``.
 VERSION: version of the weights that generate the response, or PROMPT for a prompt. Versions only grow.
 NUMBER: unique number of the sequence."""
 BEFORE, AFTER, COUNT = range(3)
-"""Columns of a block of tokens, int64[6]. Three further columns hold KEY, VERSION and NUMBER of the sequence that owns the block.
+"""Columns of ``Pool.blocks``. A block holds up to BLOCK tokens of one sequence; columns 3 to 5 hold its KEY, VERSION and NUMBER.
 
-BEFORE: position of the token before the block.
-AFTER: number of the next block of the sequence; -1 for none.
+BEFORE: position of the sequence's token before the block; -1 for none.
+AFTER: number of the sequence's next block; -1 for none.
 COUNT: number of tokens in the block."""
 FOUND, MATCHED, SOURCE = range(3)
-"""Columns of ``Matches.numbers``. A match is the prediction for one context.
+"""Columns of ``Matches.numbers``, which has one row per context.
 
 FOUND: number of predicted tokens; 0 for no match.
-MATCHED: number of tokens at the end of the context that equal the stored tokens before the predicted tokens.
-SOURCE: source of the newest matching position, as an index in SOURCES."""
+MATCHED: length of the match: number of tokens that the context and the stored tokens before the prediction share.
+SOURCE: index in SOURCES that tells where the predicted tokens come from; if from several places, the newest place counts."""
 _numbers = itertools.count(1)
 
 
@@ -68,7 +68,7 @@ def sequence(key: int, version: int, oldest: int = 0, last: int = -1, length: in
 
 
 class Matches(NamedTuple):
-    """Predicted next tokens for S contexts: the tokens that followed the most similar stored positions, up to L per context."""
+    """Predicted next tokens for S contexts, up to L tokens each: the tokens that followed the longest matches in the index."""
 
     tokens: Any  # int32[S, L]
     shares: Any  # float64[S, L]: share of the votes for each token
@@ -82,7 +82,7 @@ class Matches(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Arrays of an index: N tokens in N / BLOCK blocks, H hash buckets for the chains by prompt and H for the global chains."""
+    """Arrays of an index. There are N tokens in N / BLOCK blocks, H hash buckets for prompts' chains, and H for global chains."""
 
     tokens: Any  # int32[N, 3]: token; offset to the older position in the prompt's and the global chain; 0: none
     blocks: Any  # int64[N / BLOCK, 6], columns: see BEFORE
@@ -113,10 +113,10 @@ def read(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
 
 @compiled
 def bucket_of(chain: int, key: int, tokens: Any, end: int, buckets: int) -> Any:
-    """Returns the index of the hash bucket for the GRAM tokens before index ``end`` of ``tokens``.
+    """Returns the hash bucket of a chain: the chain of the positions that followed ``tokens[end - GRAM : end]``.
 
-    ``chain`` 0 is the chain of the prompt with the hash ``key``, ``chain`` 1 the global chain. ``buckets`` is the number of hash
-    buckets for each value of ``chain``, a power of two."""
+    ``chain`` 0: only positions in the prompt with the hash ``key`` and in its responses. ``chain`` 1: positions in all prompts and
+    responses. ``buckets``: number of hash buckets for each of the two kinds, a power of two."""
     mixed = np.uint64(0 if chain else key)
     for at in range(end - GRAM, end):
         mixed = (mixed ^ np.uint64(tokens[at])) * np.uint64(0x9E3779B97F4A7C15)
@@ -166,7 +166,7 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
         pool: arrays of the index.
         sequences: sequences to extend, int64[S, 6 or more], columns: see LAST. A sequence of length -1 is skipped.
         tokens: all tokens of each sequence, from the first prompt token on, int32[S, ...].
-        ends: number of tokens of each sequence afterwards, int64[S]. Tokens from the old length up to this number are added.
+        ends: new length of each sequence in tokens, int64[S]. The tokens from the old length up to the new length are added.
     """
     for row in range(len(sequences)):
         sequence = sequences[row]
@@ -199,10 +199,11 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
 def _best_positions(
     pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, least: int
 ) -> tuple[Any, int, int]:
-    """Returns the stored positions with the longest match: most tokens before them equal the tokens at the end of a context.
+    """Finds the stored positions with the longest match: the tokens before them equal the most tokens at the end of the context.
 
-    Searches the chain of the prompt ``key`` (chain 0) or the positions of other prompts in the global chain (chain 1). A match has
-    at least ``least`` tokens. Returns an array with room for CANDIDATES positions, their number, and the length of the match."""
+    Searches the chain of the prompt ``key`` (``chain`` 0), or the global chain without this prompt's positions (``chain`` 1). Only
+    matches of at least ``least`` tokens count. Returns an array int64[CANDIDATES], the number n of positions found (the first n
+    elements of the array), and the length of their match in tokens."""
     positions = np.zeros(CANDIDATES, np.int64)
     position = pool.buckets[chain, bucket_of(chain, key, context, end, pool.buckets.shape[1])] - 1
     voters, most = 0, min(CONTEXT, end)
@@ -227,16 +228,15 @@ def _best_positions(
 
 @compiled
 def lookup(pool: Pool, sequences: Any, tokens: Any, matches: Matches) -> None:
-    """Predicts the next tokens of each sequence from stored tokens and writes them into ``matches``.
+    """Predicts the next tokens of each sequence: the tokens that followed the longest matches. Writes them into ``matches``.
 
-    ``sequences`` and ``tokens`` are as in :func:`extend`. The last GRAM tokens of a sequence are looked up in two chains: the chain
-    of the sequence's prompt, and the global chain (see the module's docstring). In each chain, the newest CANDIDATES positions that
-    followed these tokens are compared. The positions before which most tokens equal the end of the sequence vote. In a tie between
-    the chains, only the positions in the prompt's chain vote.
+    ``sequences`` and ``tokens`` are as in :func:`extend`. A stored position matches if the tokens before it equal the last tokens
+    of the sequence, at least GRAM tokens. The newest CANDIDATES positions of the prompt's chain and of the global chain are tried
+    (see the module's docstring). Only the positions with the longest match are used, in a tie those of the prompt's chain.
 
-    The positions vote on each next token in turn. The newest position has weight 1, the others have 1/2, 1/3 and so on. A position
-    that is outvoted takes no further part. The number of predicted tokens is at most the width of ``matches.tokens``, and at most
-    the number of columns of ``tokens`` after the sequence, minus one.
+    These positions vote on the next token, then on the token after it, and so on. The newest position has weight 1, the others have
+    1/2, 1/3 and so on. A position that is outvoted no longer votes. The number of predicted tokens is at most the width of
+    ``matches.tokens``, and less than the number of free columns after the sequence in ``tokens``.
     """
     for row in range(len(sequences)):
         _match(pool, sequences[row], tokens[row], matches.tokens[row], matches.shares[row], matches.numbers[row])

@@ -92,10 +92,10 @@ def sglang_router(servers: Sequence[str]) -> Iterator[str]:
 def _running(
     command: Sequence[str], url: str, serves: Callable[[httpx.Client], bool], env: dict[str, str] | None = None
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Context manager that runs ``command`` and yields its process as soon as ``serves(client)`` is true, where ``client`` sends to
-    ``url``.
+    """Context manager that starts the server ``command``, waits until it serves requests at ``url``, and yields its process.
 
-    Kills the process and its children at the end of the block. If this process is killed, the started process is ended, too.
+    ``serves(client)`` asks the server with an HTTP client whether it is ready. At the end of the block, the server and its children
+    are killed. If this process is killed, the server is ended, too.
     """
     with (
         tempfile.TemporaryFile("w+") as output,  # an unread pipe would fill up and block the process

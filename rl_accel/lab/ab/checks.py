@@ -20,8 +20,9 @@ _BOUNDS = {
     "wasted_tokens": ("wasted_tokens", "wasted", operator.le, ".1%"),
     "prompts_lost": ("prompts_lost", "lost", operator.le, ".0f"),
 }
-"""Checks that compare one number per arm with a bound. Maps the name of a check to the recipe's key that sets the bounds, the key
-of the number in ``summary.json``, the comparison, and the format of the number (:func:`~rl_accel.lab.ab.tables.as_text`)."""
+"""Checks that compare one number per arm with a bound. Maps the name of a check to a tuple: key of the bounds in the recipe's
+section ``rollout``, key of the number in ``summary.json``, the condition (number, bound), and format for
+:func:`~rl_accel.lab.ab.tables.as_text`."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def run_checks(
         results: results of the runs that were started.
         runs: metrics of these runs.
         stages, rollout, convergence: sections of ``summary.json``; ``rollout`` is None if the recipe does not ask for this section.
-        asked: number of runs that the user requested, started or not.
+        asked: number of runs that the user requested. Some of them may not have been started.
     """
     checks = [
         _completed(results, asked),
@@ -176,13 +177,13 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Map
 def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green: str = "", skipped: str = "") -> Check:
     """Combines several conditions into one check, which is red if any condition does not hold.
 
-    The detail of a red check lists the texts of the conditions that do not hold.
+    The text of a red check (``Check.detail``) lists the conditions that do not hold.
 
     Args:
         lines: one pair per condition: whether the condition holds, and a text with the measured value.
-        wanted: text that is appended to the detail of a red check.
-        green: detail of a green check; "" stands for the texts of all conditions.
-        skipped: detail of the skipped check that is returned if ``lines`` is empty; if "" too, this check is green.
+        wanted: end of the text of a red check.
+        green: text of a green check; "" for the texts of all conditions.
+        skipped: text of the check if ``lines`` is empty. The check is then skipped; it is green if ``skipped`` is "".
     """
     bad = [text for holds, text in lines if not holds]
     if bad:

@@ -23,11 +23,11 @@ from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.telemetry.readers import Logged, read
 
 SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", "train_time"])
-"""Names of slime's metrics. The stages ``train_wait_time`` and ``train_time`` together are a whole step of slime."""
+"""Names of the metrics that slime logs. The two stages ``train_wait_time`` and ``train_time`` fill a whole step of slime."""
 
 
 def load_arms(path: Path) -> dict[str, list[str]]:
-    """Reads a YAML file that maps each arm (variant) to a list of its runs, the baseline first. Returns the same mapping, to paths.
+    """Reads a YAML file that maps each arm (variant) to a list of its runs, the baseline first. Returns the paths of each arm.
 
     A run in the file is a path or a glob pattern, relative to the folder of the file.
 
@@ -54,13 +54,13 @@ def load_arms(path: Path) -> dict[str, list[str]]:
 def gather(
     arms: Mapping[str, Sequence[str]], metrics: Mapping[str, Any], batch_size: int | None
 ) -> tuple[Recipe, list[RunData]]:
-    """Reads the runs of each arm. Returns a recipe that describes these runs, and the metrics of the runs.
+    """Reads the runs of each arm. Returns a recipe with settings for the comparison, and the metrics of the runs.
 
-    If the first run lies in an output folder of ``rl-accel ab``, the recipe stored in that folder is used.
+    If ``rl-accel ab`` wrote the folder that holds the first run, its recipe is used; else a default recipe for verl or slime.
 
     Args:
         arms: mapping from arm to the paths of the arm's runs, the baseline first.
-        metrics: values that replace fields of the recipe's :class:`Metrics`.
+        metrics: values by field of :class:`Metrics`, such as ``{"margin": "5%"}``. They replace the recipe's values.
         batch_size: number of prompts per step; if None, read from the logged configuration or the command of each run.
 
     Raises:
@@ -106,8 +106,8 @@ def gather(
 
 
 def _settings_of(run: Logged) -> dict[str, Any]:
-    """Returns the logged configuration of a run. Keys of verl's section ``data`` (seed, batch size) are copied to the top level,
-    where slime has them."""
+    """Returns the logged configuration of a run, with the seed and batch size at the top level, as in slime. verl has them in the
+    section ``data``, whose keys are copied."""
     data = run.config.get("data")
     return run.config | (data if isinstance(data, dict) else {})
 
@@ -184,8 +184,8 @@ def _paths_of_starts(run: str) -> list[str]:
 def _arm_name(run: str) -> str:
     """Returns a name for an arm, derived from ``run``, the path of the arm's first run.
 
-    Seeds, file suffixes and names of W&B folders are removed from every part of the path. The last part that is not empty after
-    this is the name. If all parts are empty, the name is ``run`` itself.
+    The name is the last folder or file name of the path, without seed and file suffix: "tail" for ``logs/tail-seed1.jsonl``. Names
+    that become empty, such as ``seed1``, and folders of W&B are skipped. If no name is left, ``run`` itself is returned.
     """
     own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
     parts = (re.sub(own, "", part) for part in reversed(Path(run.partition(",")[0]).parts))

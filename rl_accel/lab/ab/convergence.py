@@ -36,7 +36,7 @@ Curves = Sequence[tuple[Array, Array]]
 EQUAL, DIFFERENT, NOT_ENOUGH, IDENTICAL = "equal within the margin", "different", "not enough runs", "identical"
 ALPHA, MIN_SEEDS = 0.05, 3
 """``ALPHA``: largest probability that a comparison answers ``EQUAL`` or ``DIFFERENT`` although this is wrong. ``MIN_SEEDS``: number
-of runs that each arm needs for one of these two answers. With fewer runs, :func:`decide` answers ``NOT_ENOUGH``."""
+of runs that each arm needs. With fewer runs, :func:`decide` answers ``NOT_ENOUGH``."""
 AXES = {
     "steps": "training steps",
     "prompts": "prompts trained",
@@ -85,12 +85,12 @@ def _test(paired: bool, base: Array, other: Array, alternative: str = "two-sided
 
 
 def decide(base: Array, other: Array, margin: Array, paired: bool) -> npt.NDArray[np.str_]:
-    """Tests whether two arms are equal or different in a metric. Does several independent comparisons at once.
+    """Tests whether two arms are equal or different in a metric. Each element of the leading axes [...] is a comparison of its own.
 
     Args:
         base, other: float64 [..., runs], the level (final metric value) of each run of the baseline, and of the other arm.
-        margin: float64, shape of ``base``: largest difference that counts as equal, in units of the metric. There is one value per
-            baseline run, because the margin may be a share of the gain of each run.
+        margin: float64, same shape as ``base``: largest difference that counts as equal, in units of the metric. Each baseline run
+            has its own margin, because the margin may be a share of the run's gain.
         paired: True if ``base`` and ``other`` have the same seeds in the same order (paired t tests instead of Welch's).
 
     Returns:
@@ -118,16 +118,16 @@ def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
 
 
 def seeds_enough(base: Array, other: Array, margin: float, paired: bool, true: float = 0.0) -> float:
-    """Estimates the number of seeds per arm with which an equivalence test answers "equal" with probability 0.8; inf if over 1,000.
+    """Estimates how many seeds per arm are needed so that :func:`decide` answers "equal" in 8 of 10 cases; inf if over 1,000.
 
-    A few runs give only an uncertain standard deviation, so the probability is an average over all plausible standard deviations
-    (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005, with the prior 1/sigma).
+    A few runs tell the standard deviation only roughly, so the probability of "equal" is averaged over all plausible standard
+    deviations (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005, with the prior 1/sigma).
 
     Args:
         base, other: levels (final metric values) of the runs so far.
         margin: largest difference that counts as equal, in units of the metric.
         paired: True if ``base`` and ``other`` have the same seeds in the same order.
-        true: assumed true difference of the arms, as a multiple of the margin.
+        true: assumed true difference of the arms, divided by the margin; 0 for arms that do not differ.
     """
     from scipy.stats import chi2, norm, t
 
@@ -167,14 +167,14 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     The section has ``curves{metric: {axis: {run: [x, value]}}}``, ``notes[]`` (sentences for the report) and ``rows[]``. There is a
     row per arm, metric (the reward, then validation) and x axis, with these keys:
 
-    - ``baseline``, ``value``: mean level (final metric value) of the baseline's runs, and of the arm's runs, at ``end``.
+    - ``end``, ``longest``: last position on the x axis of the shortest run, and of the longest run.
+    - ``baseline``, ``value``: mean level (final metric value, up to ``end``) of the baseline's runs, and of the arm's runs.
     - ``difference``, ``low``, ``high``: ``value`` - ``baseline``, and the bounds of the 95% interval of this difference.
-    - ``end``, ``longest``: last position of the shortest run, and of the longest run.
-    - ``margin``, ``answer``: margin in units of the metric, and result of :func:`decide`.
+    - ``margin``, ``answer``: margin in units of the metric, and ``IDENTICAL`` or the result of :func:`decide`.
     - ``runs``, ``paired``: number of runs of each of the two arms, and whether the runs are paired by seed.
     - ``enough``: two results of :func:`seeds_enough`, for arms that do not differ and for arms that differ by half the margin;
-      empty unless ``answer`` is ``NOT_ENOUGH``.
-    - ``reach``: result of :func:`times_to_reach`; only in rows of the reward.
+      empty unless ``answer`` is ``NOT_ENOUGH`` and both can be computed.
+    - ``reach``: result of :func:`times_to_reach`; only if the metric is the reward.
     """
     rows, notes, curves = [], [note for run in runs for note in run.notes], {}
     logged = set().union(*(step for run in runs for step in run.steps.values()))
@@ -259,12 +259,15 @@ def _row(base: Curves, other: Curves, paired: bool, names: Metrics, is_reward: b
 
 
 def times_to_reach(base: Curves, other: Curves, paired: bool, level: float) -> dict[str, Any]:
-    """Compares how early (in steps, prompts or time) the runs of two arms reach the metric value ``level``.
+    """Compares how early the runs of two arms reach the metric value ``level``.
 
-    A run reaches the level at the first position at which the moving average of the last five values is at least ``level``.
-    ``reached`` holds the number of runs per arm that reach the level. ``baseline`` and ``value`` are geometric means of the
-    positions over these runs. ``ratio`` is ``baseline`` / ``value``, above 1 if the arm is earlier. ``low`` and ``high`` bound the
-    95% interval of this ratio. Ratio and interval are NaN unless all runs reach the level.
+    A run reaches the level at the first position (step, number of prompts or time) at which the mean of the last five values is at
+    least ``level``. The result has the argument ``level`` and these keys:
+
+    - ``reached``: number of runs that reach the level, of the baseline and of the other arm.
+    - ``baseline``, ``value``: geometric mean of the positions at which these runs reach the level, of the baseline and of the arm.
+    - ``ratio``, ``low``, ``high``: ``baseline`` / ``value`` (above 1 if the arm is earlier), and the bounds of its 95% interval.
+      All three are NaN unless all runs reach the level.
     """
     logs = []
     for side in (base, other):

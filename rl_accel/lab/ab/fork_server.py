@@ -44,8 +44,8 @@ LIBRARIES = (
 def main(listener: socket.socket) -> None:
     """Imports the libraries, then forks a process for each client until the standard input closes.
 
-    In a fork, returns when the client's program has ended. If a library has started a thread, returns at once and never forks,
-    because a fork does not inherit threads. Clients then start ordinary processes.
+    Each fork runs its client's program and then returns from this function. If a library has started a thread, there are no forks,
+    because a fork does not inherit threads: the server ends, and clients start ordinary processes.
     """
     del sys.path[0]  # the folder of this script
     for library in LIBRARIES:
@@ -62,8 +62,9 @@ def main(listener: socket.socket) -> None:
 
 
 def _serve(listener: socket.socket) -> dict[str, Any] | None:
-    """Forks this process once per client, until the standard input closes. In a fork, returns the client's request at once. In the
-    server, returns None at the end."""
+    """Forks this process once per client, until the standard input closes.
+
+    Returns in each process: in a fork, at once with the request of its client; in the server, at the end with None."""
     child_ended, wakeup = os.pipe()
     os.set_blocking(child_ended, False)
     os.set_blocking(wakeup, False)

@@ -31,8 +31,8 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
         form: ``print`` for plain commands, ``slurm`` for ``sbatch``, or ``ray`` for ``ray job submit`` to a running cluster.
         recipe: recipe that gives the job names, the number of GPUs and the time limit.
         plans: runs to start.
-        call: words of a command ``rl-accel ab RECIPE ...`` for the same recipe and options, with absolute paths. Each job runs this
-            command with ``--only``.
+        call: words of the command ``rl-accel ab RECIPE ...`` that the user called, with absolute paths. Each job runs the same
+            command with ``--only RUN``.
         out: folder of the runs, on a file system that all nodes share.
 
     Raises:
@@ -68,8 +68,8 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
 def _ray_job(plan: RunPlan, words: Sequence[str], shell: Mapping[str, str]) -> str:
     """Returns a shell command that submits a run to Ray and waits for the end of the run.
 
-    Runs must not overlap, because verl does not wait for GPUs that another job holds. Environment variables are set for the whole
-    Ray job, because Ray actors do not inherit the variables of the job's driver process.
+    The command waits so that runs do not overlap: verl does not wait for GPUs that another job holds. Environment variables are set
+    for the whole Ray job, because Ray actors do not inherit the variables of the job's driver process.
     """
     variables = {**shell, **{key: value for key, value in plan.env.items() if value is not None}}
     variables["VERL_FILE_LOGGER_PATH"] = str(plan.directory / "metrics.jsonl")

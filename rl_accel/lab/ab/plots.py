@@ -55,9 +55,9 @@ def _arms(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _reward(summary: dict[str, Any]) -> Any:
-    """Plots reward and validation metrics of all runs, with one row of plots per metric.
+    """Plots reward and validation metrics of all runs: one row of plots per metric, one column per x axis.
 
-    There is one column of plots per known x axis (training steps, prompts trained, hours or minutes).
+    The x axes are training steps, prompts trained, and hours or minutes, as far as they are known.
     """
     curves = {name: by_axis for name, by_axis in summary["convergence"]["curves"].items() if any(by_axis.values())}
     known = [axis for axis in AXES if any(by_axis.get(axis) for by_axis in curves.values())]
@@ -132,8 +132,7 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
 
 
 def _queue(summary: dict[str, Any]) -> Any:
-    """Plots the number of prompts in tail batching's queue at each step, for the first seed of each arm. They wait for a long
-    round."""
+    """Plots the number of prompts in tail batching's queue (prompts that wait for a long round), for the first seed of each arm."""
     figure, ((axes,),) = _figure()
     for arm, colour, series in _first_seed(summary):
         if any(value is not None for value in series["queue"]):

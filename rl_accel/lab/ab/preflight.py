@@ -41,13 +41,13 @@ _SLIME_NUMBERS = {
 }
 """Names of slime's arguments from which the needed GPU memory is computed, and values to assume for arguments that are absent."""
 _HYDRA_FLAGS = {"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name"}
-"""Hydra's command-line flags that choose verl's configuration file, by its folder ("path") or its name ("name")."""
+"""Hydra's command-line flags that choose verl's configuration file. "path": the flag gives the file's folder; "name": its name."""
 _GIB = 2**30
 _FSDP_BYTES = 16
-"""Bytes of training state per model parameter with FSDP: float32 value, gradient and two Adam moments, split over all GPUs."""
+"""Bytes of training state per model parameter with FSDP: float32 value, gradient and two Adam moments, which all GPUs share."""
 _MEGATRON_BYTES = (6, 12)
-"""Bytes of training state per model parameter with Megatron-LM. First: bfloat16 value and float32 gradient, split by tensor
-parallelism. Second: optimizer state, split over all GPUs."""
+"""Bytes of training state per model parameter with Megatron-LM: 6 for the bfloat16 value and float32 gradient, split among the GPUs
+of a tensor-parallel group, and 12 for the optimizer state, split among all GPUs."""
 
 _SLIME_PARSE = """
 import sys
@@ -70,9 +70,9 @@ if problem:
 
 
 def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
-    """Checks whether this machine meets the requirements of a recipe. Checks one run of each arm.
+    """Checks whether this machine can run a recipe. Checks the first run of each arm, because all runs of an arm need the same.
 
-    Sets the environment variables of the first arm's run in this process, because verl reads them on import.
+    Side effect: sets the environment variables of the first arm in this process, because verl reads them on import.
 
     Args:
         file: recipe file.

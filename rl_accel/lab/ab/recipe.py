@@ -87,20 +87,20 @@ class Metrics:
     """Metric shown as the reward curve and in the progress bar."""
     stage_prefix: str = "timing_s/"
     step: str = "step"
-    """Name of the metric with the seconds of a whole step, written without ``stage_prefix``."""
+    """Name of the metric with the seconds of a whole step, without ``stage_prefix``: ``step`` for ``timing_s/step``."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     """Names of the timed, non-overlapping stages of a step. The report shows the remaining time of the step as stage "other"."""
     average: str = "median"
-    """Average for stage times and their ratios: median or mean. Use mean if steps differ in kind, such as short and long rounds
-    of tail batching."""
+    """Kind of average over steps for stage times and their ratios: median or mean. Use mean with tail batching, because a median
+    would ignore its rare long rounds."""
     warmup_steps: int = 2
     """Number of steps at the start of each run that do not count in stage times."""
     margin: str = "2%"
-    """Largest difference in reward or validation at which two arms count as equal. Either a share of the baseline's gain (such as
-    2%) or a difference in units of the metric (such as 0.01)."""
+    """Largest difference in reward or validation at which two arms count as equal. Either a share of the baseline's gain over its
+    training (such as 2%) or a difference in units of the metric (such as 0.01)."""
     reach: float | None = None
-    """Reward for the comparison of training speed: the report shows when each arm first reaches this reward. null: the reward at
-    which the baseline has nine tenths of its gain."""
+    """Reward for the comparison of training speed: the report shows when each arm first reaches this reward. null: the baseline's
+    first reward plus nine tenths of its gain."""
 
     @property
     def step_metric(self) -> str:
@@ -144,7 +144,8 @@ class Rollout:
     """Mapping from arm to the largest allowed number of lost prompts in a run. A lost prompt was drawn from the data, but is
     neither trained nor waiting for a later step."""
     same_reward: float | None = None
-    """Bound b: the 95% interval of arm minus baseline in the final reward must lie in [-b, b]. Needs 3 seeds or more."""
+    """Largest allowed difference in final reward between an arm and the baseline, in either direction. The whole 95% interval of
+    the difference must lie within it, which needs 3 seeds or more."""
 
 
 @dataclass
@@ -169,7 +170,7 @@ class Recipe:
     seed_overrides: list[str] = field(default_factory=list)
     """Overrides that pass the seed to the trainer, e.g. ["data.seed=${seed}"]."""
     nodes: int = 1
-    """Number of nodes per run. Fills ``${nodes}``. ``rl-accel ab --launch`` and ``rl-accel doctor --recipe`` use it, too."""
+    """Number of nodes per run, for the placeholder ``${nodes}``, ``rl-accel ab --launch`` and ``rl-accel doctor --recipe``."""
     gpus: int = 1
     """Number of GPUs per node."""
     steps: int = 10
@@ -236,7 +237,7 @@ def save(recipe: Recipe, path: Path) -> None:
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """Reads a recipe file into a mapping. If the recipe has a key ``extends``, merges it into its base recipe.
+    """Returns the content of a recipe file, merged into the content of the base recipe if the file has a key ``extends``.
 
     ``extended_by``: files of the recipes that extend this one, directly or not; used to detect a cycle.
     """
@@ -248,10 +249,9 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _extended(recipe: dict[str, Any], path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """Returns ``recipe`` merged into its base recipe, the file that the key ``extends`` names. Without this key, returns
-    ``recipe``.
+    """Reads the base recipe that the key ``extends`` of ``recipe`` names, and returns it with the changes of ``recipe``.
 
-    ``path``: file of ``recipe``. ``extended_by``: as in :func:`_read`.
+    Without this key, returns ``recipe``. ``path``: file of ``recipe``. ``extended_by``: as in :func:`_read`.
     """
     if "extends" not in recipe:
         return recipe
@@ -297,10 +297,10 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
-    """Converts ``values`` to an object of the dataclass ``schema``. ``where`` is the dotted key of ``values`` in the recipe.
+    """Converts ``values`` to an object of the dataclass ``schema``. ``where``: dotted key of ``values`` in the recipe.
 
-    OmegaConf checks and converts the values one by one. It does not build the whole object, because it would then resolve the
-    ``${...}`` placeholders too early: :func:`plan_runs` and hydra fill them in later.
+    OmegaConf checks the type of each value separately. If it built the whole object, it would try to fill in the ``${...}``
+    placeholders, whose values only :func:`plan_runs` or hydra know.
     """
     if not isinstance(values, Mapping):
         raise RecipeError(f"{source}: {where} wants a mapping with the keys {_keys(schema)}, found {values!r}")
@@ -364,7 +364,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
-    """Yields an error message for invalid seeds or steps. The options ``--seeds`` and ``--steps`` can replace both."""
+    """Yields an error message for invalid seeds or steps, from the recipe or from the options ``--seeds`` and ``--steps``."""
     if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds) or min(recipe.seeds) < 0:
         yield f"seeds wants different numbers of at least 0, found {recipe.seeds}"
     elif len(recipe.seeds) > 1 and not recipe.seed_overrides:

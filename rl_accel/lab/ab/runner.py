@@ -115,7 +115,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Context manager that records SIGINT, SIGTERM and SIGHUP in ``signals``. Works only in the main thread."""
+        """Context manager that appends each SIGINT, SIGTERM and SIGHUP to ``signals``. Works only in the main thread."""
         caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in caught}
         try:
@@ -208,12 +208,13 @@ def supervised(
 
     A command that fails because its Ray cluster exceeded Ray's time limit for starting is started again, at most twice.
 
-    When this function returns or raises, no process of the command is left. If the calling process is killed, its supervisor
-    soon ends all processes of the command and removes ``temp``. This function adds the end of the log to an exception as a note.
+    When this function returns or raises, no process of the command is left. If the calling process is killed, the command's
+    supervisor soon ends all processes of the command and removes ``temp``. If an exception is raised, the last lines of the log are
+    added to it as a note.
 
-    The command inherits the environment of this process, changed by ``env``: None removes a variable, and other values replace the
-    value of this process. Only for :data:`MODULES`, the module names in ``env`` are appended to those of this process. The command
-    does not inherit rl-accel's flags from this process, because such flags would turn features on in the baseline too.
+    The command inherits the environment of this process, except rl-accel's flags, which would turn features on in the baseline too.
+    ``env`` replaces variables, or removes those with the value None. The variable :data:`MODULES` is not replaced but extended: the
+    names in ``env`` are appended.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in FLAG_VARIABLES}
     merged: dict[str, str | None] = {**inherited, **env}

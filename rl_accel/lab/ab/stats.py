@@ -24,18 +24,16 @@ from rl_accel.rollout.saved import FOLDER
 from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OVERLAPPING, SAVING, read_kept
 
 LEDGER = f"{FOLDER}/ledger.jsonl"
-"""End of the path of the ledger, the file in which tail batching logs the prompts that each step trained."""
+"""Folder and file name of every ledger, the file in which tail batching logs the prompts that each step trained."""
 OTHER = "other"
 _RESAMPLES = 2000
 _MIN_PAIRS = 5
 KINDS = ("short", "long", "final")
 ALL = "all"
-"""Kind of a step without tail batching, whose rollout waits for all responses. ``KINDS`` are the kinds of a step with tail
-batching: short (slow prompts are cut off), long (prompts that were cut off before are finished) and final (at the end of the
-run)."""
+"""Name of a step without tail batching, in the place where ``KINDS`` has the names of steps with a short, long or final round."""
 _PREFIXES = ("rollout/", METRICS_PREFIX)
-"""Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``. The counts of the rollout engine come first, because they are
-more reliable than the counts of tail batching."""
+"""Prefixes under which ``tokens_generated`` and ``tokens_wasted`` are logged: first the counts of the rollout engine, which are
+preferred because they are more reliable, then those of tail batching."""
 _LOST = "rollout/prompts_lost"
 _BATCH = "data.train_batch_size="
 _DATA = {
@@ -47,8 +45,8 @@ _DATA = {
     "staleness, worst": ("training/off_policy/trajectory_staleness_worst/max",),
     "prompts put off a step": (METRICS_PREFIX + "prompts_deferred",),
 }
-"""Statistics of the training data that the report shows: mapping from label to the names of the metric in verl, slime or
-rl-accel."""
+"""Statistics of the training data that the report shows: mapping from label to the names under which verl, slime or rl-accel logs
+the statistic."""
 _PHASES = {
     "rollout and reward": (
         "response*",
@@ -66,8 +64,8 @@ _PHASES = {
     "validation": ("val-*", "val/*"),
     OTHER: ("*",),
 }
-"""Phases of a training step, in the order in which they run. Each phase has shell patterns of the metrics that it determines. If
-two runs differ at a step, the first phase with a differing metric is where they diverge."""
+"""Phases of a training step, in the order in which they run, with shell patterns of the metrics that each phase computes. If two
+runs differ at a step, they diverge in the first phase with a differing metric."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,8 @@ class RunData:
 
     @property
     def batch_size(self) -> int | None:
-        """Number of prompts per step, from the last override ``data.train_batch_size`` in the command; None without such an
-        override."""
+        """Number of prompts per step, read from the override ``data.train_batch_size=N`` in the command (the last one counts);
+        None without such an override."""
         words = [word.lstrip("+") for word in self.command]
         sizes = [word.removeprefix(_BATCH) for word in words if word.startswith(_BATCH)]
         return int(sizes[-1]) if sizes and sizes[-1].isdigit() else None
@@ -125,7 +123,7 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
     """Returns one row per stage with the seconds of each arm, and with the speedup of each arm over the baseline.
 
     A row is ``{"stage", "arms": {arm: {median, mean, steps}}, "ratios": {arm: {ratio, low, high, pairs, saved_s}}}``. The values
-    under ``ratios`` come from pairs of a baseline's step and an arm's step with the same seed and step number:
+    under ``ratios`` compare pairs of steps, one of the baseline and one of the arm, with the same seed and step number:
 
     - ``ratio``: average seconds of the baseline divided by average seconds of the arm.
     - ``low``, ``high``: bounds of the 95% interval of the ratio (paired bootstrap over steps); null below 5 pairs. The interval
@@ -193,8 +191,8 @@ def _paired_times(couples: Iterable[tuple[Any, Any]], stage: str) -> npt.NDArray
 def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
     """Returns ``ratio``, which is ``average(base) / average(other)``, and the bounds ``low`` and ``high`` of its 95% interval.
 
-    The interval is a bootstrap with a fixed random seed. The bounds are None if all values are the same, or if there are too few
-    values: below 5 pairs if ``paired``, else below 2 values in ``base`` or ``other``.
+    The interval is a bootstrap with a fixed random seed. The bounds are None if neither ``base`` nor ``other`` varies, if a value
+    of ``other`` is not above 0, or if there are too few values: below 5 pairs if ``paired``, else below 2 values on one side.
     """
     from scipy.stats import bootstrap
 
@@ -224,10 +222,11 @@ def differences(base: RunData, other: RunData) -> dict[str, Any]:
     differs at this step, with None for the missing value.
 
     Returns:
-        ``metrics_compared``, the number of compared metrics; ``identical_phases``, the phases of a step without differences; and
-        ``rows``, with one row per metric that differs at any step: ``{"metric", "phase", "step", "baseline", "arm", "abs", "rel",
-        "max_abs", "steps_compared", "steps_differing"}``, where ``step`` is the first differing step. Rows are sorted by this step,
-        then by phase.
+        ``metrics_compared``: number of compared metrics. ``identical_phases``: phases (see ``_PHASES``) whose metrics never differ.
+        ``rows``: one row per metric that differs at any step, sorted by the first step with a difference, then by phase. ``step``,
+        ``baseline``, ``arm``, ``abs`` and ``rel`` of a row are this step, the two values, and their difference, absolute and
+        relative to the larger value. ``max_abs`` is the largest absolute difference at any step. ``steps_compared`` and
+        ``steps_differing`` are numbers of steps.
     """
     rows: list[dict[str, Any]] = []
     steps = sorted(base.steps.keys() & other.steps.keys())
@@ -316,7 +315,8 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
 
     Keys of a row:
 
-    - ``seconds``: mean rollout seconds of the measured steps. ``kinds{kind: {steps, seconds}}``: the same for each kind of step.
+    - ``seconds``: mean rollout seconds of the measured steps. ``kinds{kind: {steps, seconds}}``: number and mean rollout seconds
+      of the measured steps of each kind (:func:`kind_of`).
     - ``ratio``: ``seconds`` of the baseline divided by ``seconds`` of the arm. ``low``, ``high``: bounds of its 95% interval
       (bootstrap over steps).
     - ``wasted``, ``accepted``, ``cancelled``: see :func:`_token_statistics`.
@@ -386,9 +386,9 @@ def _token_statistics(runs: Sequence[RunData]) -> dict[str, float | None]:
 
 
 def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
-    """Returns the number, mean length and 101 length quantiles of the responses in ``files``; None if there are no responses.
+    """Returns the number of responses in ``files``, their mean length, and the quantiles 0%, 1%, ..., 100% of their lengths.
 
-    Lengths are in characters. ``files`` are verl's JSON Lines files of responses.
+    Lengths are in characters. ``files`` are verl's JSON Lines files of responses. Returns None if there are no responses.
     """
     lengths = [len(entry["output"]) for file in files for entry in _read_json_lines(file) if "output" in entry]
     if not lengths:
@@ -400,8 +400,8 @@ def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
 def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
     """Returns statistics that show whether arms trained on different data, as statistic -> arm -> mean over the arm's runs.
 
-    A statistic without data is left out. Statistics from metrics cover only steps that all runs reached. Statistics from telemetry
-    (lengths of completed responses) and from ledgers (tail batching's files of trained prompts) cover all steps.
+    Statistics from logged metrics use only the steps that every run reached. Statistics from telemetry (lengths of completed
+    responses) and from ledgers (tail batching's files of trained prompts) use all steps. A statistic without data is left out.
     """
     end = min((max(run.steps) for run in runs), default=0)
     means: dict[str, dict[str, list[float]]] = {}
@@ -435,12 +435,14 @@ def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
-    """Counts how often each prompt was trained. Reads a ledger: tail batching's file of trained, rejected and failed prompts.
+    """Counts in a ledger how often prompts were trained. A ledger is tail batching's file of trained, rejected and failed prompts.
 
     ``epochs[]`` has one row per epoch with numbers of prompts: ``prompts`` (all prompts of the epoch), trained ``once``, trained
-    ``again`` (more than once), ``rejected``, ``failed``, and ``missing`` (none of these). ``odd_steps[]`` are the steps that did
-    not train ``batch`` prompts. Every epoch but the last is assumed to have as many prompts as the longest epoch, so that prompts
-    missing at the end of an epoch are counted.
+    ``again`` (more than once), ``rejected``, ``failed``, and ``missing`` (none of these). ``odd_steps[]`` are the numbers of the
+    steps that did not train ``batch`` prompts.
+
+    The ledger does not tell the size of an epoch. The size is taken from the largest prompt number: of all epochs for every epoch
+    but the last, of the epoch itself for the last epoch.
     """
     odd_steps = []
     counts: dict[str, Counter[tuple[int, int]]] = {name: Counter() for name in ("trained", "rejected", "failed")}

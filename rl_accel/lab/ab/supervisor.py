@@ -39,8 +39,8 @@ _ORPHANS_S = 5.0
 def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]:
     """Context manager that starts a :mod:`fork_server` with the interpreter ``python``, and ends the server afterwards.
 
-    Yields a command (list of words) to use in place of ``python``. The command runs in a fork of the server, which it reaches
-    through the socket ``path``.
+    Yields a command (list of words) to use in place of ``python``. This command asks the server, through the socket ``path``, to
+    run the program in a fork.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
@@ -63,8 +63,9 @@ def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]
 def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
     """Context manager that starts a :mod:`fork_server` for a run on verl's CPU platform, and ends the server after the run.
 
-    Yields a command that does the same as ``command``, but in a fork of the server. Ray then starts its workers as forks as well.
-    On other platforms, and for a run that joins a running Ray cluster, starts no server and yields ``command`` unchanged.
+    Yields a command that runs ``command`` in a fork of the server. Ray then starts its workers as forks as well.
+    On other platforms, for a run that joins a running Ray cluster, and if RL_ACCEL_FORK_SERVER is "0", starts no server and yields
+    ``command`` unchanged.
     """
     name, *words = command
     python = os.path.abspath(shutil.which(name) or name)

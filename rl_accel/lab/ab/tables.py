@@ -95,10 +95,9 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
 
 
 def _cells_of_comparison(row: Mapping[str, Any], form: str) -> list[str]:
-    """Returns the table cells of a comparison: baseline's value, arm's value, their difference or ratio, and the 95% interval of
-    the latter.
+    """Returns four table cells of a comparison: baseline's value, arm's value, their difference or ratio, and its 95% interval.
 
-    ``form`` is the number format of the last two cells.
+    ``form``: number format of the difference or ratio and of its interval.
     """
     low, high = (as_text(row[key], form) for key in ("low", "high"))
     difference = as_text(row.get("difference", row.get("ratio")), form)

@@ -38,8 +38,8 @@ def patches() -> list[Any]:
 def batch(rows: int, tokens: int) -> dict[str, Any]:
     """Returns random arguments for all replaced functions, by parameter name.
 
-    The tensors are [B, T] with B = ``rows`` and T = ``tokens``; the response masks have rows of random length. The same tensor
-    serves as rewards and as ``values``, and the response mask serves as ``mask``.
+    The tensors have the shape [``rows``, ``tokens``]. The mask of each row ends at a random length. Arguments of different names
+    share a tensor: the rewards are also ``values``, and the response mask is also ``mask``.
     """
     from omegaconf import OmegaConf
 
@@ -59,7 +59,7 @@ def batch(rows: int, tokens: int) -> dict[str, Any]:
 
 
 def measure(rows: int, tokens: int) -> list[dict[str, Any]]:
-    """Times every function that the patches replace at one shape, first as verl ships it, then with all patches applied.
+    """Times every function that the patches replace on a batch [``rows``, ``tokens``], first verl's own, then with all patches.
 
     Returns:
         One record per function: ``estimator, same_bits, stock_s, fast_s``. ``stock_s`` is the median number of seconds of verl's

@@ -30,7 +30,7 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "anchor store": ("AnchorStore",),
     "trainer": ("TaskRunnerV1",),
 }
-"""Kinds of processes to kill. Each kind has substrings of its command line (under vLLM, SGLang and the CPU engine)."""
+"""Mapping from each kind of process to kill to texts by which its command line is recognised (in vLLM, SGLang or CPU engine)."""
 
 STEPS, PROMPTS, KILLS = 6, 8, 2
 OVERRIDES = (
@@ -51,8 +51,8 @@ STANDSTILL_S = 600.0
 class Kill:
     """A planned SIGKILL to one process of kind ``victim``, sent ``seconds`` seconds after training step ``step`` has completed.
 
-    A step counts as completed when tail batching's ledger has a line for it. The wait is shortened to the seconds of the run's
-    shortest step so far.
+    A step counts as completed when tail batching's ledger has a line for it. The signal comes earlier if the run had a step shorter
+    than ``seconds``: after the seconds of the shortest step, because the run could end before a later kill.
     """
 
     victim: str
@@ -82,8 +82,8 @@ class Result:
 
 
 def schedule(seed: int) -> list[Kill]:
-    """Returns the planned kills for a seed, ordered by step. Over n consecutive seeds, where n is the number of kinds in
-    :data:`VICTIMS`, each kind is the first victim exactly once."""
+    """Returns the planned kills for a seed, ordered by step. The first victim rotates through :data:`VICTIMS` from seed to seed, so
+    that every kind gets its turn; the others are random."""
     rng, victims = random.Random(seed), tuple(VICTIMS)
     chosen = [victims[seed % len(victims)], *rng.choices(victims, k=KILLS - 1)]
     # verl is still starting before step 1, and the run may be over after the last of these steps

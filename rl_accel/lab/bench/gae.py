@@ -36,8 +36,8 @@ GOAL_SHAPES = ((256, 32768), (256, 131072))
 GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
 COPY_GOAL = 1.5
 COPY = "plain copy"
-"""Name of the lower bound of the time: a ``clone()`` that moves as many bytes as any GAE must (rewards, values, mask, advantages,
-returns)."""
+"""Name of the measurement that no GAE kernel can beat: a ``clone()`` that moves as many bytes as the rewards, values, mask,
+advantages and returns have together."""
 LONGEST_S = 20.0
 """Maximum expected seconds of one call of a GAE implementation. A slower one is left out, except at shapes with a speed goal."""
 GAMMA, LAM = 0.99, 0.95
@@ -59,7 +59,7 @@ Lists = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A GAE implementation in the comparison. ``masked`` is True if it takes verl's response mask into account."""
+    """A GAE implementation in the comparison. ``masked``: whether it uses verl's response mask; otherwise, it gets no mask."""
 
     name: str
     run: Callable[[Inputs], Result]
@@ -245,7 +245,7 @@ def _measure(
 def expected_seconds(name: str, shape: Shape, before: list[dict[str, Any]]) -> float:
     """Estimates the seconds of one call of the GAE implementation ``name`` at ``shape``; 0 if no smaller shape has been measured.
 
-    Takes the time of the largest smaller shape in ``before`` (the results so far) in proportion to the number of tokens.
+    Assumes the same seconds per token as at the largest smaller shape in ``before``, the results so far.
     """
     smaller = [row for row in before if name in row["seconds"] and row["batch"] * row["tokens"] < shape[0] * shape[1]]
     if not smaller:

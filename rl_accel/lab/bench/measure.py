@@ -29,11 +29,11 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float) -> 
     """Times ``functions`` in turn, round after round, so that a change of the machine's speed affects all functions.
 
     The first call of each function measures memory. If this call takes longer than both ``budget_s`` and ONCE_S seconds, it is the
-    only call, and its time is the result. Every other function is timed once per round, for LEAST to MOST rounds. After LEAST
-    rounds, a function whose calls have taken more than ``budget_s`` seconds in total is no longer called.
+    only call, and its time is the result. Every other function is timed once in each of LEAST rounds. Up to MOST rounds follow
+    while its calls have taken no more than ``budget_s`` seconds together.
 
-    A function that takes up to WARM_S seconds is called once untimed before each timed call. Otherwise, it would have to wait for
-    memory that the system, or the host of a virtual machine, has reclaimed during a slow function.
+    Before each timed call, a function that takes up to WARM_S seconds is called once untimed. Otherwise, its time would include a
+    wait for memory that the system, or the host of a virtual machine, has reclaimed during a slow function.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     spent: dict[str, float] = {}

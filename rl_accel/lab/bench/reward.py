@@ -61,7 +61,7 @@ SHARES = (
 """Cumulative distribution of published durations, from the same figure as HANGING. ``SHARES[i]`` is the share of executions that
 take at most ``SECONDS[i]`` seconds. 1 % of executions take between 2 and 30 s."""
 CORRECT = (0.2, 1.0)
-"""Lowest and highest share of correct responses of a prompt. The shares are spread evenly over the prompts. This range is our
+"""Lowest and highest share of correct responses of a prompt; the other prompts have shares evenly in between. This range is our
 choice, because no range is published."""
 ANSWER = "42"
 
@@ -244,8 +244,8 @@ def grade_at_once(answer: str) -> float:
 
 
 async def measure_call_cost() -> dict[str, float]:
-    """Returns the median seconds of a call of :func:`grade_at_once` in two ways. "stock" is a call in a thread, as in verl;
-    "pack" is a call in a persistent worker, as in rl-accel."""
+    """Returns the median seconds of a call of :func:`grade_at_once`: "stock" for a call in a thread, as in verl, and "pack" for a
+    call in a persistent worker, as in rl-accel."""
     executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(RewardTimeoutFlags())), 1)
     graders = Graders(f"{__file__}:{grade_at_once.__name__}", 1)
     loop = asyncio.get_running_loop()
@@ -297,7 +297,7 @@ def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm]) ->
     - ``step_s``: mean seconds from the start of a batch to the last result of the batch.
     - ``wrongly_killed``: number of correct answers that did not pass.
     - ``struck``: number of executions stopped by each limit, by name of the limit (such as ``wall``).
-    - ``full_budget``: number of stopped executions with the longest limit, given if no other limit is known, and to probes.
+    - ``full_budget``: number of stopped executions that had the longest limit: probes, and executions before a limit was learned.
     """
     responses = [response for batch in batches for response in batch]
     rows: dict[str, Any] = {}
@@ -329,8 +329,8 @@ def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm]) ->
 def kill_verdict(killed: int, correct: int) -> str:
     """Compares the share of wrongly stopped correct answers with the goal. Returns "met", "NOT met" or "too few to tell".
 
-    A single stopped answer may be chance and never fails the goal. For "met", the measured share must be within the goal. A
-    one-sided binomial test must also reject, at the 5% level, that the true share equals the goal.
+    A single stopped answer may be chance and never fails the goal. For "met", the measured share must be within the goal, and so
+    low that a true share equal to the goal would give it in at most 5% of cases (one-sided binomial test).
 
     Args:
         killed: number of correct answers that did not pass.
@@ -343,8 +343,8 @@ def kill_verdict(killed: int, correct: int) -> str:
 
 
 def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
-    """Returns the flags of two time limit policies, with all default times of rl-accel multiplied by ``scale``. "adaptive" learns
-    limits from correct executions. "fixed" always uses the maximum."""
+    """Returns the flags of two time limit policies: "adaptive" learns limits from correct executions; "fixed" always uses the
+    longest limit. All default times of rl-accel are multiplied by ``scale``, like the durations of the programs."""
     defaults = RewardTimeoutFlags()
     slack, minimum = defaults.slack * scale, defaults.minimum * scale
     adaptive = replace(defaults, slack=slack, minimum=minimum, maximum=PROGRAM_BUDGET * scale)
@@ -426,7 +426,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
 
 
 def _show(rows: Mapping[str, Any], console: Console) -> bool:
-    """Prints the table of results and the verdicts on the goals. Returns whether too many correct answers were killed."""
+    """Prints the results as a table, and whether the goals are met. Returns True if too many correct answers were stopped."""
     headings = ("machine", "limit", "total s", "times less", "step s", "p99 s", "correct", "killed wrongly", "timeouts")
     cells = []
     for condition, measured in rows.items():

@@ -48,7 +48,7 @@ from rl_accel.rollout.tail_batching import TailBatching
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 WORKERS, SERVERS = 2, 2
 RATIO = 1.25
-"""Ratio of launched to trained prompts, and of launched to trained responses per prompt."""
+"""Tail batching launches RATIO times as many prompts as it trains, and RATIO times as many responses per prompt."""
 TOKENS = 128
 """Number of tokens of a response with the median response time. Other responses have tokens in proportion to their time."""
 LONGEST = 8.0
@@ -58,7 +58,8 @@ LONGEST = 8.0
 def drawn(prompt: bytes, rng: random.Random) -> float:
     """Returns a random response time as a multiple of the median response time, at most :data:`LONGEST`.
 
-    The time is log-normal with sigma 1. All responses to the same ``prompt`` share half of the variance of the logarithm.
+    The time is log-normal with sigma 1. Its logarithm is the sum of a random number of the ``prompt`` and a random number of the
+    response, with equal variances: long responses come together.
     """
     shared = random.Random(hashlib.sha256(prompt).digest()).gauss(0, math.sqrt(0.5))
     return min(math.exp(shared + rng.gauss(0, math.sqrt(0.5))), LONGEST)
@@ -117,8 +118,8 @@ class NotingWorker(TailAgentLoopWorker):
         super()._report(event)
 
     async def take_notes(self) -> tuple[list[tuple[str, int, float]], int, float]:
-        """Returns the events since the last call, each as a tuple ``(kind, response id, time in seconds)``, and the resident
-        memory in bytes and the CPU seconds of this worker process."""
+        """Returns a tuple: the events since the last call, each as ``(kind, response id, time in seconds)``, the resident memory of
+        this worker process in bytes, and its CPU seconds so far."""
         notes, self._notes = self._notes, []
         return notes, psutil.Process().memory_info().rss, time.process_time()
 
@@ -147,7 +148,7 @@ class RoundsOnly(TailBatchingTrainer):
 class Load:
     """Rollout rounds of one batch size, in the Ray cluster to which this process is connected.
 
-    The median response time grows with the batch size, so that responses finish no faster than two cores can process them.
+    The median response time grows with the batch size, so that two cores can process the responses as fast as they finish.
 
     Args:
         prompts: number of prompts of a batch.

@@ -57,11 +57,11 @@ class PromptCache:
 
 
 class SlotCache:
-    """Key-value cache of up to ``slots`` sequences, per layer [slots, H, capacity, D]. ``capacity`` (tokens per row) grows on
-    demand.
+    """Key-value cache of up to ``slots`` sequences: per layer, keys and values [slots, H, capacity, D].
 
-    Before a decoding step, :meth:`window` sets the number of rows that take part in the step and the write position of each row.
-    :meth:`update` then returns the whole cache, and :func:`attend` reads the positions that :meth:`mask` allows.
+    ``capacity``, the number of tokens for which a row has room, grows on demand. Before a decoding step, :meth:`window` sets the
+    rows that take part and the position at which each row stores its new token. :meth:`update` then stores the tokens and returns
+    the whole cache, of which :func:`attend` reads the positions that :meth:`mask` allows.
     """
 
     is_compileable = False
@@ -98,15 +98,15 @@ class SlotCache:
             memory[row] = 0
 
     def window(self, rows: int, positions: torch.Tensor) -> None:
-        """Selects rows 0 to ``rows`` - 1 for the next forward pass. Row i writes at position ``positions[i]`` and reads up to
-        there."""
+        """Selects rows 0 to ``rows`` - 1 for the next forward pass. Row i stores its new token at ``positions[i]``, and attends to
+        the positions up to and including this one."""
         self._width = round_up(int(positions.max()) + 1, BLOCK)
         self._reserve(self._width)
         self._rows = torch.arange(rows)
         self._positions = positions
 
     def mask(self) -> torch.Tensor:
-        """Returns the boolean attention mask [rows, 1, 1, width] for the rows selected by :meth:`window`. True marks positions
+        """Returns the boolean attention mask [rows, 1, 1, positions] for the rows selected by :meth:`window`. True marks positions
         that the row attends to."""
         return (torch.arange(self._width) <= self._positions[:, None])[:, None, None, :]
 
@@ -148,8 +148,8 @@ def attend(
     """Computes the attention of ``query`` [B, H, L, D] to ``key`` and ``value``. Returns [B, L, H, D], all in float32.
 
     For L > 1 (prefill), calls transformers' SDPA function. For L = 1 (decoding), ``key`` and ``value`` are the whole cache
-    [at least B, KV heads, capacity, D], which may have more rows than the batch. Only the first positions of a row are read, as
-    many as ``attention_mask`` [B, 1, 1, T] has True values in this row.
+    [slots, KV heads, capacity, D] with slots >= B. If ``attention_mask`` [B, 1, 1, T] has n True values in a row, only the first n
+    positions of this row are read.
     """
     if query.shape[2] > 1:
         output: torch.Tensor
@@ -168,8 +168,8 @@ def attend(
 
 
 _SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], f4[:,:,:,::1], i8[::1], f4, f4[:,:,::1])"
-"""Argument types of :func:`_one_token`. They make numba compile a single version, because a version for another memory layout would
-sum in another order."""
+"""Argument types of :func:`_one_token`. With given types, numba compiles a single version. Versions for other memory layouts might
+sum in another order, so that results would depend on the layout."""
 
 
 # The compiler may reorder sums for vector registers. The order is fixed at compile time and is the same for every row.

@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
-"""Sampling parameters that this engine does not implement, each with the value that has no effect. Other values raise
-ValueError."""
+"""Sampling parameters that this engine does not implement. A request may set them only to these values, which have no effect."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,9 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, params: Mapping[str, Any], **defaults: Any) -> "SamplingParams":
-        """Builds parameters from the dict of an agent loop. ``defaults`` apply to keys of ``params`` that are absent or None.
+        """Builds parameters from ``params``, the sampling parameters that verl's agent loop sends with a request.
+
+        ``defaults`` apply to keys of ``params`` that are absent or None.
 
         Raises:
             ValueError: a key is unknown, or a value is unsupported or out of range.
@@ -94,9 +95,10 @@ def derive_seed(*parts: int | str | None) -> int:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Returns one random number per row, float64 and uniform in [0, 1), from uint64 ``seeds`` [B] and ``positions`` [B].
+    """Returns one random number per row, float64 [B], uniform in [0, 1). It depends only on ``seeds[row]`` and ``positions[row]``.
 
-    A row's number is element ``position`` of the SplitMix64 sequence of the row's seed (Steele, Lea and Flood, 2014).
+    The number is made from element ``positions[row]`` of the sequence that the random generator SplitMix64 (Steele, Lea and Flood,
+    2014) gives for the seed.
     """
     with np.errstate(over="ignore"):
         z: npt.NDArray[np.uint64] = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -107,8 +109,8 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -
 
 
 class BatchSampler:
-    """Sampler for the running requests of a batch, with sampling parameters as arrays. A new sampler is built when the batch
-    changes. The sampler is called at every decoding step."""
+    """Sampler for the running requests of a batch. It holds their sampling parameters as arrays, is called at every decoding step,
+    and is replaced when a request joins or leaves."""
 
     def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
         temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 
 HEADROOM = 8
-"""Number of decoding steps for which the cache budget must suffice when a request is admitted. The steps include all running
-requests and the new request."""
+"""A request is admitted only if the cache budget has room for HEADROOM further tokens of every running request and of the new
+request. Otherwise, a request would soon be preempted again."""
 
 
 class EngineError(RuntimeError):

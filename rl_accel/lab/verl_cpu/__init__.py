@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 PLATFORM = "cpu"
 ROLLOUT = "hf_cpu"
 WORKER_PYTHON = "RL_ACCEL_WORKER_PYTHON"
-"""Name of an environment variable. Its value is the command that Ray runs instead of ``python`` to start the workers of a run.
+"""Name of an environment variable. Its value is the command with which Ray starts worker processes, in place of ``python``.
 
-A trainer ignores the variable if the command belongs to another Python interpreter.
+verl's trainer ignores the variable if the command does not begin with the trainer's own Python interpreter.
 """
 
 _ENVIRONMENT = {

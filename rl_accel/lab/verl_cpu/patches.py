@@ -29,8 +29,8 @@ _WHEELS = {"vllm": vllm, "sglang": sglang}
 """Mapping from the name of an inference engine in verl's ``rollout.name`` to the module that makes this engine work on a CPU."""
 
 _SEEDS = {"sglang": ("sampling_seed", 31)}
-"""Mapping from rollout engine to name and number of bits of the sampling parameter for the seed of a request. All other engines
-have ``seed`` with 63 bits."""
+"""Mapping from rollout engine to the sampling parameter that takes a request's seed: name, and number of bits of the seed. Engines
+that are not listed take ``seed`` with 63 bits."""
 
 _ENGINES = (
     ("actor_rollout_ref.actor", "fsdp_config", "actor"),
@@ -163,7 +163,8 @@ def check_config(config: Any) -> None:
 
 
 def find_problems(config: Any) -> Iterator[tuple[str, str]]:
-    """Yields ``(override, reason)`` for each setting in ``config`` that cannot work on a CPU. The override corrects the setting."""
+    """Yields ``(override, reason)`` for each setting in ``config`` that cannot work on a CPU. The override, such as
+    ``rollout.dtype=float32``, corrects the setting."""
     run, rollout = VerlRun(config), "actor_rollout_ref.rollout"
     get = run.get
     if get(f"{rollout}.name") in _WHEELS:
