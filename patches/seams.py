@@ -37,7 +37,8 @@ def interface_of(*targets: str) -> Callable[[C], C]:
     Methods of the Protocol name the parameters that rl-accel passes; ``(*args, **kwargs)`` stands for any parameters.
 
     Args:
-        targets: classes or modules that the Protocol describes. The first must exist, and the others if their modules exist.
+        targets: classes or modules that the Protocol describes. The first must exist. Each further one may only be absent if its
+            module is, too.
     """
 
     def mark(interface: C) -> C:
@@ -73,8 +74,8 @@ def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
 def modules_of(home: str) -> list[ModuleType]:
     """Imports the module ``home`` and the direct submodules of ``home``. Returns these modules and the adapters that they import.
 
-    Adapters are modules that connect features to a framework: all modules in the package that contains ``home``, such as
-    ``rl_accel.integrations.verl``.
+    Adapters are modules that connect features to a framework. They are in the package of ``home``: for the home
+    ``rl_accel.integrations.verl.balance``, all modules of ``rl_accel.integrations.verl``.
 
     Raises:
         PatchRefused: a module cannot be imported.
@@ -95,7 +96,7 @@ def modules_of(home: str) -> list[ModuleType]:
 def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
     """Returns the interfaces that ``modules`` use, each mapped to the classes in ``modules`` that extend it (:func:`extends`).
 
-    The result includes interfaces that occur only as types in other interfaces.
+    Includes interfaces that are only the type of a member or parameter in another interface.
     """
     users: dict[Any, list[Any]] = {}
 
@@ -207,7 +208,7 @@ def _signature(function: Any, is_method: bool) -> Signature:
 
 
 def _accepts(function: Signature, caller: Signature) -> bool:
-    """Returns whether the signature ``function`` accepts every call that the signature ``caller`` accepts."""
+    """Returns whether every call that fits the signature ``caller`` also fits the signature ``function``."""
     kinds = {parameter.kind for parameter in function.parameters.values()}
     passed = [p for p in caller.parameters.values() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
     more = {p.kind for p in caller.parameters.values()} - {p.kind for p in passed}
@@ -307,10 +308,10 @@ class Registration:
 def step_observer(
     feature: str, make: Callable[[Any], metrics.Observer], target: str = "verl.utils.tracking:Tracking"
 ) -> Registration:
-    """Returns a switch (reversible change) that lets ``feature`` see and extend the metrics of each training step on verl.
+    """Returns a switch (reversible change) that passes the metrics of each training step on verl to an observer of ``feature``.
 
-    ``make(flags)`` returns the function that sees the metrics, and must be defined in the same module as that function. For
-    ``target`` see :class:`Registration`.
+    ``make(flags)`` returns the observer: a function that gets the metrics and returns more of them. ``make`` and this function must
+    be defined in the same module. For ``target`` see :class:`Registration`.
     """
     return Registration(
         name=f"verl.{feature}.observer",

@@ -21,7 +21,8 @@ MARK = "__rl_accel_patch__"
 """Name of the attribute that marks a replacement function. The attribute's value is the name of the patch."""
 
 _DECORATOR_HOMES = frozenset({"torch", *sys.stdlib_module_names}) - {"unittest", "__main__"}
-"""Packages whose decorators are no conflict, because frameworks use them, too (``torch.no_grad``, ``functools.lru_cache``)."""
+"""Packages whose decorators around a framework's function do not count as foreign patches, because frameworks use such decorators
+themselves (``torch.no_grad``, ``functools.lru_cache``)."""
 
 _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(\[(?P<key>[^\[\]]+)\])?")
 
@@ -53,7 +54,7 @@ class Location:
             setattr(self.owner, self.name, value)
 
     def is_live(self) -> bool:
-        """Returns whether a new look-up of ``where`` finds ``owner``. False if the module was unloaded or imported again."""
+        """Returns whether ``where`` still leads to this ``owner``. False if the module was unloaded or imported again."""
         try:
             return _locate(self.where).owner is self.owner
         except PatchRefused:
@@ -76,7 +77,7 @@ def find(where: str) -> Location:
 
 
 def restore_copies(target: str, new: Any, old: Any) -> None:
-    """Replaces ``new`` by ``old`` wherever ``from x import f`` has copied ``new`` into a module of the package of ``target``."""
+    """Replaces ``new`` by ``old`` in all modules of ``target``'s package that have imported ``new`` by ``from x import f``."""
     for name, module in list(sys.modules.items()):
         if _package(name) == _package(target) and isinstance(module, ModuleType):
             for attribute in [key for key, value in vars(module).items() if value is new]:
@@ -127,9 +128,10 @@ def require_params(function: Callable[..., Any], params: tuple[str, ...], target
 
 
 def require_version(supports: str, target: str) -> None:
-    """Checks that the imported package of the location ``target`` has a version that the PEP 508 requirement ``supports`` allows.
+    """Checks that the package of ``target`` has a version allowed by the PEP 508 requirement ``supports``. "" allows any version.
 
-    ``__version__`` counts before package metadata, which may describe another installed copy. "" allows any version.
+    Reads ``__version__`` of the imported package. Without it, reads the package metadata, which may describe another installed
+    copy.
 
     Raises:
         NotInThisVersion: the version is outside ``supports``.

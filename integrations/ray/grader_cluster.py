@@ -12,7 +12,10 @@ _ADDRESS, _JOB = "RAY_ADDRESS", "RL_ACCEL_RAY_JOB"
 
 
 def environment() -> dict[str, str]:
-    """Returns environment variables for grader processes: Ray's address, and arguments of ``ray.init`` as JSON; {} without Ray."""
+    """Returns the environment variables that describe this Ray job to a grader process; {} if Ray is not initialised here.
+
+    The variables hold the address of the Ray cluster, and as JSON the namespace and the runtime environment of the job.
+    """
     import ray
 
     if not ray.is_initialized():
@@ -24,7 +27,10 @@ def environment() -> dict[str, str]:
 
 
 def connect_when_needed(environment: Mapping[str, str]) -> None:
-    """Changes the default arguments of ``ray.init`` in this grader process to those in ``environment``. Connects nothing itself."""
+    """Changes the defaults of ``ray.init`` in this grader process, so that a later call joins the Ray job. Connects nothing itself.
+
+    ``environment`` is the result of the function :func:`environment`.
+    """
     if job := environment.get(_JOB):
         when_imported("ray", functools.partial(_set_defaults, json.loads(job)))
 

@@ -24,10 +24,10 @@ _NAMESPACE = "rl_accel"
 
 
 def publish(payload: str | None) -> None:
-    """Passes ``payload`` (the driver's flags as JSON) to the Ray processes of the job that start from now on.
+    """Passes ``payload`` (rl-accel's flags as JSON) to the processes of this Ray job that start from now on.
 
-    None withdraws an earlier payload: each process then determines the flags by itself. The caller (rl-accel's runtime) has already
-    put the payload into the environment variable :data:`~rl_accel.runtime.SOURCES_VAR` of this process.
+    None withdraws an earlier payload, and each process then reads the flags by itself. Before this call, rl-accel's runtime has put
+    the payload into the environment variable :data:`~rl_accel.runtime.SOURCES_VAR` of this process.
     """
     current = os.environ.get(HOOK_VAR)
     if payload is not None:
@@ -60,9 +60,10 @@ def _store() -> None:
 
 
 def received() -> str | None:
-    """Returns the payload (the driver's flags as JSON) for this process, or None if there is no payload.
+    """Returns the payload (rl-accel's flags as JSON) that this process gets from its Ray job, or None if there is no payload.
 
-    Ray's key-value store has the newest payload. Without a payload there, reads :data:`~rl_accel.runtime.SOURCES_VAR`.
+    Reads Ray's key-value store, which has the newest payload. If Ray is not connected, or the store has no payload, reads the
+    environment variable :data:`~rl_accel.runtime.SOURCES_VAR`.
     """
     if is_connected():
         from ray.experimental.internal_kv import _internal_kv_get
@@ -74,9 +75,10 @@ def received() -> str | None:
 
 
 def add_to_runtime_env(runtime_env: Any) -> Any:
-    """Adds the environment variable with the driver's flags to the runtime environment of a Ray job.
+    """Adds the variable :data:`~rl_accel.runtime.SOURCES_VAR` (rl-accel's flags) to the runtime environment of a Ray job.
 
-    Ray calls this function through ``RAY_RUNTIME_ENV_HOOK``. If the user has set the variable, the user's value takes precedence.
+    ``ray.init`` calls this function through ``RAY_RUNTIME_ENV_HOOK``. If the user's runtime environment sets the variable, the
+    user's value takes precedence.
     """
     previous = os.environ.get(PREVIOUS_HOOK_VAR)
     if previous:

@@ -34,9 +34,10 @@ def publish(note: dict[str, Any]) -> None:
 
 
 def arm() -> None:
-    """Makes this driver process of a Ray job look for a restart note when the main thread ends, see the module docstring.
+    """Makes this process, the driver process of a Ray job, handle a restart note when the main thread ends.
 
-    Does nothing in a second call or outside the main thread.
+    A restart note asks for another launch of the run, see the module docstring. Does nothing in a second call or outside the main
+    thread.
     """
     global _is_armed
     if _is_armed or threading.current_thread() is not threading.main_thread():

@@ -52,7 +52,8 @@ _COUNTS = (
     "store_unreachable",
 )
 _handles: dict[Any, Any] = {}
-"""Handles of all store actors that this process has used, by actor id. Ray ends an actor when the creator's handle is deleted."""
+"""Handles of all store actors that this process has used, by actor id. Kept because Ray ends an actor when the process that created
+the actor deletes the handle."""
 forget_when_off.append(_handles.clear)
 
 
@@ -79,7 +80,7 @@ _clients_lock = threading.Lock()
 
 
 def flush_here(_actor: Any = None) -> None:
-    """Sends the counts of this process to the store. Blocks for at most a few seconds: do not call this on an event loop."""
+    """Sends this process's counts of executions to the anchor store. Blocks up to a few seconds: not for use on an event loop."""
     with _clients_lock:
         loops = [(client, client.loop) for client in _clients if client.loop and ray.is_initialized()]
     flushes = [asyncio.run_coroutine_threadsafe(client.flush(), loop) for client, loop in loops if loop.is_running()]
@@ -87,7 +88,7 @@ def flush_here(_actor: Any = None) -> None:
 
 
 def flush(actors: Sequence[Any]) -> None:
-    """Makes the processes of the Ray ``actors`` send their counts to the store of the job. Waits for at most a few seconds."""
+    """Makes the Ray ``actors`` send their counts of executions to the anchor store. Waits for at most a few seconds."""
     calls = [actor.__ray_call__.remote(flush_here) for actor in actors]
     ray.wait(calls, num_returns=len(calls), timeout=_REPLY_SECONDS)
 
@@ -116,9 +117,10 @@ class StoreClient:
             _clients.add(self)
 
     def use(self) -> None:
-        """Starts the periodic exchange with the store, or keeps a running exchange alive.
+        """Starts the periodic exchange with the anchor store, or extends a running exchange.
 
-        The exchange ends by itself after a few intervals of ``EXCHANGE_SECONDS`` without another call of :meth:`use`.
+        There is one exchange every ``EXCHANGE_SECONDS`` seconds, until a few such intervals have passed without another call of
+        :meth:`use`.
         """
         self._wanted = True
         if ray.is_initialized() and (self._task is None or self._task.done()):
@@ -149,7 +151,8 @@ class StoreClient:
     async def _exchange(self) -> None:
         """Sends this process's new anchors and counts to the store, and applies the store's answer to this process's copy.
 
-        If the store does not answer in time, the next exchange awaits the same call. A second call would count everything twice.
+        If the store does not answer in time, the next exchange waits for the same answer. Sending again would count everything
+        twice.
         """
         if self._call is None:
             delta = self._anchors.take_delta()

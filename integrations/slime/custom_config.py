@@ -39,7 +39,7 @@ from rl_accel.runtime import is_installed
 
 SECTION = "rl_accel"
 STOPS = "train.py itself stops"
-"""Beginning of a message that slime itself would stop the run."""
+"""First words of a message about an error with which slime itself would stop the run."""
 SLIME_ARGUMENTS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
 """slime's arguments that each feature sets, by feature name, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
 _DEFAULTS = {
@@ -50,19 +50,22 @@ _DEFAULTS = {
     **dict.fromkeys(("over_sampling_batch_size", "rollout_batch_size", "buffer_filter_path")),
     "debug_train_only": True,  # without a launch line, engine settings are unknown
 }
-"""Assumed values of slime's arguments when a file is checked without a launch line. Holds only arguments that the checks read."""
+"""Values of slime's arguments that a check of a YAML file assumes if no launch line is given. Holds only arguments that the check
+reads."""
 
 
 _MISSPELT_ABOVE = 0.92
-"""Similarity (0 to 1) to a flag of slime above which an unknown flag counts as misspelt.
+"""Minimum similarity (0 to 1) to a flag of slime at which an unknown flag counts as misspelt.
 
-The flags of Megatron-LM in slime's scripts are unknown to slime, too, and have a similarity of at most 0.86."""
+Flags of Megatron-LM in slime's scripts are correct, but unknown to slime's parser. Their similarity is at most 0.86."""
 _FLAG = re.compile("[-\N{EN DASH}\N{EM DASH}]+(?=[A-Za-z])")
 """Pattern of the dashes before a flag, including the long dashes that a text editor may put in their place."""
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the content of the YAML file that turns ``features`` on in slime, with ``settings`` by feature and flag name.
+    """Returns the content of the YAML file that turns ``features`` on in slime.
+
+    ``settings`` maps the name of a feature to a mapping from flag name to value.
 
     Raises:
         ConfigError: a feature or flag is unknown, flags contradict each other, or a feature does not support slime.
@@ -139,7 +142,10 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
 
 def _inits_of_roles(args: Any) -> list[str]:
-    """Returns a message for each role (actor, critic) whose init function in ``--megatron-config-path`` replaces rl-accel's."""
+    """Returns a message for each role (actor, critic) whose own init function would run in place of rl-accel's.
+
+    ``--megatron-config-path`` names a file with settings of each role. If the file cannot be read, returns a message that says so.
+    """
     ((key, ours),) = SLIME_MEGATRON.items()
     if (path := args.megatron_config_path) is None:
         return []
@@ -163,9 +169,10 @@ def _is_file(written: str, path: Path) -> bool:
 
 @contextlib.contextmanager
 def unread_flags() -> Iterator[Callable[[], list[str]]]:
-    """Context manager that finds flags that slime would skip: flags unknown to all argument parsers that run in the block.
+    """Context manager that finds the flags on the command line that slime would ignore.
 
-    Yields a function that returns these flags.
+    Yields a function that returns these flags. slime reads the command line with several argument parsers, each of which skips the
+    flags of the others. Returned are the flags that all parsers in the block have skipped.
     """
     unread: list[set[str]] = []
     known = argparse.ArgumentParser.parse_known_args
@@ -185,12 +192,13 @@ def unread_flags() -> Iterator[Callable[[], list[str]]]:
 def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Parses a launch line with slime's own parser. Returns slime's arguments and a list of messages.
 
-    The messages name unknown flags, and errors of slime's own checks. A wrong value ends this process, as in slime. If Megatron-LM
-    is not installed, an unknown flag counts as a flag of Megatron-LM, unless the flag resembles a flag of slime.
+    A message names a flag that slime would skip, or the error of slime's own checks. If Megatron-LM is not installed, a flag that
+    slime does not know may belong to Megatron-LM. There is then a message only if the flag resembles a flag of slime. A value that
+    slime's parser refuses ends this process, as in slime.
 
     Args:
         line: words of the launch line, including ``--custom-config-path``.
-        content: content of the YAML file. Applied to the returned arguments if slime's checks fail before slime applies the file.
+        content: content of the YAML file. If slime's checks fail, slime has not applied the file, and this function does so.
 
     Raises:
         ConfigError: slime or SGLang cannot be imported.

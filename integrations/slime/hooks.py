@@ -41,11 +41,12 @@ def require_values(flags: Flags) -> None:
 def require_file(args: Any, flags: Flags) -> None:
     """Checks that slime's YAML file has set the arguments that the enabled features need.
 
-    slime reads these arguments before it calls rl-accel. Without them, flags of rl-accel would have no effect, for example flags in
-    the variable ``RL_ACCEL``, or flags that were edited in the file by hand.
+    slime reads these arguments before it calls rl-accel, so rl-accel cannot set them itself. They are absent if flags come from the
+    variable ``RL_ACCEL``, or were added to the file by hand. The flags would then have no effect.
 
     Raises:
-        ConfigError: an argument of a feature that is enabled by name is absent, or is a setting of SGLang with another value.
+        ConfigError: a feature that is enabled by name needs an argument that is absent, or a setting of SGLang that has another
+            value.
     """
     for feature, section, hooks in launch_line.enabled_features(flags):
         engine = hooks.engine(section)
@@ -85,9 +86,9 @@ def data_source(args: Any) -> Any:
 
 
 def megatron_init(args: Any) -> None:
-    """Turns the features in ``args.rl_accel`` on in an actor or critic process (slime's ``--custom-megatron-init-path``).
+    """Turns on the features in ``args.rl_accel`` in an actor or critic process (slime's ``--custom-megatron-init-path``).
 
-    Then calls the user's function if the launch line names one for the same argument. Raises as :func:`flags_of`.
+    Then calls the user's own init function, if the launch line names one by this flag. Raises the exceptions of :func:`flags_of`.
     """
     flags = RUNTIME.flags() if getattr(args, "rl_accel", None) is None else flags_of(args)
     before = getattr(args, "custom_megatron_init_path", None)

@@ -30,7 +30,7 @@ STOCK = {
 }
 """slime's default values of the arguments that features set, by argument name. Omits arguments whose default is None."""
 _FLAG_AND_MORE = re.compile(r"--[\w-]+\s")
-"""Pattern of a single word that holds a flag and more, such as its value. Matches the flag and one white space."""
+"""Pattern of the beginning of a word such as ``"--flag value"`` (in quotes): the flag and one white space."""
 _UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
 
@@ -62,7 +62,8 @@ def words_of_flags(words: Sequence[str]) -> Sequence[str]:
     The script is the first word after the last ``--`` that ends in ``.py``. Without a script, returns all words after this ``--``.
 
     Raises:
-        ConfigError: words of the launch line are quoted as one, a shell has not expanded a list of words, or there is no flag.
+        ConfigError: quotes make several words one (``"--flag value"``), a word such as ``${ARGS[@]}`` is not expanded by a shell,
+            or there is no flag.
     """
     command = max((n for n, word in enumerate(words, 1) if word == "--"), default=0)
     has_flags = any(word.startswith("--") for word in words[command:])
@@ -108,10 +109,11 @@ def enabled_features(flags: Flags) -> Iterator[tuple[str, Any, SlimeHooks]]:
 
 
 def restore_init_function(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
-    """Restores the user's ``--custom-megatron-init-path`` in slime's ``args`` if the YAML file has overwritten this argument.
+    """Sets ``args.custom_megatron_init_path`` back to the user's function, if the launch line names one.
 
-    ``line`` is the result of :func:`read_flags`. Returns lines for the log: one if the argument was restored, and one for each
-    feature that the user has enabled by name but that does not support the advantage estimator of this run.
+    The YAML file has replaced the user's function by rl-accel's. ``line`` is the result of :func:`read_flags`. Returns lines for
+    the log: one if the argument was set back, and one for each feature that the user has enabled by name but that does not support
+    the advantage estimator of this run.
     """
     notes, estimator = [], getattr(args, "advantage_estimator", None)
     if path := getattr(args, "custom_advantage_function_path", None):
@@ -130,8 +132,9 @@ def restore_init_function(args: Any, flags: Flags, line: Mapping[str, str]) -> l
 def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Sets slime's arguments ``args`` to the values that the enabled features need.
 
-    ``line`` is the result of :func:`read_flags`. Returns lines for the log about flags without effect, about user's functions that
-    slime no longer calls directly, and about automatic features that this call turns off in ``args.rl_accel``.
+    ``line`` is the result of :func:`read_flags`. Returns lines for the log. A line names a flag without effect, a function of the
+    user that rl-accel's function now calls in place of slime, or an automatic feature that this call turns off in
+    ``args.rl_accel``.
 
     Raises:
         ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.

@@ -54,7 +54,7 @@ def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) ->
 
 
 def _call_users_function(args: Any, key: str, *given: Any) -> bool:
-    """Calls the user's log function for slime's argument ``key``, if any. Returns whether slime should skip the default log."""
+    """Calls the log function that the user has set by slime's argument ``key``. Returns True if slime should skip its own log."""
     path = getattr(args, "rl_accel_kept", {}).get(key)
     return bool(path and function_at(path)(*given))
 

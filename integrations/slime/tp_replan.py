@@ -75,8 +75,8 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
 
 
 _watched: list[tuple[Any, _Read, Counters, PlannedRun]] = []
-"""State of the current run. The list is empty, or has one tuple: slime's arguments, the function that reads the preemption counters
-of the servers, the object that computes differences of counters, and the planner."""
+"""State of the current run: an empty list before the first use, then a list with one tuple. The tuple has slime's arguments, the
+function that reads the servers' preemption counters, the object that computes differences of counters, and the planner."""
 forget_when_off.append(_watched.clear)
 
 
@@ -116,7 +116,7 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
 
 
 def set_aside(args: Any) -> None:
-    """Discards the preemptions during an evaluation, so that they do not count for the next rollout."""
+    """Discards the preemptions that were counted during an evaluation. Otherwise they would count for the next rollout."""
     if _generates(args):
         read, counters, _ = _watch(args)
         counters.take(read())
@@ -139,8 +139,9 @@ def _refuse(wanted: str, found: Any, reason: str) -> NoReturn:
 def _reader(args: Any) -> _Read:
     """Returns a function that reads the preemption counter of each rollout server (worker) behind slime's router.
 
-    The function returns a mapping with one key per server. A key consists of the server's id and address, because a restarted
-    server registers with the router again. The counters are available because slime enables metrics on all engines.
+    The function returns a mapping from server to counter. A key consists of the server's id and address, because a restarted server
+    registers with the router again. SGLang offers the counters because slime enables
+    SGLang's metrics on all engines.
     """
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
 

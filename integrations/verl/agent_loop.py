@@ -36,7 +36,7 @@ class WorkerPart(_Worker):
     outermost = False  # True places this mixin before all others; the order is alphabetical otherwise
 
     def tokens_so_far(self) -> int | None:
-        """Returns the number of tokens generated so far for the incomplete response of the running task; None if unknown."""
+        """Returns the number of tokens so far of the response that the current asyncio task generates; None if unknown."""
         return None
 
     @classmethod
@@ -45,9 +45,9 @@ class WorkerPart(_Worker):
 
 
 def check(run: VerlRun, flag: str, reason: str) -> None:
-    """Raises ConfigError if a user's agent-loop manager is configured, to whose workers no mixins can be added.
+    """Raises ConfigError if a user's agent-loop manager is configured. rl-accel cannot add mixins to the workers of such a manager.
 
-    ``flag`` and ``reason`` are parts of the message: the feature, and why the feature needs rl-accel's manager.
+    ``flag`` (of the feature) and ``reason`` (why the feature needs rl-accel's manager) are parts of the message.
     """
     manager = run.get(KEY, "")
     if manager not in ("", MANAGER, LEGACY_MANAGER):

@@ -76,7 +76,7 @@ def _stop_in_vllm(server: Any, request_id: str) -> None:
 
 
 def _pause_vllm(server: Any) -> None:
-    """Runs verl's ``abort_all_requests``. Makes it work with vLLM 0.32 and newer too.
+    """Runs verl's ``abort_all_requests``, also with versions of vLLM that lack an argument that verl uses.
 
     verl 0.9.1 calls vLLM's ``pause_generation`` with ``wait_for_inflight_requests=False``. vLLM 0.32 has no such argument, and
     never waits by default.

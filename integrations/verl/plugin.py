@@ -11,7 +11,7 @@ import logging
 
 
 def _warn_of_unread_flags() -> None:
-    """Logs a warning at the end of a program whose flags no process of its Ray job has read. verl's main_eval is such a program."""
+    """Logs a warning at the end of a program if no process of its Ray job has read its flags. An example is verl's main_eval."""
     flags = config_intake.unread_flags()
     if flags and propagate.is_connected():
         with contextlib.suppress(Exception):  # the cluster may have ended

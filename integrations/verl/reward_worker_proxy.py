@@ -28,7 +28,8 @@ _STOP_SECONDS = 30.0
 """Maximum seconds to wait for the end of a remote call after its cancellation."""
 
 SUCCESSOR = "_successor_"
-"""Separator in the name of a replacement for a dead reward worker, between the worker's number and the number of deaths so far."""
+"""Separator in the name of the actor that replaces a dead reward worker. The third replacement of worker 2 has the name
+``reward_loop_worker_2_successor_3_<job id>``."""
 
 
 async def cancel(call: Awaitable[T]) -> T | None:
@@ -42,7 +43,7 @@ async def cancel(call: Awaitable[T]) -> T | None:
 
 
 async def outcome(call: Awaitable[T]) -> T | None:
-    """Waits up to ``_STOP_SECONDS`` for the end of ``call``. Returns its result; None if it was cancelled, failed or still runs."""
+    """Waits up to ``_STOP_SECONDS`` for the result of ``call``. Returns None if the call was cancelled, failed or still runs."""
     task = asyncio.ensure_future(call)
     await asyncio.wait({task}, timeout=_STOP_SECONDS)
     if not task.done():

@@ -36,8 +36,8 @@ FILE_KEY = "trainer.rl_accel_telemetry"
 """Key in verl's configuration for the path of the file with response records."""
 WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
-"""Number of steps in a row without any preemption counter of the rollout servers after which the counters are no longer read. Each
-unanswered attempt costs seconds."""
+"""Number of steps in a row without a preemption counter of any rollout server, after which telemetry stops reading the counters.
+Each unanswered attempt costs seconds."""
 _MOST_RECORDS = 200_000
 """Maximum number of response records that an agent-loop worker keeps if the trainer process does not fetch the records."""
 _FLAG = "rl_accel.telemetry"

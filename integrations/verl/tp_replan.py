@@ -66,7 +66,7 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
 
 
 def _check_appended(run: VerlRun) -> None:
-    """Refuses a restarted run whose command has dropped the size that ``rl-accel run`` appended: it would restart forever."""
+    """Refuses a restarted run whose command ignores the size that ``rl-accel run`` has appended. It would restart forever."""
     size = f"{TP_KEY}={run.get(TP_KEY)}"
     for wanted in json.loads(os.environ.get(OVERRIDES_VAR, "[]")):
         if wanted.startswith(f"{TP_KEY}=") and wanted != size:

@@ -39,7 +39,8 @@ def _make(original: Any, _settings: Any) -> Any:
 def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
     """Raises PatchRefused unless slime's function sleeps at a single place, for ``retry_interval`` seconds.
 
-    The default of ``retry_interval`` must exceed ``FIRST_SLEEP``.
+    There must be no other sleep, because the patch replaces every sleep in the function. The default of ``retry_interval`` must
+    exceed ``FIRST_SLEEP``.
     """
     nodes = ast.walk(ast.parse(inspect.getsource(original.__code__)))
     calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]

@@ -21,12 +21,12 @@ def on_whole_responses(
 ) -> Sequence[list[torch.Tensor]]:
     """Calls ``compute`` on whole responses, and returns the results for the part of each response that this rank holds.
 
-    With context parallelism, each rank holds two slices of each sequence. The whole responses are then gathered from all ranks (a
-    collective call), and the results are sliced again, by functions of slime.
+    With context parallelism, each rank holds two slices of each sequence. Functions of slime then gather the whole responses from
+    all ranks (a collective call), and later slice the results.
 
     Args:
-        compute: function with as many arguments as ``slices`` has items. Each argument is a list of whole responses [length].
-        slices: lists with this rank's part of each response.
+        compute: function of one argument for each item of ``slices``. Each argument is a list of whole responses [length].
+        slices: one list for each per-token quantity, such as KL, with this rank's part of each response.
         totals: number of tokens of each sequence, including the prompt.
         lengths: number of tokens of each response.
     """
@@ -60,7 +60,7 @@ def unpadded(rows: torch.Tensor) -> torch.Tensor:
 
 
 def stock_scan(function: Any, name: str) -> Any:
-    """Returns the function ``name`` that slime's ``function`` calls for its scan. Raises PatchRefused if there is none."""
+    """Returns the scan ``name`` that slime's ``function`` calls. Raises PatchRefused if slime has no function of this name."""
     scan = function.__globals__.get(name)
     if scan is None:
         raise PatchRefused(f"{PPO_UTILS} has no {name} to compare with")

@@ -20,11 +20,11 @@ def packed_returns(
 ) -> list[torch.Tensor]:
     """Computes REINFORCE++ returns (discounted) of whole responses. Returns one tensor [length] per sequence.
 
-    The reward of a sequence is added at the last token with a non-zero mask.
+    The reward of a token is ``-kl_coef * kl * mask``. The last token with a non-zero mask also gets the reward of the sequence.
 
     Args:
         rewards: rewards [S], one per sequence.
-        kl: KL per token, one tensor [length] per sequence. Each token's reward is ``-kl_coef * kl * mask``.
+        kl: KL per token, one tensor [length] per sequence.
         masks: same shapes as ``kl``. The mask selects rewarded tokens only; returns accumulate over all tokens, as in slime.
 
     Raises:

@@ -19,10 +19,10 @@ class Watcher(Protocol):
         """Returns the id for a request that is about to be sent. May raise ``asyncio.CancelledError`` to stop the task instead."""
 
     def end(self, request_id: str, answer: Any) -> None:
-        """Receives the server's answer to an ended request; None if the request failed or was cancelled."""
+        """Called when a request has ended. ``answer`` is the server's answer; None if the request failed or was cancelled."""
 
     async def failed(self) -> None:
-        """Decides whether a failed request is sent again (as often as in slime): returns if yes, raises an exception if no."""
+        """Allows slime to send a failed request again (as often as in slime) by returning, or forbids this by an exception."""
 
 
 WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)

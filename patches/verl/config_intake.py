@@ -59,7 +59,7 @@ def trainer() -> Any:
 
 
 def unread_flags() -> list[str]:
-    """Returns the ``rl_accel`` flags on the command line that no code in this process has read; [] if they were read."""
+    """Returns the ``rl_accel`` flags on the command line if this process has not read verl's configuration; else []."""
     if _is_read or RUNTIME.sources() is None:
         return []
     return [word for word in sys.argv if word.lstrip("+").startswith(f"{SECTION}.")]
@@ -124,7 +124,7 @@ def in_driver(config: Any) -> None:
 
 
 def in_trainer(config: Any, trainer: Any = None) -> None:
-    """Applies the flags in verl's ``config`` while ``trainer`` is being built. The trainer's class decides which features may run.
+    """Applies the flags in verl's ``config`` while ``trainer`` is being built. Features may refuse the class of the trainer.
 
     Raises:
         ConfigError, PatchRefused: as :func:`in_driver`.
@@ -154,8 +154,9 @@ def _is_readable(config: Any) -> bool:
 def _require_section_name(config: Any) -> None:
     """Raises ConfigError for a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread.
 
-    Accepts a user's section with a similar name if no key resembles the name of a feature, and a user's section with the name of a
-    feature if a key resembles no flag of this feature.
+    A user's own section may look similar, and is accepted in two cases. A section with a similar name is accepted if no key
+    resembles the name of a feature. A section with the name of a feature is accepted if it has no ``enable``, or a key that
+    resembles no flag of this feature.
     """
     flags = {feature.name: {flag.name for flag in fields(feature.flags)} for feature in FEATURES}
 
@@ -213,7 +214,7 @@ def _take_in(run: VerlRun) -> None:
 
 
 def take_in_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Applies the flags in the argument ``config`` of a call of ``function``, a constructor of a trainer or a driver function."""
+    """Applies the flags in the argument ``config`` of a call of ``function``: a trainer's constructor or a driver's function."""
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     if function.__name__ != "__init__":
         in_driver(arguments["config"])
@@ -236,9 +237,9 @@ def _after_flags(original: Any, _settings: Any = None) -> Any:
 
 
 def _refusing_unread_flags(original: Any, _settings: Any = None) -> Any:
-    """Returns a wrapper of the constructor of verl's logger that ends the program if its flags of rl-accel were not read.
+    """Returns a wrapper of the constructor of verl's logger. It ends the program if flags of rl-accel in ``config`` went unread.
 
-    Such flags come from trainers that no other patch of this module reaches, such as those of SFT.
+    This is so with trainers that no other patch of this module reaches, such as verl's SFT trainer.
     """
 
     @functools.wraps(original)

@@ -27,8 +27,8 @@ _LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
 _ZERO_ROWS = (0, 3, 7)
 """Indices in ``_LENGTHS`` of the responses that get advantage 0. The shortest and the longest response are among them."""
 _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
-"""Standard deviations of the differences between old and new log-probabilities in the batches of :func:`find_influence`. None: both
-are drawn independently; such large differences make losses clip. Losses that reject rows with large differences need small ones."""
+"""Standard deviations of the differences between old and new log-probabilities, one for each batch of :func:`find_influence`. None:
+both are drawn independently. The large differences make losses clip; small differences keep losses from rejecting rows."""
 _PROMPT = 3
 _ACTOR = "actor_rollout_ref.actor"
 _DIFFERENCES = (
@@ -41,9 +41,9 @@ _refuse = functools.partial(refuse, "rl_accel.skip_zero")
 def find_influence(loss_function: Callable[..., Any]) -> str:
     """Returns the reason why rows (responses) with advantage 0 influence training with ``loss_function``, or "" if they do not.
 
-    Tries random batches of 8 rows, of which 3 have advantage 0. The gradients of the other 5 rows must be the same with and without
-    the 3 rows, and the gradients of the 3 rows must be 0. A loss may drop rows, such as by rejection sampling, and a dropped row
-    cannot show its influence. At least one batch must therefore keep all rows.
+    Computes gradients for random batches of 8 rows, of which 3 have advantage 0. The gradients of these 3 must be 0. The gradients
+    of the other 5 must be the same with and without these 3. A loss may drop a row, such as by rejection sampling, and a dropped
+    row cannot show its influence. At least one batch must therefore keep all rows.
 
     Args:
         loss_function: verl's loss function with its configuration, ``loss_function(model_output=..., data=..., dp_group=...)``.
@@ -71,7 +71,8 @@ def _random_batch(random: torch.Generator, distance: float | None) -> dict[str, 
     """Returns a random batch, as a mapping from field name to a list with one tensor per row (response).
 
     Tensors have the shape [T], except ``prompts`` [_PROMPT], and the model's outputs ``log_probs`` and ``entropy`` [_PROMPT + T].
-    Response masks have zeros between ones. ``distance`` is an item of :data:`_DISTANCES`.
+    Response masks have zeros between ones. ``distance`` is the standard deviation of the differences between old and new
+    log-probabilities, see :data:`_DISTANCES`.
     """
     batch: dict[str, list[torch.Tensor]] = {}
     for row, length in enumerate(_LENGTHS):
@@ -133,7 +134,7 @@ def _config_and_mode(loss_function: Any) -> tuple[Any, Any]:
 
 
 def _require_verls(loss_function: Any) -> None:
-    """Raises ConfigError unless verl itself defines the loss. A test call could change the state of a user's loss."""
+    """Raises ConfigError unless verl itself defines the loss. A user's loss may have a state, which a test call could change."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
     _, mode = _config_and_mode(loss_function)
@@ -204,7 +205,7 @@ def _warn(message: str) -> None:
 
 
 def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[int], int]:
-    """Agrees with the other data-parallel ranks on the number of rows (responses) of the mini-batch that every rank trains.
+    """Agrees with the other data-parallel ranks on the number of rows (responses) that every rank trains of its mini-batch.
 
     The number is the same on all ranks, so that verl finds the same number of micro-batches for all ranks.
 
@@ -213,8 +214,8 @@ def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[
         zero: for each row of ``data``, whether its gradient is certainly 0.
 
     Returns:
-        A tuple ``(wanted, sizes, tokens)``: number of rows that each rank trains, number of rows on each rank, and number of
-        trained tokens of all rows on all ranks.
+        A tuple ``(wanted, sizes, tokens)``. ``wanted``: number of rows that each rank trains. ``sizes``: number of rows in each
+        rank's mini-batch. ``tokens``: number of trained tokens (``loss_mask``) in the mini-batches of all ranks together.
     """
     from verl.utils import tensordict_utils as tu
     from verl.utils.device import get_device_id
@@ -250,7 +251,11 @@ def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) ->
 def _train_rows(
     original: Any, engine: Any, data: Any, loss_function: Any, forward_only: Any, skipped: Counter[str]
 ) -> Any:
-    """Calls verl's function with the rows that must be trained. Adds rows, tokens and seconds of the other rows to ``skipped``."""
+    """Calls verl's function with the rows that must be trained only. Adds to ``skipped`` what this saves.
+
+    The keys of ``skipped`` are ``rows`` (number of other rows on all ranks), ``tokens`` (those of the other rows on this rank,
+    times the number of ranks) and ``seconds_saved`` (estimate for this rank).
+    """
     from verl.utils import tensordict_utils as tu
 
     zero = _find_zero_rows(data)

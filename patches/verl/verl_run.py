@@ -69,10 +69,10 @@ class VerlRun:
 
     @classmethod
     def compose(cls, main: str, overrides: Sequence[str], folder: Path | None = None, name: str = "") -> "VerlRun":
-        """Returns the run that ``python -m main overrides`` would start. hydra composes the configuration.
+        """Returns the run that ``python -m <main> <overrides>`` would start, with a configuration composed by hydra.
 
         ``folder`` (``--config-path``) and ``name`` (``--config-name``) replace those of ``main`` in :data:`MAINS`. Raises hydra's
-        exceptions for an override that does not fit.
+        own exceptions for an override that the configuration does not accept.
         """
         import verl
         from hydra import compose, initialize_config_dir
@@ -133,7 +133,7 @@ class VerlRun:
 
     @property
     def generates_within_stage(self) -> bool:
-        """True if every generation request of a step starts within the stage that the trainer times as generation."""
+        """True if every generation request of a step starts within the stage ``gen`` of this step, as the trainer times it."""
         if not self.is_v1:
             return self.trainer == "legacy"
         return self.trainer in ON_POLICY and self.get(f"trainer.v1.{self.trainer[3:]}.parameter_sync_step", 1) == 1
@@ -152,9 +152,10 @@ class VerlRun:
             refuse(flag, f"{ROLLOUT}.name", ENGINES[feature], self.get(f"{ROLLOUT}.name"))
 
     def require_chosen(self, flag: str, key: str, value: Any) -> None:
-        """Raises ConfigError in the trainer process if ``key`` of the configuration is not ``value``, which a feature needs.
+        """Raises ConfigError in the trainer process if ``key`` of verl's configuration is not ``value``, which a feature needs.
 
-        rl-accel sets such keys in the driver process, when verl's ``validate_config`` is called there.
+        rl-accel sets the key when the driver process calls verl's ``validate_config``. The key is not set if the driver does not
+        call it.
         """
         if not self.in_driver and self.get(key) != value:
             reason = "verl's validate_config sets it, which the driver must call before the trainer starts"

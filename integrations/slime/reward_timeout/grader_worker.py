@@ -52,10 +52,10 @@ class NotSent:
 
 
 def pack(values: dict[str, Any], owner: str) -> Packed:
-    """Pickles each entry of ``values`` separately. Replaces entries that cannot be pickled by :class:`NotSent`.
+    """Pickles each value of ``values`` separately. Replaces a value that cannot be pickled by :class:`NotSent`.
 
-    Only such items of a dict are replaced, not the whole dict. ``owner`` is the name of the object that has these attributes, for
-    messages.
+    In a value that is a dict, replaces only the items that cannot be pickled. ``values`` are the attributes of an object; ``owner``
+    is the name of this object for messages.
     """
     packed = {}
     for name, value in values.items():
@@ -86,14 +86,18 @@ def unsent_restored(changed: Any, original: Any) -> Any:
 
 
 class Arguments:
-    """Copy of slime's arguments that each grader process gets when it starts. A user's rollout may change the arguments later."""
+    """Copy of slime's arguments that each grader process gets when it starts.
+
+    A user's rollout may change the arguments later. :meth:`changes` finds the changed arguments, which a grader process gets with a
+    call.
+    """
 
     def __init__(self, args: Any) -> None:
         self._known = dict(vars(args))
         self.packed = pack(self._known, "args")
 
     def changes(self, args: Any) -> Packed:
-        """Returns the entries of ``args`` that differ from the copy, packed. Searches only dicts and lists for inner changes."""
+        """Returns the changed entries of ``args``, packed. Finds a change inside an entry only if the entry is a dict or list."""
         known = self._known
         items = vars(args).items()
         new = {
@@ -117,10 +121,10 @@ def pack_sample(sample: Any, whole: bool) -> Packed:
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     """Returns a function ``grade(samples, single, kwargs, args)``, which calls a grader in this process.
 
-    ``grade`` returns a tuple: the return value of the grader; for each sample, the fields that the grader has changed; and the
-    order in which the grader has left the list of samples. With ``single``, the grader gets the only sample instead of a list.
-    ``kwargs`` are further arguments of the grader. The ``args`` of ``grade`` are entries of slime's arguments that differ in this
-    call.
+    The arguments of ``grade``: the packed samples; True if the grader gets the only sample instead of a list; further keyword
+    arguments of the grader; and slime's arguments that differ in this call, packed. ``grade`` returns a tuple: the return value of
+    the grader; for each sample, the fields that the grader has changed; and the indices of the samples, in the order in which
+    the grader has left the list.
 
     Args:
         args: slime's arguments, packed by :func:`pack`.

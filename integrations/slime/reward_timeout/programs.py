@@ -37,8 +37,8 @@ def cases_of(tests: Any) -> tuple[list[Case], str]:
     are text or lists of lines.
 
     With the key ``fn_name``, the program defines a function of this name, which may be a method of a class ``Solution``. An input
-    is the list of the function's arguments, and an output is the expected return value. An input may also be text with one
-    argument as JSON per line. An output that is text is then JSON, too.
+    is the list of the function's arguments, and an output is the expected return value. Or an input is text with one argument as
+    JSON per line. With such an input, an output that is text is JSON, too.
 
     Returns:
         The test cases, and Python code to append to the program. The code makes a method of ``Solution`` available as a function.

@@ -42,22 +42,22 @@ from rl_accel.switch import forget_when_off
 _MOST_WORKERS = 16
 """Upper bound of the default number of grader processes. Each grader process imports slime and takes some 250 MiB of memory."""
 _MOST_AWAITED = 1 << 20
-"""Maximum number of graders that run on slime's event loop at once, in effect unlimited. slime has no such limit either, and these
-graders mostly wait and cost this machine nothing."""
+"""Maximum number of graders that run on slime's event loop at once: in effect unlimited, as in slime. A grader on the event loop
+mostly waits, such as for an answer to a request, and costs this machine nothing."""
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """True if the current asyncio task grades an evaluation sample. slime marks and grades a sample in the same task."""
 _GRADED: ContextVar[tuple[Any, int]] = ContextVar("graded", default=(None, 0))
-"""Sample that the current asyncio task has graded last, and the number of earlier gradings of this sample. A generate function may
-grade each turn of a sample."""
+"""Sample that the current asyncio task has graded last, and the number of times that the task had graded it before. A generate
+function may grade a sample after each turn. The time limits then treat the turns as different test cases."""
 
 
 def mark_evaluation(args: Any, sample: Any, evaluation: bool = False, rollout_id: int | None = None) -> None:
-    """Stores whether a sample belongs to an evaluation (slime's ``--rollout-sample-hook-path``).
+    """Stores in the current asyncio task whether a sample belongs to an evaluation (slime's ``--rollout-sample-hook-path``).
 
     slime passes ``evaluation`` to this function, but not to :func:`grade`.
 
-    Also removes ``custom_rm_path`` from the sample if this path names :func:`grade` or the user's grader. slime then calls
+    Also removes ``custom_rm_path`` from the sample if this path names :func:`grade` or the user's grader, so that slime calls
     :func:`grade`, as in training. Only evaluation samples have this path: slime copies ``--custom-rm-path`` to them before slime
     reads the YAML file of rl-accel.
     """
@@ -306,7 +306,7 @@ forget_when_off.append(_close_all)
 def numbers_of(rollout: Rollout) -> dict[str, float]:
     """Returns metrics about the gradings of the whole job since the last call, for slime's rollout log.
 
-    Must not be called on an event loop, because this function blocks until the event loops have sent the counts of this process.
+    Waits until the event loops of this process have sent their counts, and must therefore not be called on an event loop.
     """
     flush_here()
     numbers = _collect(rollout.number, rollout.metrics)

@@ -74,10 +74,11 @@ class Session:
         limit: maximum seconds of the generate function; None: no limit.
         requests: ids of the requests that a server is processing.
         tokens: number of generated tokens; 0 until generation has ended.
-        retractions: number of preemptions that SGLang has reported for the response; None: none reported.
+        retractions: number of preemptions of the response in SGLang (which calls them retractions); None: SGLang has reported none.
         lost: error message if a server has died or has aborted the response, or ''.
         deaths_before: number of dead servers when the last request was sent.
-        began, cancelled_at, abort_again_at: times of the monotonic clock in seconds.
+        began, cancelled_at: times of these events, in seconds of the monotonic clock.
+        abort_again_at: earliest time of the next abort message, on the same clock.
     """
 
     response_id: int
@@ -110,7 +111,7 @@ class Session:
         return request_id
 
     async def failed(self) -> None:
-        """Decides whether a failed request is sent again: returns if yes.
+        """Allows slime to send a failed request again by returning, or forbids this by an exception.
 
         Raises ResponseLost if a rollout server has died since the request was sent, CancelledError if the response is cancelled.
         """
@@ -203,9 +204,9 @@ class Engines:
         self.gone = ""
 
     async def death_since(self, deaths: int) -> str:
-        """Returns an error message if a rollout server has died since the caller read ``deaths`` from ``self.deaths``, else ''.
+        """Returns an error message if a server has died since ``self.deaths`` was ``deaths``, or no server is left; else ''.
 
-        If no such death is known yet, checks the health of all servers first. Also returns a message if no server is left.
+        If ``self.deaths`` still has this value, checks the health of all servers first.
         """
         async with self._looking:  # one check at a time, because all requests of a dead server fail at once
             if self.deaths == deaths and not self.gone:
@@ -378,9 +379,9 @@ class Responses:
             await self._score_group(session)
 
     async def _score_group(self, session: Session) -> None:
-        """Waits until ``n_samples_per_prompt`` responses of the session's prompt are generated and scored as a group.
+        """Waits until all ``n_samples_per_prompt`` responses to the session's prompt are generated and scored as a group.
 
-        The call for the last of these responses computes the rewards of the group.
+        The call for the response that completes the group computes the rewards. The other calls wait for this call.
         """
         if isinstance(session.result, list):  # slime would set ``reward`` on the list
             raise RuntimeError("--group-rm does not go together with a generate function that returns lists")

@@ -58,7 +58,7 @@ def wire(run: VerlRun, flags: BalanceFlags) -> None:
 
 
 class BalancingWorker(agent_loop.WorkerPart):
-    """Agent-loop worker mixin that replaces the load balancer in verl's client by ``client.Servers``, to migrate responses."""
+    """Agent-loop worker mixin that puts ``client.Servers`` in place of verl's load balancer, so that responses can migrate."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,7 +71,7 @@ class BalancingWorker(agent_loop.WorkerPart):
         client._load_balancer = Servers(client._load_balancer, self.config, handle)
 
     async def stay_alive(self) -> None:
-        """Never returns. The router waits for this call, which fails when the worker dies."""
+        """Runs until this worker dies. The router awaits this call, and the error in the call tells the router of the death."""
         await asyncio.Event().wait()
 
     @classmethod
@@ -95,7 +95,7 @@ class BalancingWorker(agent_loop.WorkerPart):
 
 
 class Observer:
-    """Logs the router actor's metrics once a step, and saves the router's response lengths in the checkpoints in ``folder``."""
+    """Logs the router actor's metrics once a step. Adds the router's response lengths to each checkpoint of verl in ``folder``."""
 
     def __init__(self, router: Any, folder: Path) -> None:
         self._router, self._folder = router, folder

@@ -18,8 +18,8 @@ MOVABLE = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"),
     *("ignore_eos", "stop_token_ids"),
 }
-"""Names of the sampling parameters that do not prevent a migration. The next server gets the tokens so far as a part of the prompt,
-which could change the meaning of any other parameter. ``seed`` is also allowed if ``EngineSupport.seeds_by_position`` is True."""
+"""Names of the sampling parameters that do not prevent a migration. The next server gets the tokens so far as a part of the prompt.
+Any other parameter could have another effect there. ``seed`` is also allowed if ``EngineSupport.seeds_by_position`` is True."""
 CONVERSATIONS = 100_000  # maximum number of conversations whose last replica is remembered
 
 
@@ -143,7 +143,7 @@ class BalancedServer:
 
 
 def join(first: TokenOutput, second: TokenOutput) -> TokenOutput:
-    """Appends ``second``, the next part of a response, to ``first``. Returns ``first``, whose extra fields take precedence."""
+    """Appends ``second``, the next part of a response, to ``first``. Returns ``first``, whose extra fields override the others."""
     new = len(second.token_ids)
     if new and second.routed_experts is not None:
         before, routed = first.routed_experts, second.routed_experts

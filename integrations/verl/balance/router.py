@@ -35,7 +35,7 @@ class BalancedRouter:
         self._watches: dict[Any, asyncio.Task[None]] = {}  # task that waits for the death of a worker, by worker
 
     async def set_up(self, engine: EngineSupport, lengths: dict[str, list[int]], *args: Any) -> dict[str, int | None]:
-        """Creates the policy :class:`Balance`, and then periodically carries out the instructions of the policy.
+        """Creates the policy :class:`Balance`, and starts a task that carries out the decisions of the policy.
 
         Args:
             engine: capabilities of the servers' engine.

@@ -38,9 +38,9 @@ TRIED = ("0.24.0", "0.29.0")
 with any speculative decoding on a CPU."""
 ROUTER = Path(__file__).with_name("router.yaml")
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Full name of vLLM's executor for a single device. Used instead of verl's choice ``mp``, an executor with a process per device.
-vLLM asks the executor for drafts after each engine step. With this executor, asking is a function call. With ``mp``, asking is a
-message to another process and back."""
+"""Full name of vLLM's executor for a single device, which needs no further process. verl's choice is ``mp``, an executor with a
+process per device. vLLM asks the executor for drafts after each engine step: here by a function call, with ``mp`` by a message to
+another process and an answer."""
 SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel")
 HISTORY = "drafts.pt"
 """Name of the file in a checkpoint folder with finished responses, from which a resumed run can draft."""
@@ -48,8 +48,8 @@ SAVING_S = 60.0
 """Maximum seconds to wait for finished responses from each rollout server before :data:`HISTORY` is written."""
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 0.05
-"""Maximum mean difference between the engine's and the trainer's probabilities of sampled tokens in the first steps. With bfloat16,
-the difference is 0.01."""
+"""Maximum mean difference between the engine's and the trainer's probabilities (0 to 1) of sampled tokens in the first steps. A
+usual difference with bfloat16 is 0.01."""
 _FLAG = "rl_accel.drafts"
 _VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 _WORKER = "rl_accel.integrations.verl.drafts.worker.DraftsWorkerExtension"
@@ -97,7 +97,7 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
 def find_problems() -> list[tuple[str, str]]:
     """Returns known problems of speculative decoding in the installed vLLM, as pairs (configuration key, reason).
 
-    The problems affect a user's own ``speculative_config``. ``rl-accel doctor`` reports these problems.
+    ``rl-accel doctor`` reports these problems, for runs in which the user has set ``speculative_config``.
     """
     try:
         from vllm import _custom_ops  # noqa: F401 (registers what the kernel calls)
@@ -125,8 +125,9 @@ def _vllm_version() -> str | None:
 class Exchange:
     """Exchanges finished responses between the rollout replicas after each training step, for drafts on every replica.
 
-    The trainer process collects the servers' answers one step later. The metrics of a step are therefore those of the exchange one
-    step earlier. The trainer process waits for the answers only before the file :data:`HISTORY` of a checkpoint is written.
+    The trainer process calls the servers after a step, and collects the answers after the next step. The metrics of a step are
+    therefore those of the exchange before. Only for the file :data:`HISTORY` of a checkpoint, the trainer process waits for the
+    answers of the same step.
     """
 
     def __init__(self, flags: DraftsFlags) -> None:
@@ -210,9 +211,9 @@ def check(logged: Mapping[str, Any]) -> None:
 
 
 def numbers(counted: Counter[str]) -> dict[str, float]:
-    """Computes the metrics ``drafts/<name>``, such as ``drafts/acceptance``, from the sums of the drafters' counts.
+    """Returns the metrics ``drafts/<name>``, such as ``drafts/acceptance`` (accepted share of the drafted tokens).
 
-    See :attr:`~rl_accel.drafts.drafter.Drafter.counts` for the counts.
+    ``counted`` are the sums of the drafters' counts, see :attr:`~rl_accel.drafts.drafter.Drafter.counts`.
     """
     values: dict[str, float] = {"stopped": counted["stopped"]}
     for source in ("", *(f"_{name}" for name in SOURCES)):

@@ -17,7 +17,10 @@ else:
 
 @extends(StickyRouter)
 class SiblingRouter(GlobalRequestLoadBalancer):
-    """verl's load balancer, extended to send the requests of a prompt to the same replica while the replicas stay balanced."""
+    """verl's load balancer, extended to send all requests of a prompt to the same replica.
+
+    If this replica has over ``HOME_MARGIN`` (4) running requests more than the replica with the fewest, verl's choice applies.
+    """
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
         super().__init__(servers)

@@ -30,7 +30,8 @@ from rl_accel.telemetry.metrics import Observer
 
 MANAGER = "RewardTimeoutManager"
 MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
-"""Values that rl-accel sets for verl's configuration keys ``reward.reward_manager.name`` and ``.module.path``."""
+"""Names of rl-accel's reward manager class ``MANAGER`` and of its module, as values of verl's configuration keys
+``reward.reward_manager.name`` and ``reward.reward_manager.module.path``."""
 
 SECTION = "reward_timeout"
 """Name of rl-accel's section under ``reward`` in verl's configuration, which all processes read. The section holds the flags, the
@@ -106,8 +107,8 @@ def _never_awaits(path: str, name: str) -> bool:
     """Returns True if a user's reward manager never awaits ``compute_score``, which is an async function with this feature.
 
     Reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module) without importing the module, because
-    an import could have side effects. The answer is True if the method ``run_single`` and the methods that it calls use
-    ``compute_score``, and await nothing but calls in threads. Returns False if the source code is not found.
+    an import could have side effects. Only the method ``run_single`` and the methods that it calls count. They must use
+    ``compute_score``, and await nothing but each other and calls in threads. Returns False if the source code is not found.
     """
     try:
         module = path.removeprefix("pkg://").replace("/", ".")

@@ -28,7 +28,7 @@ SCORED_CASES = 10
 _ALARM_SECONDS = 3600
 """Seconds by which the alarm in verl's grading code is later than rl-accel's time limit, which thus always acts first."""
 _PRIME_OUTPUT_BYTES = 64 << 20
-"""Output limit of a test case in bytes. The limit is high, because verl does not limit stderr."""
+"""Maximum size of the output of one test case in bytes. This is high, because verl does not limit stderr."""
 _threads = ThreadPoolExecutor(64, thread_name_prefix="rl_accel_fusion")
 """Thread pool for requests to a remote sandbox."""
 
@@ -38,19 +38,19 @@ Execute = Callable[[str, Run, Callable[[ExecutionResult], bool]], Awaitable[Exec
 
 
 async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool, arguments: Mapping[str, Any]) -> float:
-    """Scores one response as ``verl.utils.reward_score.prime_code.compute_score(continuous=True)`` does.
+    """Scores one response as ``verl.utils.reward_score.prime_code.compute_score(continuous=True)`` does, case by case.
 
-    verl gives 1 if the program passes all test cases in one run of at most 6 seconds. Otherwise verl runs the first ten cases one
-    by one, and the score is the pass rate of these ten. In that second run, verl treats a problem with a function to call as a
-    program that reads stdin, and so does this function. Only time limits can make the score differ from verl's, because each case
-    is a separate execution with a separate limit. Cases after the first ten are skipped where they cannot change the score.
-    Cancelling this call kills the running executions.
+    verl first runs all test cases in one run of at most 6 seconds, and gives 1 if all pass. Otherwise verl runs the first ten cases
+    one by one, and the score is their pass rate. In these single runs, verl treats a problem with a function to call as a program
+    that reads stdin. This function does the same, but each case is always a separate execution with a separate time limit. The
+    score can differ from verl's only because of the limits. Cases after the first ten are skipped where they cannot change the
+    score. Cancelling this call kills the running executions.
 
     Args:
         execute: function that runs a test case within the case's time limit.
         graders: processes that run the cases; see :func:`prime_graders`.
-        early_stop: True to skip the cases after the first failure. The score is then 0 or 1, because the pass rate after a
-            failure is unknown and counts as 0.
+        early_stop: True to skip the cases after the first failure. The score is then 0 or 1, because the pass rate after a failure
+            is unknown and counts as 0.
         arguments: keyword arguments of the reward function.
     """
     code = arguments["solution_str"].split("```python")[-1].split("```")[0]
@@ -96,7 +96,7 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
 
 
 def _passes_in(result: ExecutionResult) -> list[bool]:
-    """Returns for each input of an execution whether the output was correct; [False] if the execution did not finish.
+    """Returns for each input whether the program's output was correct; [False] if the execution did not finish.
 
     ``result.value`` is the return value of verl's ``run_test``: a tuple (list of results by input, message on the first failure).
     """
@@ -182,9 +182,9 @@ async def score_fusion(
 
 
 def _single_cases(truth: Any) -> list[dict[str, Any]] | None:
-    """Splits the ground truth of a code problem into the scored test cases; None if verl would not run the cases.
+    """Splits the ground truth of a code problem into at most ten test cases; None if verl would refuse the form of ``truth``.
 
-    Each returned dict has the format of ``truth`` and holds a single case. At most the first ten cases are returned.
+    Each returned dict has the format of ``truth`` and holds one case.
     """
     try:
         whole = dict(truth) if isinstance(truth, dict) else json.loads(truth)

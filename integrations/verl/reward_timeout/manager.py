@@ -77,11 +77,12 @@ _RESPONSE: ContextVar[_Response | None] = ContextVar("rl_accel_response", defaul
 
 @extends(interfaces.RewardManagerBase)
 class RewardTimeoutManager(RewardManagerBase):
-    """Reward manager that scores as the configured one does, with a time limit for each execution of the reward function.
+    """Reward manager that adds a time limit for each execution of the reward function to the user's configured manager.
 
-    The configured manager is naive, dapo, gdpo, remote, rate_limited, or a user's class. ``naive`` replaces ``remote``, which only
-    moves the reward function to other processes, as this manager does anyway. ``rate_limited`` keeps its rates, but its fixed
-    ``reward.timeout`` only serves as the default of the full budget (the greatest limit).
+    The configured manager is naive, dapo, gdpo, remote, rate_limited, or a user's class, and still computes the scores. The manager
+    ``remote`` only moves the reward function to other processes. This class does so anyway, and uses ``naive`` in its place.
+    ``rate_limited`` keeps its rates, but its fixed ``reward.timeout`` only serves as the default of the full budget (the greatest
+    limit).
 
     A response whose execution was stopped gets ``timeout_score``. Values and exceptions of the reward function are passed on
     unchanged. With the flag ``score_errors``, ``timeout_score`` replaces an exception or an unusable value.
@@ -133,7 +134,7 @@ class RewardTimeoutManager(RewardManagerBase):
         """Scores the last response of ``data``, as in the base class. Cancelling this call kills the running execution.
 
         Raises:
-            ConfigError: the configured manager is a class of the user, which calls the reward function without awaiting it.
+            ConfigError: the user's own reward manager calls the reward function without awaiting it.
         """
         columns = data.non_tensor_batch
         validation = columns.pop(VALIDATION, np.array([False]))
@@ -236,9 +237,10 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _function(self) -> Graders:
-        """Processes that call a synchronous reward function.
+        """Grader processes that call a synchronous reward function.
 
-        The call is in the main thread if verl would do so (reward manager ``remote``), else in another thread.
+        With the reward manager ``remote``, the call is in the main thread of the process, else in another thread. verl does the
+        same.
         """
         function = self._graders[self._target[0]] = Graders(
             self._target[0],
@@ -254,7 +256,7 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _target(self) -> tuple[str, dict[str, Any]]:
-        """Import path of the reward function, and the configured ``reward_kwargs``, which replace arguments of a call."""
+        """Import path of the reward function, and the configured ``reward_kwargs``, which override keyword arguments of a call."""
         if self._is_verls_own:
             return _VERLS_OWN, {}
         custom = OmegaConf.select(self.config, "reward.custom_reward_function", default=None) or {}

@@ -26,7 +26,7 @@ WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoop
 
 
 def run_of(config: Any, data_id: str = "") -> TailRun:
-    """Returns the parameters of the tail-batching state machine, read from a ``config`` that ``wiring.wire`` has prepared.
+    """Returns the parameters of the tail-batching state machine, read from a ``config`` in which ``wiring.wire`` has set the keys.
 
     ``data_id`` is a string that identifies the data set and the order of the rows.
 

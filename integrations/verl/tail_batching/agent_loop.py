@@ -41,8 +41,8 @@ GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
 response would cost the trainer process far more than handling the event."""
 
 ENGINES_STOP_SECONDS = 2.0
-"""Interval in seconds between checks whether the bulk abort at the end of a round has ended all requests in the engines. If no
-request has ended in an interval, the rest, which reached the engines after the bulk abort, is cancelled one by one."""
+"""Seconds between checks whether all requests in the engines have ended after the bulk abort at the end of a round. Requests that
+have reached an engine after the bulk abort go on. They are cancelled one by one when no request has ended between two checks."""
 
 DELIVERY_SECONDS = 5.0
 """Maximum seconds that the trainer process waits for the agent-loop workers to answer a call. At the end of a round, the workers
@@ -296,8 +296,8 @@ class Workers:
         """Sends new starts and cancellations to the workers, then waits up to ``seconds`` for events (changes of responses).
 
         Returns:
-            Events of all workers, in order for each worker; an empty list if no event arrives in time. If none arrives, calls
-            that wait for a dead engine are ended, which causes events soon.
+            Events of all workers, in order for each worker. An empty list if no event arrives in time; this method then also ends
+            the calls that wait for a dead engine, and the responses of these calls soon report events.
         """
         self._send()
         for index in self._actors.keys() - self._polls.keys():

@@ -43,8 +43,8 @@ PING_SECONDS = 30.0
 """Maximum seconds to wait for a rollout server's answer to a ping. A server that does not answer in time counts as alive."""
 
 WATCH_SECONDS = 10.0
-"""Seconds between checks for dead servers during a call to all rollout servers. When a check has found a dead server, the call gets
-the same number of seconds to end before the call is ended by force."""
+"""Seconds between checks for dead servers during a call to all rollout servers. A dead server can make the call hang. After the
+check that finds it, the call has the same number of seconds to end by itself, and is then ended by force."""
 
 TOKEN_RATE = TokenRate()
 forget_when_off.append(TOKEN_RATE.clear)
@@ -304,7 +304,7 @@ class RolloutServers:
     def _tell_all(self, name: str, instead: Callable[[Any], None] | None = None) -> None:
         """Calls the method ``name`` of every replica, or runs ``instead(server)`` in the process of each replica's first server.
 
-        Dead replicas are only logged, because later calls that need them raise.
+        Errors of dead replicas are only logged, because later calls that need these replicas raise.
         """
 
         def call(replica: RolloutReplica) -> Awaitable[Any]:
@@ -326,7 +326,7 @@ class RolloutServers:
                 logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, _cause_of(error))
 
     def reach_all(self, call: Callable[[], None]) -> None:
-        """Restarts dead servers, then runs ``call``, which needs every server. Repeats these steps if a server dies meanwhile.
+        """Restarts dead servers, then runs ``call``, which calls all servers. Repeats both steps if a server dies meanwhile.
 
         Raises:
             ServerLost: a dead server cannot be restarted; see :meth:`revive`.
@@ -448,7 +448,7 @@ def _end_servers(dead: list[RolloutReplica]) -> None:
 
 
 def _forget_server(worker: Any) -> None:
-    """Clears the server handle of a training worker (verl's ``WorkerDict``). The worker then looks up its server again by name."""
+    """Clears a training worker's handle of a dead server. The worker (verl's ``WorkerDict``) then looks up its server by name."""
     for part in worker.worker_dict.values():
         if getattr(getattr(part, "rollout", None), "server_handle", None) is not None:
             part.rollout.server_handle = None

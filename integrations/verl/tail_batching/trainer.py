@@ -37,8 +37,7 @@ logger = logging.getLogger("rl_accel")
 def require_own_queue() -> None:
     """Refuses a run that would share another job's TransferQueue, because the queue ends with that job.
 
-    When a run is refused, verl closes the TransferQueue to which the run is connected. This function therefore disconnects the run
-    first. Otherwise verl would kill the other job's queue.
+    Disconnects a refused run from the TransferQueue first. Otherwise verl would close the other job's queue when it ends the run.
 
     Raises:
         RlAccelError: TransferQueue's controller belongs to another job of the Ray cluster.
@@ -88,7 +87,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
 
     def _fetch_row(self) -> dict[str, Any]:
-        """Returns the next data row as a dict of an agent loop's arguments. The wiring has set the data loader to single rows."""
+        """Returns the next data row as a dict of an agent loop's arguments. ``wiring.wire`` sets the data loader to single rows."""
         row: dict[str, Any] = self._fetch_one_gen_batch()[0].clone().to_dict()
         check_row(self._core.run, row)
         if not self._supply.fetched:
@@ -171,7 +170,7 @@ class TailBatchingTrainer(PPOTrainerSync):
 
 
 def _stored() -> dict[str, Any]:
-    """Returns the tags of all entries in TransferQueue's partition ``train``, by key. Includes the entries of other jobs."""
+    """Returns the tags (metadata) of all entries in TransferQueue's partition ``train``, by key. Includes entries of other jobs."""
     stored: dict[str, Any] = (tq.kv_list("train") or {}).get("train", {})
     return stored
 
