@@ -42,7 +42,7 @@ STOPS = "train.py itself stops"
 """First words of a message about an error with which slime itself would stop the run."""
 SLIME_ARGUMENTS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
 """slime's arguments that each feature sets, by feature name, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
-_DEFAULTS = {
+_ASSUMED_ARGUMENTS = {
     **STOCK,
     "advantage_estimator": "grpo",
     "partial_rollout": False,
@@ -119,7 +119,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
             if content.get(key) != wanted:
                 raise ConfigError(f"{path}: {SECTION}.{name} wants {key}: {wanted}, found {content.get(key)}")
     if line is None:
-        warnings = set_arguments(SimpleNamespace(**{**_DEFAULTS, **content}), flags, {})
+        warnings = set_arguments(SimpleNamespace(**{**_ASSUMED_ARGUMENTS, **content}), flags, {})
     else:
         named = read_flags(line)
         named_file = named.setdefault("custom_config_path", str(path))

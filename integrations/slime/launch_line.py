@@ -29,7 +29,7 @@ STOCK = {
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
 }
 """slime's default values of the arguments that features set, by argument name. Omits arguments whose default is None."""
-_FLAG_AND_MORE = re.compile(r"--[\w-]+\s")
+_QUOTED_FLAG = re.compile(r"--[\w-]+\s")
 """Pattern of the beginning of a word such as ``"--flag value"`` (in quotes): the flag and one white space."""
 _UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
@@ -68,7 +68,7 @@ def words_of_flags(words: Sequence[str]) -> Sequence[str]:
     command = max((n for n, word in enumerate(words, 1) if word == "--"), default=0)
     has_flags = any(word.startswith("--") for word in words[command:])
     for word in words[command:]:
-        if _FLAG_AND_MORE.match(word) or (" --" in word and not has_flags):
+        if _QUOTED_FLAG.match(word) or (" --" in word and not has_flags):
             raise ConfigError(
                 f"a launch line wants separate words, not some in quotes: -- python3 train.py --flag value; found {word!r}"
             )

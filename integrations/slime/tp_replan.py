@@ -74,18 +74,18 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
     return bounds
 
 
-_watched: list[tuple[Any, _Read, Counters, PlannedRun]] = []
+_current_run: list[tuple[Any, _Read, Counters, PlannedRun]] = []
 """State of the current run: an empty list before the first use, then a list with one tuple. The tuple has slime's arguments, the
 function that reads the servers' preemption counters, the object that computes differences of counters, and the planner."""
-forget_when_off.append(_watched.clear)
+forget_when_off.append(_current_run.clear)
 
 
 def _watch(args: Any) -> tuple[_Read, Counters, PlannedRun]:
-    if not _watched or _watched[0][0] is not args:
+    if not _current_run or _current_run[0][0] is not args:
         flags = flags_of(args)[TP_REPLAN]
         run = PlannedRun(bounds_of(args, flags), flags.max_changes, args.save)
-        _watched[:] = [(args, _reader(args), Counters(), run)]
-    return _watched[0][1:]
+        _current_run[:] = [(args, _reader(args), Counters(), run)]
+    return _current_run[0][1:]
 
 
 def numbers_of(rollout: Rollout) -> dict[str, float]:

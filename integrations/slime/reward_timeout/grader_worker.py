@@ -22,7 +22,7 @@ from rl_accel.reward.worker import dumps
 
 MAKE = f"{__name__}:make"
 _CLASS = "__class__"
-_STOCK = ("prompt", "response", "label", "metadata", "status")
+_NEEDED_FIELDS = ("prompt", "response", "label", "metadata", "status")
 """Names of the sample fields that slime's own graders read, or that every ``Sample`` must have."""
 
 Packed = dict[str, bytes]
@@ -113,7 +113,7 @@ def pack_sample(sample: Any, whole: bool) -> Packed:
     """
     fields = sample.to_dict()
     if not whole:
-        return pack({name: fields[name] for name in _STOCK}, "sample")
+        return pack({name: fields[name] for name in _NEEDED_FIELDS}, "sample")
     own_class = {} if type(sample) is Sample else {_CLASS: type(sample)}
     return pack({**fields, **own_class}, "sample")
 

@@ -47,7 +47,7 @@ mostly waits, such as for an answer to a request, and costs this machine nothing
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """True if the current asyncio task grades an evaluation sample. slime marks and grades a sample in the same task."""
-_GRADED: ContextVar[tuple[Any, int]] = ContextVar("graded", default=(None, 0))
+_LAST_GRADED: ContextVar[tuple[Any, int]] = ContextVar("graded", default=(None, 0))
 """Sample that the current asyncio task has graded last, and the number of times that the task had graded it before. A generate
 function may grade a sample after each turn. The time limits then treat the turns as different test cases."""
 
@@ -138,9 +138,9 @@ class Grading:
         while isinstance(sample, list):  # with --group-rm, a generate function may have made a list of each sample
             sample = sample[0]
         spec, prompt = self._spec_of(args, sample), prompt_key(sample.prompt, sample.label)
-        graded, gradings = _GRADED.get()
+        graded, gradings = _LAST_GRADED.get()
         gradings = gradings + 1 if graded is given else 0
-        _GRADED.set((given, gradings))
+        _LAST_GRADED.set((given, gradings))
         if spec.name == "code":
             result = await self._run_program(prompt, sample, teach)
         else:

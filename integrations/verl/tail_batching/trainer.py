@@ -111,7 +111,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         Raises:
             RlAccelError: another job of the Ray cluster has entries in TransferQueue's partition ``train``.
         """
-        if foreign := len(_stored()):
+        if foreign := len(_stored_tags()):
             raise RlAccelError(
                 f"rl_accel.tail_batching: another job of this Ray cluster has {foreign} entries in TransferQueue's partition"
                 " 'train', which all jobs of a cluster share. Give each job a cluster of its own"
@@ -131,7 +131,7 @@ class TailBatchingTrainer(PPOTrainerSync):
 
     def _play(self, step: int) -> tuple[Any, dict[str, float]]:
         result = self._driver.play(step, max(self._last_step - step + 1, 1))
-        stored = _stored()
+        stored = _stored_tags()
         keys = [key for response in result.results for key in response.keys]
         ghosts = sorted(key for key in stored.keys() - set(keys) if key.startswith(RUN))
         if ghosts:
@@ -169,7 +169,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         self._log.rewind(self.global_steps)
 
 
-def _stored() -> dict[str, Any]:
+def _stored_tags() -> dict[str, Any]:
     """Returns the tags (metadata) of all entries in TransferQueue's partition ``train``, by key. Includes entries of other jobs."""
     stored: dict[str, Any] = (tq.kv_list("train") or {}).get("train", {})
     return stored
