@@ -251,7 +251,7 @@ def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) ->
 def _train_rows(
     original: Any, engine: Any, data: Any, loss_function: Any, forward_only: Any, skipped: Counter[str]
 ) -> Any:
-    """Calls verl's function with the rows that must be trained only. Adds to ``skipped`` what this saves.
+    """Calls verl's function with only the rows that must be trained. Adds to ``skipped`` what this saves.
 
     The keys of ``skipped`` are ``rows`` (number of other rows on all ranks), ``tokens`` (those of the other rows on this rank,
     times the number of ranks) and ``seconds_saved`` (estimate for this rank).

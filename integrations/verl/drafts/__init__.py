@@ -97,7 +97,7 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
 def find_problems() -> list[tuple[str, str]]:
     """Returns known problems of speculative decoding in the installed vLLM, as pairs (configuration key, reason).
 
-    ``rl-accel doctor`` reports these problems, for runs in which the user has set ``speculative_config``.
+    ``rl-accel doctor`` reports these problems. They affect runs in which the user sets ``speculative_config``.
     """
     try:
         from vllm import _custom_ops  # noqa: F401 (registers what the kernel calls)
