@@ -33,7 +33,7 @@ logger = logging.getLogger("rl_accel")
 _LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
 """Exceptions that :meth:`Worker.run` raises if the worker process has died or does not answer."""
 _GRACE_SECONDS = 10.0
-"""Seconds to wait for a worker's message after the wall limit. Then the worker is killed with all its descendants."""
+"""Seconds after the wall limit within which a worker must send a message. Otherwise, it is killed with all its descendants."""
 _END_SECONDS = 8.0
 """Seconds that :meth:`Worker.kill` waits for the end of a worker and its program before it kills :attr:`Worker.process`."""
 _START_SECONDS = 300.0
@@ -43,9 +43,9 @@ _RETRY_PAUSE_SECONDS = 1.0
 _WAIT_SECONDS = 0.1
 """Seconds that a call of a trusted grader waits for a busy worker before the pool starts another worker."""
 _EARLY_FACTOR, _EARLY_PROCESSES = 2.0, 9
-"""Extra time of a call in a new process of a trusted grader: factor, and number of earlier processes whose median is multiplied.
+"""Constants of the extra time of a call in a new process of a trusted grader, see :meth:`WorkerPool._extra_seconds`.
 
-See :class:`EarlyCall` and :meth:`WorkerPool._extra_seconds`."""
+The extra time is ``_EARLY_FACTOR`` times a median over the last ``_EARLY_PROCESSES`` processes."""
 _SCRIPT = Path(worker_files.__file__)
 
 
@@ -108,10 +108,9 @@ def _library_folders() -> list[str]:
 
 
 def _temporary_folder(isolation: str) -> str:
-    """Returns the folder for temporary files of workers.
+    """Returns the folder for temporary files of workers: /tmp for bubblewrap, otherwise Python's default folder.
 
-    Returns /tmp for bubblewrap. Also returns /tmp if this process is root and other users cannot enter the default folder, because
-    programs then run as another user.
+    If this process is root, programs run as another user. If other users cannot enter the default folder, returns /tmp then.
     """
     folder = Path(tempfile.gettempdir()).resolve()
     is_closed = os.geteuid() == 0 and not all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
@@ -127,12 +126,14 @@ class Worker:
             because the reaper of the template supervises such a worker.
         channel, reader, writer: this process's end of the socket to the worker, and the streams of this socket.
         forks: True for the template of a grader: a process that has imported the grader, forks workers and takes no other requests.
-        renews: True while the worker starts or replaces its process and takes no request. :meth:`wait_ready` waits until the worker
-            is ready again.
-        waits: True if the current execution, or the latest ones, mostly waited for something other than a processor.
+        renews: True while the process of the worker is started or replaced. The worker then takes no request, see
+            :meth:`wait_ready`.
+        waits: True if recent executions used or waited for a processor in less than half of their time, as the worker last
+            reported.
         history: record of the calls of the current process of a trusted grader.
-        answer: future of the latest execution: its result, and the pickled value or exception of the grader. None before the first.
-        due: time of the event loop at which the worker counts as dead if no message about the current execution has come.
+        answer: future with the return value of :meth:`run` for the latest execution; None before the first execution.
+        due: time of the event loop in seconds by which a message about the current execution must come. Without one, the worker
+            counts as dead.
     """
 
     process: "subprocess.Popen[bytes] | None"
@@ -150,7 +151,9 @@ class Worker:
     def launch(
         start: Start, payload: bytes, readable: Sequence[str]
     ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-        """Starts a worker. Returns its supervising process and our end of its socket. Arguments as for :class:`WorkerPool`.
+        """Starts a worker. Returns the process that supervises the worker, and our end of the socket to the worker.
+
+        The arguments are those of :class:`WorkerPool`.
 
         Raises:
             SandboxError: the new process cannot be started.
@@ -233,9 +236,12 @@ class Worker:
         return self.reader.at_eof() or (self.process is not None and self.process.poll() is not None)
 
     async def run(self, limits: Limits, request: WorkerRequest, payload: bytes) -> tuple[ExecutionResult, bytes]:
-        """Sends a request to the worker. Returns the result, and the pickled value or exception of the grader.
+        """Sends a request to the worker and waits for the answer.
 
         If this call is cancelled, the caller must call :meth:`stop` or :meth:`kill` next.
+
+        Returns:
+            The result of the execution, and the pickled value or exception of the grader (b"" if there is none).
 
         Raises:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died or does not answer.
@@ -261,7 +267,10 @@ class Worker:
         await asyncio.wait_for(asyncio.shield(self.answer), _GRACE_SECONDS)
 
     async def kill(self) -> None:
-        """Tells the worker to stop its execution and to end. Kills :attr:`process` if that does not end in time."""
+        """Ends the worker and its execution by closing the socket.
+
+        Kills the supervising :attr:`process` if it still runs after :data:`_END_SECONDS`.
+        """
         with contextlib.suppress(OSError):
             # close() would not suffice, because a fork of this process may hold the socket too. A worker that was forked from a
             # template closes its end of the socket when all its processes have ended.
@@ -287,7 +296,7 @@ class Worker:
         self.writer.write(encode(message, payload))
 
     def _expect_message(self, by: float) -> None:
-        """Sets :attr:`due` to the time ``by``, or now if that is later, plus a grace period."""
+        """Sets :attr:`due` to :data:`_GRACE_SECONDS` after the time ``by`` or, if ``by`` has passed, after the current time."""
         self.due = max(by, asyncio.get_running_loop().time()) + _GRACE_SECONDS
 
     async def _wait(self) -> tuple[ExecutionResult, bytes]:
@@ -302,7 +311,7 @@ class Worker:
             self._expect_message(by=self.due - _GRACE_SECONDS)
 
     async def _next_message(self) -> tuple[Message, bytes]:
-        """Returns the next message of the worker. Raises TimeoutError at :attr:`due`, which may change during the wait."""
+        """Returns the next message of the worker. Raises TimeoutError if none has come by :attr:`due`, which may still change."""
         reading, now = asyncio.ensure_future(self._read()), asyncio.get_running_loop().time
         try:
             while not reading.done():
@@ -324,7 +333,7 @@ class History:
 
     Attributes:
         proven: kinds of calls (``Limits.kind``) for which the process has given a correct answer.
-        longest: wall seconds of the process's longest call, by kind of call.
+        longest: wall seconds of the process's longest call of each kind, by kind.
     """
 
     proven: set[str] = field(default_factory=set)
@@ -332,13 +341,14 @@ class History:
 
 
 class EarlyCall:
-    """Raised time limits of a call in a new process of a trusted grader.
+    """Time limits of a call in a new process of a trusted grader. They are higher than the normal limits.
 
     A process is new until it has given a correct answer to a call of the same kind (``Limits.kind``). A call in a new process may
-    have to load what later calls use, such as a model, so limits that were learned from later calls are too short.
+    have to load something that later calls reuse, such as a model. The normal limits were learned from later calls, and would be
+    too short.
 
     Args:
-        limits: limits of the call, of which ``wall``, ``cpu`` and ``full`` are used.
+        limits: normal limits of the call. Only ``wall``, ``cpu`` and ``full``, the full budget in seconds, are used.
         extra: seconds by which ``wall`` and ``cpu`` are raised, up to ``full``.
     """
 
@@ -347,7 +357,7 @@ class EarlyCall:
         self.updates = LimitUpdates()
 
     def raised(self) -> tuple[float, float]:
-        """Returns the raised limits: wall seconds and CPU seconds."""
+        """Returns the limits of wall seconds and of CPU seconds, each raised by the extra seconds up to the full budget."""
         wall, cpu = (max(seconds, min(seconds + self._extra, self._full)) for seconds in self._seconds)
         return wall, cpu
 
@@ -369,9 +379,9 @@ class WorkerPool:
 
     Args:
         size: maximum number of workers; None: number of cores that this process may use.
-        computing: number of workers of a trusted grader above which more workers, up to ``size``, are started only while all
-            executions mostly wait for something other than a processor. None: ``size``.
-        start, payload: first message to each worker, and the payload of this message.
+        computing: number of workers of a trusted grader that may be started in any case. Further workers, up to ``size``, are
+            started only while all workers mostly wait for something other than a processor (:attr:`Worker.waits`). None: ``size``.
+        start, payload: first message to each worker, and the payload of this message; see :class:`~rl_accel.reward.worker.Start`.
         readable: files and folders that bubblewrap shows read-only, in addition to the interpreter and the system's programs.
 
     Attributes:
@@ -419,10 +429,10 @@ class WorkerPool:
         poll.poll(_START_SECONDS * 1000)
 
     async def _run(self, limits: Limits, request: WorkerRequest, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
-        """Runs a request on the next free worker. If this worker dies, runs the request once more on another worker.
+        """Runs a request on the next free worker. Returns the same as :meth:`Worker.run`.
 
-        Cancelling this call stops the execution. Returns the result of the execution, and the pickled value or exception of the
-        grader (b"" if there is none).
+        If the worker dies, runs the request once more on another worker. If this worker dies too, the result has the verdict
+        "killed". Cancelling this call stops the execution.
 
         Raises:
             SandboxError: no worker can be started, or the pool is closed.
@@ -455,7 +465,7 @@ class WorkerPool:
     async def _run_early(
         self, worker: Worker, limits: Limits, request: WorkerRequest, payload: bytes
     ) -> tuple[ExecutionResult, bytes]:
-        """Runs a request in a new process of a trusted grader, with time limits raised by :class:`EarlyCall`."""
+        """Runs a request in a new process of a trusted grader, with the higher time limits of an :class:`EarlyCall`."""
         kind, history = limits.kind, worker.history
         call = EarlyCall(limits, self._extra_seconds(kind))
         wall, cpu = call.raised()
@@ -470,7 +480,11 @@ class WorkerPool:
         return replace(result, prove=functools.partial(self._prove, kind, history)), body
 
     def _prove(self, kind: str, history: History) -> None:
-        """Records a process's first correct answer to a request of this kind. Updates limits of running early calls accordingly."""
+        """Records the first correct answer of a process to a call of this kind. The process then counts as new no longer for this
+        kind.
+
+        Also updates the extra seconds of the running calls of this kind in other new processes.
+        """
         history.proven.add(kind)
         self._early_seconds.setdefault(kind, deque(maxlen=_EARLY_PROCESSES)).append(history.longest[kind])
         for other, call in self._early_calls:
@@ -478,10 +492,11 @@ class WorkerPool:
                 call.set_extra(self._extra_seconds(kind))
 
     def _extra_seconds(self, kind: str) -> float:
-        """Returns the extra seconds for requests in new processes (see :class:`EarlyCall`); infinite before any correct answer.
+        """Returns the extra seconds for a call in a new process (see :class:`EarlyCall`); infinite before any correct answer.
 
-        These are twice the median of the longest request that each earlier process answered up to its first correct answer. Such a
-        request takes at least as long as loading. The median ignores a few requests that were slow for another reason.
+        The extra time is for loading, which happens in one of the calls up to the first correct answer of a process. The longest of
+        these calls thus takes at least as long as loading. The result is twice the median of the longest calls of earlier
+        processes. The median ignores a few calls that were slow for another reason.
         """
         seconds = self._early_seconds.get(kind)
         return _EARLY_FACTOR * statistics.median(seconds) if seconds else math.inf
@@ -509,9 +524,10 @@ class WorkerPool:
                 channel.shutdown(socket.SHUT_RDWR)
 
     async def _stop(self, worker: Worker) -> None:
-        """Stops the execution of a worker after its caller was cancelled.
+        """Stops the execution of a worker whose caller was cancelled.
 
-        The pool keeps the worker if the execution stops in time, because the start of a new worker may take long.
+        If the execution stops in time, the worker serves other calls, because starting another worker may take long. Otherwise, the
+        worker is killed.
         """
         try:
             await worker.stop()
@@ -541,7 +557,10 @@ class WorkerPool:
             raise
 
     def _free(self, worker: Worker) -> None:
-        """Gives a worker that has finished a request to the next waiting caller, once this worker is ready for a request."""
+        """Gives a worker that has no request to the call that has waited longest. If no call waits, the worker becomes idle.
+
+        If the worker is replacing its process, this happens later, when the new process is ready.
+        """
         if worker.renews:
             self._do(self._welcome(worker))
             return
@@ -560,8 +579,8 @@ class WorkerPool:
     def _handle_failed_start(self, error: SandboxError) -> None:
         """Handles a worker that cannot start.
 
-        If a trusted grader has other workers, the pool does not grow beyond them. Otherwise, the call that has waited longest gets
-        ``error``.
+        If this is a further worker for a trusted grader, the pool keeps its present size from now on. Otherwise, the call that has
+        waited longest raises ``error``.
         """
         if self._workers and not self._start.isolation:  # for example, a second import cannot bind the same port
             self.size = len(self._workers)
@@ -619,7 +638,7 @@ class WorkerPool:
                 self._grow_soon()
 
     async def _welcome(self, worker: Worker) -> None:
-        """Waits until a worker is ready. Keeps a template (see :class:`Worker`), and gives any other worker to a waiting caller."""
+        """Waits until a worker is ready. Adds it to the pool or, if it is a template (see :class:`Worker`), keeps it for forks."""
         try:
             shared = await worker.wait_ready()
         except BaseException as error:

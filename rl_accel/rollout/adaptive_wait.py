@@ -13,21 +13,22 @@ _EAGER_FRACTION = 0.25
 class AdaptiveWait:
     """Decides the pause between two polls for finished responses. Takes times as arguments and has no clock.
 
-    There are two goals. A finished response should be found within ``max_delay_s`` seconds, and polls should use at most
-    ``max_cpu_share`` of one core. A poll of ``cost`` seconds needs a pause of ``cost * (1 / max_cpu_share - 1)`` seconds for that.
-    Polls of at most ``max_cpu_share * max_delay_s`` seconds (1 ms by default) reach both goals. Longer polls cannot:
+    There are two goals. Delay: a poll should find a finished response within ``max_delay_s`` seconds. CPU: polls should use at most
+    ``max_cpu_share`` of one core, so a poll of ``cost`` seconds needs a pause of ``cost * (1 / max_cpu_share - 1)`` seconds. The
+    duration of a poll decides which goals can be reached:
 
-    - Polls of up to ``max_delay_s / 4`` seconds still reach the delay goal while a budget of CPU time lasts. The budget grows by
-      ``max_cpu_share`` seconds each second, up to ``max_cpu_share * 10`` seconds. Each poll reduces the budget by ``cost``. The
-      budget recovers when no polls run, as in a training step.
-    - Even longer polls, and polls without budget, reach only the CPU goal.
+    - Up to ``max_cpu_share * max_delay_s`` seconds (1 ms by default): both goals.
+    - Up to ``max_delay_s / 4`` seconds (5 ms by default): the delay goal, while a budget of CPU time lasts; without budget, the CPU
+      goal. The budget grows by ``max_cpu_share`` seconds each second, up to ``max_cpu_share * 10`` seconds. Each poll reduces it by
+      ``cost``. The budget recovers when no polls run, as in a training step.
+    - Longer: the CPU goal.
 
-    Over any ``t`` seconds, polls thus use at most ``max_cpu_share * (t + 10)`` seconds plus one poll. The framework's own pause is
-    the argument ``longest`` of :meth:`next_wait`. A pause exceeds ``longest`` only if at least three polls have shown that pauses
-    of ``longest`` seconds would use more than ``max_cpu_share``.
+    Over any ``t`` seconds, polls thus use at most ``max_cpu_share * (t + 10)`` seconds plus one poll. Exception: the pauses after
+    the first two polls are at most ``longest``, the framework's own pause (see :meth:`next_wait`).
 
-    When at most an eighth of the prompts is unfinished, a poll that finds another number of unfinished prompts than the last poll
-    shortens the next pause to a quarter of ``max_delay_s``. Each poll without a change doubles the pause, up to ``max_delay_s``.
+    Near the end of a rollout, pauses are shorter. If at most an eighth of the prompts is unfinished, and a poll finds that another
+    prompt has finished since the last poll, the next pause is a quarter of ``max_delay_s``. Each poll without a change doubles the
+    pause, up to ``max_delay_s``.
 
     Args:
         max_cpu_share: maximum share of one core for polling, in (0, 1].
@@ -63,8 +64,8 @@ class AdaptiveWait:
             poll_s: duration of the poll in seconds.
             outstanding: number of prompts that the poll showed as unfinished.
             settled: number of prompts that the poll showed as finished or failed.
-            longest: pause of the framework itself in seconds. The result is longer only if at least three polls have shown that
-                pauses of ``longest`` seconds would use more than ``max_cpu_share`` of a core.
+            longest: pause in seconds that the framework would make by itself. The result is longer only if at least three polls
+                have shown that pauses of ``longest`` seconds would use more than ``max_cpu_share`` of a core.
         """
         self._costs.append(max(poll_s, 0.0))
         earned = 0.0 if self._last is None else self.max_cpu_share * max(now - self._last, 0.0)

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from rl_accel.features import BalanceFlags
 
 HOME_MARGIN = 4
-"""Number of requests by which a preferred replica may exceed the least loaded replica. Above this number, the least loaded replica
-is chosen. A response prefers the replica that has the cache of its conversation or prompt."""
+"""Number of requests that a response's preferred replica may have more than the least loaded replica. If it has even more, the
+response goes to the least loaded replica. The preferred replica has the cache of the response's conversation or prompt."""
 AHEAD_SECONDS = 0.5
-"""Seconds by which requests are sent to an engine before a slot is expected to be free. They wait inside the engine, so that a slot
-is not empty during a round trip to the router."""
+"""A request is sent to an engine up to this number of seconds before a slot is expected to be free. The request waits inside the
+engine, so that the slot is not empty during a round trip to the router."""
 PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
 """PROMPTS: maximum number of prompts whose response lengths are kept.
 PER_PROMPT: maximum number of response lengths kept for each prompt.
@@ -37,8 +37,9 @@ FEWEST: minimum number of measurements for a fit."""
 PREEMPTED_SHARE = 1 / 16
 """Maximum share of the unfinished responses that are preempted, which means stopped until all other responses have started."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
-"""READ_SHARE: time to prefill a token as a share of the time to generate a token, assumed before measurements tell better.
-READ_WEIGHT: weight of this assumption in the least-squares fit of the engines' speed, as a number of prefilled tokens."""
+"""READ_SHARE: time to prefill a token, divided by the time to generate a token, as assumed until measurements tell better.
+READ_WEIGHT: weight of this assumption in the least-squares fit of the engines' speed. It counts like a measured prefill of this
+number of tokens."""
 
 
 def key_of(prompt: NDArray[np.int32]) -> int:
@@ -59,8 +60,10 @@ class Instruction(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """A replica of the rollout engine. ``area`` is the integral of the number of running responses over time, in response-seconds,
-    up to the time ``changed``. ``cache_tokens`` is the capacity of the key-value cache in tokens."""
+    """A replica of the rollout engine. ``cache_tokens`` is the capacity of the key-value cache in tokens.
+
+    ``area`` is the integral of the number of running responses over time, in response-seconds, up to the time ``changed``. From its
+    growth follows the mean number of running responses in any period."""
 
     name: str
     cache_tokens: float
@@ -72,7 +75,7 @@ class _Replica:
         return len(self.running)
 
     def count(self, now: float) -> float:
-        """Advances ``area``, the integral of running responses over time, to ``now`` and returns ``area``."""
+        """Adds the time from ``changed`` to ``now`` to the integral ``area`` (see the class), and returns ``area``."""
         self.area += len(self.running) * (now - self.changed)
         self.changed = now
         return self.area
@@ -80,9 +83,11 @@ class _Replica:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The ``count`` unfinished responses of one prompt, and the ``lengths`` of the prompt's finished responses in tokens.
+    """Unfinished responses to one prompt.
 
-    ``home`` is the replica on which a response of the prompt started last. The group with the smallest ``order`` is served first.
+    ``count`` is their number. ``lengths`` are the numbers of tokens of the prompt's finished responses. ``home`` is the replica on
+    which a response to the prompt started last. Of all groups, the group with the smallest ``order`` starts its waiting responses
+    first.
     """
 
     prompt: str
@@ -96,8 +101,8 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Response:
-    """An unfinished response; ``replica`` is None while the response waits. ``tokens`` is the number of tokens generated before its
-    last start, ``seconds`` the time that the generation of these tokens took."""
+    """An unfinished response. ``replica`` is None while the response waits. ``tokens`` and ``seconds`` do not include the current
+    run on a replica: the tokens generated in earlier runs, and the time that this took."""
 
     ticket: str
     group: _Group
@@ -120,10 +125,12 @@ class _Response:
 class _Speed:
     """Speed model of the replicas. It is fitted to measured parts of responses. A part is one uninterrupted run on a replica.
 
-    A part takes ``start + tokens * (token + request * running) + again * read`` seconds. Three numbers are measured: the generated
-    tokens (``tokens``), the mean number of requests on the replica (``running``), and the tokens prefilled again because the
-    response was stopped before (``again``). Four coefficients are fitted: seconds per part (``start``), per generated token
-    (``token``), per generated token for each running request (``request``), and per token prefilled again (``read``).
+    The model says that a part takes ``start + tokens * (token + request * running) + again * read`` seconds.
+
+    Three numbers are measured for each part: the generated tokens (``tokens``), the mean number of requests on the replica
+    (``running``), and the tokens prefilled again because the response was stopped before (``again``). Four coefficients are fitted:
+    seconds of any part (``start``), seconds for a generated token (``token``), further seconds for a generated token and each
+    running request (``request``), and seconds for a token prefilled again (``read``).
     """
 
     def __init__(self) -> None:
@@ -154,32 +161,33 @@ class _Speed:
 class Balance:
     """State machine that decides where and when responses are generated. It has no I/O and no clock.
 
-    A response waits until a replica has a free slot. A slot is free if fewer responses run on the replica than ``slots`` plus
-    the number of responses that end within :data:`AHEAD_SECONDS`. If the size of the replica's key-value cache is known, the
-    cache must also have room for the expected peak of all responses on the replica.
+    A response waits until a replica has a free slot. A slot is free if fewer responses run on the replica than ``slots`` plus the
+    number of responses that are expected to end within :data:`AHEAD_SECONDS`. If the size of the replica's key-value cache is
+    known, the cache must also have room for the expected peak of all responses on the replica.
 
     The queue starts with responses that have begun (next turns, migrated responses, responses whose replica died). One response of
-    each prompt follows, then the responses with the highest expected length. The expected length of a response is the mean of
+    each prompt follows, then the responses with the highest expected length. The expected length of a response that has n tokens so
+    far is the mean of
 
-    - the lengths of the prompt's complete responses, in this epoch and earlier epochs, that are longer than the response so far,
-    - an estimate for the response itself: the mean length of all recent responses that are longer than the response so far,
-    - the same estimate for each running response of the prompt that has more tokens so far.
+    - the lengths above n of the prompt's complete responses, in this epoch and earlier epochs,
+    - the mean of all recent lengths above n, over all prompts,
+    - for each running response of the prompt that has m > n tokens so far, the mean of all recent lengths above m.
 
-    Long responses cannot be recognised early, and a long response that starts last delays the step. While some responses have not
-    started, long running responses are therefore preempted, which means stopped until all other responses have started. The
-    preempted responses then run side by side. Their number is limited by the slots and by :data:`PREEMPTED_SHARE`. The length from
-    which responses are preempted is the quantile of recent lengths that fits this number.
+    A long response that starts last delays the step, and long responses cannot be recognised early. While some responses have not
+    started, long running responses are therefore preempted: they stop until all other responses have started, and then run side by
+    side. Preempted responses are at most as many as all slots, and at most the share :data:`PREEMPTED_SHARE` of the unfinished
+    responses. For a share of 1/16, a response is preempted when it is longer than 15/16 of the recent responses.
 
-    A response goes to the replica with the fewest requests, if it has no preferred replica. The next turn of a conversation prefers
-    the replica of the last turn, a migrating response prefers the target of the migration. The preferred replica may have up to
-    :data:`HOME_MARGIN` more requests than the replica with the fewest. When no response waits, the response with the most expected
-    tokens left migrates from the fullest replica to the emptiest, if the time saved should be at least ``flags.margin`` times the
-    cost of the migration. A response is stopped at most ``flags.max_moves`` times.
+    A response goes to its preferred replica, if this has at most :data:`HOME_MARGIN` more requests than the replica with the
+    fewest; otherwise to the latter. The next turn of a conversation prefers the replica of the last turn, a migrating response
+    prefers the target of the migration. When no response waits, the response with the most expected tokens left migrates from the
+    fullest replica to the emptiest, if the expected saving of time is at least ``flags.margin`` times the time that the migration
+    costs. Preemptions and migrations together stop a response at most ``flags.max_moves`` times.
 
-    The router is the code that drives this class. It calls ``request`` for each new response, ``over`` when a response has ended,
-    ``again`` when a response was stopped or its replica died, and ``tick`` a few times a second. It carries out the instructions
-    that each call returns. The argument ``now`` is the time in seconds of one clock. Events about finished responses are ignored.
-    Impossible events raise ValueError and change nothing.
+    The router, which is the code that drives this class, calls ``request`` for each new response, ``over`` when a response has
+    ended, ``again`` when a response was stopped or its replica died, and ``tick`` a few times a second. The router carries out the
+    instructions that each call returns. The argument ``now`` is the time in seconds of one clock. Events about finished responses
+    are ignored. Impossible events raise ValueError and change nothing.
 
     Args:
         slots: number of slots of a replica, the maximum number of requests that it runs at once.
@@ -230,7 +238,7 @@ class Balance:
         return self._fill(now)
 
     def remove_replica(self, name: str) -> None:
-        """Removes a replica. The router must still call ``over``, or ``again`` after a crash, for each response running there."""
+        """Removes a replica. For each response on it, the router must still call ``over`` or, if the replica crashed, ``again``."""
         self._replicas.pop(name, None)
 
     def request(
@@ -260,9 +268,10 @@ class Balance:
         return self._fill(now)
 
     def over(self, ticket: str, now: float, tokens: int | None = None) -> list[Instruction]:
-        """Removes a response that is complete or no longer wanted. Returns the instructions to carry out now.
+        """Removes a response that is complete or no longer wanted. Returns the instructions that the router must carry out now.
 
-        ``tokens`` is the number of tokens generated since the last start of a complete response; None: no longer wanted."""
+        ``tokens`` is the number of tokens that a complete response has generated since its last start; None: it is no longer
+        wanted."""
         response = self._responses.get(ticket)
         if response is None:
             return []
@@ -286,10 +295,10 @@ class Balance:
         return self._fill(now)
 
     def again(self, ticket: str, now: float, tokens: int | None = None) -> list[Instruction] | None:
-        """Queues a response again after it was stopped or its replica died. Returns the instructions to carry out now.
+        """Queues a response again that was stopped or whose replica died. Returns the instructions that the router must carry out.
 
-        ``tokens`` is the number of tokens generated since the last start; None means that the replica died. Returns None and
-        changes nothing if the response has ended already, or was stopped without an instruction to stop.
+        ``tokens`` is the number of tokens that a stopped response has generated since its last start; None: the replica died. If
+        the response has ended already, or was stopped without an instruction to stop, changes nothing and returns None.
         """
         response = self._responses.get(ticket)
         if response is None or (tokens is not None and not response.stopping):
@@ -441,8 +450,8 @@ class Balance:
     def _stop_long(self, now: float) -> list[Instruction]:
         """Returns instructions to stop long responses, which continue after all other responses have started.
 
-        Returns [] while too few lengths of complete responses are known: fewer than :data:`RECENT`, and fewer than there are
-        responses that run or have not started."""
+        Returns [] until the lengths of :data:`RECENT` complete responses are known or, if fewer responses run or have not started,
+        as many lengths as these."""
         if not (self._queue and self.ordered and self.flags.max_moves and self._speed.of(1)):
             return []
         under_way = len(self._responses) - len(self._begun) - len(self._preempted)
@@ -461,7 +470,7 @@ class Balance:
         return [_stop(response, replica) for response, replica in long[:room]]
 
     def _migrate(self, now: float) -> list[Instruction]:
-        """Returns an instruction to stop one response that should migrate. Returns [] if a response waits or is being stopped."""
+        """Returns an instruction to stop a response that should migrate; [] if none should, or if one waits or is being stopped."""
         speed, flags, replicas = self._speed, self.flags, self._replicas.values()
         if self.waiting or not replicas or not (speed.of(1) or flags.margin == 0):
             return []
@@ -483,7 +492,10 @@ class Balance:
         return [_stop(response, fullest)]
 
     def _stoppable(self, replica: _Replica, now: float) -> dict[_Response, float]:
-        """Returns the responses on ``replica`` that may be stopped, each with its estimated number of tokens."""
+        """Returns the responses on ``replica`` that may be stopped, each with its estimated number of tokens so far.
+
+        These are movable, are not being stopped already, and have been stopped fewer than ``flags.max_moves`` times.
+        """
         most = self.flags.max_moves
         return {
             response: self._tokens(response, now)
