@@ -32,15 +32,15 @@ REPORT_SECONDS = 60.0
 """Seconds without a generated, scored, failed or aborted response after which a log line lists the unfinished responses."""
 
 REPORT_PROMPTS = 8
-"""Maximum number of prompts named in the log line about unfinished responses, for each state (such as "being scored"). The prompts
-that have been in this state longest are named."""
+"""Maximum number of prompts that the log line about unfinished responses names for each state of a response (such as "being
+scored"). It names the prompts that have been in this state longest."""
 
 METRICS_PREFIX = "rl_accel/tail_batching/"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Responses of one prompt that a worker shall generate.
+    """Order to a worker to generate the responses ``response_ids`` to one prompt.
 
     Attributes:
         payload: row of the data set that holds the prompt.
@@ -63,8 +63,8 @@ class Event:
     Attributes:
         kind: new state of the response.
         tokens: number of tokens of the response generated so far.
-        result: data of the response in the framework's format. For a failed or aborted response, data that must still be
-            removed from the framework. None if there is no data. The driver only passes ``result`` on.
+        result: data of the response in the framework's format, which the driver only passes on. For a failed or aborted response,
+            data that the framework still holds and that the driver must have removed. None if there is no data.
         error: error message of one line; empty unless the response failed.
         lost: whether the response failed because a server or worker died.
     """
@@ -83,7 +83,7 @@ class ResponseLost(RuntimeError):
 
 @contextlib.asynccontextmanager
 async def agent_loop_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Cancels the code in the ``async with`` block after ``seconds``; never if None. Yields the timeout, which can be rescheduled.
+    """Cancels the code in the ``async with`` block after ``seconds``; None: never. Yields the timeout, whose end can be moved.
 
     Raises:
         TimeoutError: the block was cancelled. The message is one line that names the flag ``agent_loop_limit``.
@@ -125,7 +125,7 @@ class _Open:
     """A response that was launched and has not ended.
 
     Attributes:
-        since: time in seconds at which the response was launched; while it is scored, time at which its generation ended.
+        since: time in seconds at which the response was launched or, if it is being scored, at which its generation ended.
         doing: word that completes "the response is being ...": generated, scored or stopped.
     """
 
@@ -215,11 +215,11 @@ class PromptSupply:
     def take(self, counts: Mapping[str, int]) -> dict[str, str]:
         """Fetches at least ``counts[domain]`` data rows of each domain. Returns a mapping from new prompt id to domain.
 
-        The data mixes domains, so some domains may get more rows than requested. Without domain quotas, all rows count for the
-        domain ``""``.
+        The data mixes domains, so the result may also have further rows, of domains with enough rows. Without domain quotas,
+        ``counts`` has one key, ``""``, for which rows of all domains count.
 
         Raises:
-            ConfigError: the domain of a row has no quota, or a requested domain has no rows.
+            ConfigError: the domain of a row has no quota, or the data has no row of a requested domain.
         """
         short = dict(counts)
         taken: dict[str, str] = {}
@@ -255,7 +255,10 @@ class PromptSupply:
         return self.payloads.pop(prompt_id).get("index")
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
-        """Continues a saved run: ``fetched`` rows were fetched, ``payloads`` are the data rows of its unfinished prompts by id."""
+        """Continues a saved run, in which ``fetched`` rows were fetched so far.
+
+        ``payloads`` are the data rows of its unfinished prompts, by prompt id.
+        """
         self.fetched, self.payloads = fetched, dict(payloads)
 
 
@@ -267,8 +270,9 @@ class StepResult:
         batch: batch to train on.
         results: data of the responses in the batch (see ``Event.result``), prompt by prompt, in the order of ``batch``.
         round: metrics of the round.
-        trained: prompts of the batch. Like the next two, a mapping from prompt id to the value ``index`` of the data row.
-        rejected, failed: prompts rejected by the group filter, and prompts given up after the last retry of a response.
+        trained: prompts of the batch, as a mapping from prompt id to the value ``index`` of the prompt's data row.
+        rejected: prompts that the group filter rejected, as the same kind of mapping.
+        failed: prompts that were given up after the last retry of a response, as the same kind of mapping.
         errors: last error message of each failed prompt, by prompt id.
     """
 
@@ -302,10 +306,10 @@ class RolloutDriver:
         core: state machine of tail batching.
         supply: source of new prompts.
         workers: interface to the workers that generate and score responses.
-        discard: function that removes the data of untrained responses from the framework. Called at most once a round, with the
-            results of these responses, when no response runs any more.
-        passes: group filter. Returns whether to train on a prompt, from the prompt id and the results of its responses. If
-            None, every prompt passes. Called only if ``core.run.filter_groups`` is set.
+        discard: function that removes the data of responses from the framework. It gets the ``Event.result`` of each response that
+            is not trained. Called at most once a round, when no response runs any more.
+        passes: group filter. From the prompt id and the ``Event.result`` of each response, returns whether the prompt is trained.
+            None: every prompt is. Called only if ``core.run.filter_groups`` is set.
         now: function that returns the time in seconds.
     """
 
@@ -338,11 +342,11 @@ class RolloutDriver:
 
         Args:
             step: number of the training step.
-            steps_left: number of remaining training steps, including this step. No prompt is started that the remaining
-                steps could not train.
+            steps_left: number of remaining training steps, including this step. Only so many prompts are started that these steps
+                can train all of them.
 
         Raises:
-            RuntimeError: as many prompts as a batch holds were given up one after the other, so something must be broken.
+            RuntimeError: as many prompts as a batch holds were given up, and no response was scored in between.
             ConfigError: the domains of the data do not match the domain quotas.
         """
         self._step, self._result = step, StepResult()

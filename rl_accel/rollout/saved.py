@@ -91,8 +91,8 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
     """Resumes a run: loads the state that :func:`save` wrote to ``folder``, and updates ``core`` and ``supply`` with it.
 
     Raises:
-        ResumeError: the saved state is missing, damaged, of another version or training step, or of a run with another batch
-            size, number of responses per prompt, data set or row order. ``core`` and ``supply`` stay unchanged then.
+        ResumeError: the saved state is missing or damaged, or is of another version or training step. Or the saved run had another
+            batch size, number of responses per prompt, data set or row order. ``core`` and ``supply`` stay unchanged then.
     """
     file = find(folder)
     try:

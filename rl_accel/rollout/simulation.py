@@ -106,8 +106,8 @@ class Workload(Protocol):
 class Request:
     """A response of ``length`` tokens in a simulated engine.
 
-    A waiting request has ``tokens`` tokens so far, and ``began`` is 0. For a running request, ``began`` is a serial number (each
-    replica numbers the starts of requests from 1 on), and ``end`` is the decoding step of the replica at which the request ends.
+    While a request waits, ``tokens`` is its number of tokens so far, and ``began`` is 0. While it runs, ``began`` is its number in
+    the order of starts on its replica (from 1 on), and ``end`` is the decoding step of the replica at which the request ends.
     """
 
     __slots__ = ("began", "end", "id", "length", "replica", "tokens")
@@ -124,8 +124,8 @@ _by_end, _by_begin = attrgetter("end"), attrgetter("began")
 class _Replica:
     """One simulated replica of the engine at the time ``time`` in seconds, after ``steps`` decoding steps.
 
-    At the replica's next event, the key-value cache is full (``fills`` is True) or a request ends (False). The event is ``ahead``
-    decoding steps away. ``serial`` is a unique number of the event.
+    The replica's next event is ``ahead`` decoding steps away. If ``fills`` is True, the key-value cache is full then; otherwise a
+    request ends. ``serial`` is a number that no other event has.
     """
 
     __slots__ = (
@@ -167,7 +167,7 @@ class _Replica:
             self.cached += steps * count
 
     def happen(self, now: float) -> Request:
-        """Simulates decoding up to the replica's next event, which is at the time ``now``, and the event itself.
+        """Moves on to the replica's next event, which is at the time ``now``, and carries this event out.
 
         Returns the request that ended or, if the key-value cache is full, the request that was preempted.
         """
@@ -283,8 +283,8 @@ class Cluster:
         Args:
             ids: id of each request.
             lengths: final number of tokens of each request.
-            tokens: number of tokens that each request already has; the engine only prefills these tokens. None means 0.
-            prompts: number of the prompt of each request; used by subclasses that route by prompt.
+            tokens: number of tokens that each request already has; the engine only prefills these tokens. None: no request has any.
+            prompts: index of the prompt of each request. Only subclasses that route requests by prompt use this argument.
             replicas: index of the replica for each request. If None, each request goes to the replica with the fewest requests.
         """
         if not self._requests:
@@ -314,7 +314,7 @@ class Cluster:
             yield index
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
-        """Stops unfinished requests and removes them. Returns the number of tokens of each request."""
+        """Stops unfinished requests and removes them. Returns the number of tokens of each request, in the order of ``ids``."""
         touched: dict[_Replica, None] = {}
         tokens = []
         for request_id in ids:
@@ -339,9 +339,9 @@ class Cluster:
         return heap[0][0] if heap else math.inf
 
     def happen(self) -> Request | None:
-        """Simulates up to the next event of any replica, and this event. At least one request must run.
+        """Moves on to the next event of any replica, and carries this event out. At least one request must run.
 
-        Returns the request that ended; None if a request was preempted."""
+        Returns the request that ended. Returns None if the event was the preemption of a request."""
         heap = self._heap
         while heap[0][1] != heap[0][2].serial:
             heapq.heappop(heap)
@@ -401,9 +401,9 @@ def play_rounds(
         workload: source of response lengths and reward times.
         rounds: number of rounds.
         seed: seed of all random draws.
-        timeout: learns the time limits of reward computations. A computation that ends within its limit is recorded as a correct
-            execution. None: no limits.
-        ends: whether training ends with the last round. If so, no prompt is started that could not be trained by then.
+        timeout: policy that learns the time limits of reward computations, here from simulated rewards. A reward that ends within
+            its limit counts as a correct execution. None: no limits.
+        ends: whether training ends with the last round. If so, only prompts are started that can be trained by then.
         cluster: class of the cluster. A subclass of :class:`Cluster` can route requests in another way.
     """
     player = Player(run, cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)

@@ -106,7 +106,7 @@ class _Prompt:
 
     Attributes:
         deferrals: number of rounds that cut off the prompt because it was too slow.
-        deferred_in: number of the first of these rounds; 0 for none.
+        deferred_in: number of the first round that cut off the prompt; 0: none has.
     """
 
     id: str
@@ -119,8 +119,8 @@ class _Prompt:
 class _Attempt:
     """A prompt in the open round, with the states of its responses.
 
-    Each response is in ``generating``, ``generated`` or ``cancelled``. A response leaves all three when it fails, or when it was
-    cancelled and has stopped.
+    Each response is listed in ``generating``, ``generated`` or ``cancelled``. A response that has failed, or that was cancelled and
+    has stopped, is in none of these.
 
     Attributes:
         launched_at: time of the launch in seconds.
@@ -129,9 +129,9 @@ class _Attempt:
         generating: ids of the responses that are being generated, in the order of launch.
         generated: number of tokens of each generated response, by response id, in the order of completion.
         scored_at: time of the score in seconds, by id of the scored response.
-        cancelled: number of tokens of each cancelled response, by response id. -1 while generation has not stopped.
-        retries: number of failed responses that each response replaces, by response id; absent for 0.
-        surplus_tokens: number of tokens of each cancelled response that has stopped.
+        cancelled: number of tokens of each cancelled response that has not stopped, by response id; -1: still being generated.
+        retries: number of failed responses that each response replaces, one after the other, by response id. No entry means 0.
+        surplus_tokens: number of tokens of each cancelled response that is reported as stopped.
     """
 
     prompt: _Prompt
@@ -155,11 +155,12 @@ class _Domain:
 
     Attributes:
         quota: number of prompts of the domain in a batch.
-        target: number of prompts that the current round aims to run, including prompts that are complete.
-        fresh: waiting prompts that a round of any kind may start.
-        queue: waiting prompts that ``max_deferrals`` earlier rounds cut off. They run in rounds that wait for all responses.
+        target: number of prompts that the current round aims to have in ``active`` and ``kept`` together.
+        fresh: waiting prompts that are new or were deferred fewer than ``max_deferrals`` times.
+        queue: waiting prompts that were deferred ``max_deferrals`` times. They run in long and final rounds, which wait for all
+            responses. A short round starts them only in place of rejected and failed prompts.
         active: running prompts, by prompt id.
-        kept: complete prompts of the next batch.
+        kept: complete prompts, which go into the batch of the current round.
     """
 
     quota: int
@@ -194,15 +195,15 @@ class TailBatching:
 
     P0 is the number of prompts in a batch. R0 is the number of trained responses per prompt.
 
-    A **short** round launches more than P0 prompts, and more than R0 responses of each prompt. The first R0 responses of a
-    prompt to finish *generating* form the group of this prompt. The other responses of the prompt are cancelled at once,
-    so a slow reward cannot make a response look long. A prompt is complete when its R0 responses are scored. The first P0
-    complete prompts are the batch. All other prompts are deferred: their responses are cancelled, and the prompts are
-    launched anew in a later round, so training stays strictly on-policy. A prompt that was deferred
-    ``flags.max_deferrals`` times waits in a queue. When this queue holds enough prompts, a **long** round runs P0 prompts
-    with R0 responses each and waits for all responses. No prompt is started that the remaining batches could not train.
-    When a short round would have to start such a prompt, **final** rounds train the remaining prompts. A final round runs like
-    a long round. Both take prompts from the queue first.
+    A **short** round launches more than P0 prompts, and more than R0 responses of each prompt. The first R0 responses of a prompt
+    to finish *generating* form the group of this prompt. The other responses of the prompt are cancelled at once. The choice does
+    not wait for rewards, so a slow reward cannot make a response look long. A prompt is complete when its R0 responses are scored.
+    The first P0 complete prompts are the batch. All other prompts are deferred: their responses are cancelled, and the prompts are
+    launched anew in a later round, so training stays strictly on-policy. A prompt that was deferred ``flags.max_deferrals`` times
+    waits in a queue. When this queue holds enough prompts, a **long** round runs P0 prompts with R0 responses each and waits for
+    all responses. No prompt is started that the remaining batches could not train. When a short round would have to start such a
+    prompt, **final** rounds run instead and train the remaining prompts. A final round runs like a long round. Long and final
+    rounds take prompts from the queue first.
 
     Every prompt is trained, rejected or reported as failed exactly once, and every batch has P0 groups of R0 responses.
 
@@ -212,9 +213,10 @@ class TailBatching:
 
     - ``RequestPrompts``: ``offer`` new ids. The driver finds the payload of a prompt by the id of the prompt. Each epoch and
       row has a unique id, for example ``"2:1017"``.
-    - ``Launch``: each response ends in one of three ways. Either ``response_generated``, then ``response_scored``. Or
-      ``response_failed`` (engine, agent loop or reward), followed by a retry. Or ``response_aborted`` after a cancel. This
-      event must come for each cancelled response that was not scored before, even if the server of the response is gone.
+    - ``Launch``: report each response in one of three ways. ``response_generated``, then ``response_scored``. Or
+      ``response_failed`` (in the engine, the agent loop or the reward); a retry may follow. Or, after a cancel,
+      ``response_aborted``. Report this event for each cancelled response that was not scored before, even if the server of the
+      response is gone.
     - ``CheckGroup`` (only with ``filter_groups``): ``group_checked``, before any other event.
     - ``TrainBatch``: train on exactly these groups. ``RoundEnded``: begin the next round after the weight update.
 
@@ -313,9 +315,10 @@ class TailBatching:
         return []
 
     def response_scored(self, response_id: int, now: float) -> list[Decision]:
-        """Records that a generated response has a score, at the time ``now``. A cancelled response thereby counts as stopped.
+        """Records that a generated response was scored, at the time ``now``. A cancelled response counts as stopped from then on.
 
-        If all responses of the prompt are scored, the prompt is kept for the batch or, with a group filter, must be checked."""
+        When all responses of the prompt are scored, keeps the prompt for the batch or, with a group filter, asks for a check of it.
+        """
         attempt = self._find(response_id)
         if attempt is None:
             return []
@@ -336,7 +339,7 @@ class TailBatching:
     def response_failed(self, response_id: int, tokens: int, now: float, lost: bool = False) -> list[Decision]:
         """Replaces a response that failed in the engine, the agent loop or the reward, after ``tokens`` generated tokens.
 
-        A new response is launched, up to ``max_retries`` times. If a process died (``lost``), the launch does not count as a retry.
+        Each response is launched again at most ``max_retries`` times. Failures because a process died (``lost``) do not count.
         After the last retry, the prompt is given up if too few of its responses are left.
         """
         attempt = self._find(response_id, tokens)
@@ -461,11 +464,14 @@ class TailBatching:
         return kind
 
     def _room(self, domain: _Domain) -> int:
-        """Returns the number of new prompts of a domain for which the remaining batches have room."""
+        """Returns the number of further new prompts of a domain that can still be trained.
+
+        This is the number of places in the remaining batches that no unsettled prompt will need.
+        """
         return max(self._steps_left * domain.quota - domain.going - len(domain.fresh) - len(domain.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
-        """Starts the round if enough prompts are known. Otherwise requests the missing prompts."""
+        """Starts the round if enough prompts wait for it. Otherwise returns a request for the missing prompts."""
         missing = {}
         for name, domain in self._domains.items():
             available = len(domain.fresh) if self._kind == "short" else len(domain.fresh) + len(domain.queue)
@@ -487,9 +493,9 @@ class TailBatching:
     def _refill(self, now: float) -> list[Decision]:
         """Starts new prompts in place of rejected and failed prompts.
 
-        If no new prompt may be started any more, the round continues with fewer extra prompts. If the round then has fewer
-        prompts than the batch needs, deferred prompts are started. Enough deferred prompts exist, because the prompts that are
-        not trained yet fill the remaining batches.
+        If the remaining batches have no room for new prompts, none is started, and the round continues with fewer extra prompts. If
+        it then has fewer prompts than the batch needs, deferred prompts are started. There are enough of them: without room, the
+        prompts that are not settled fill all remaining batches.
         """
         decisions: list[Decision] = []
         missing = {}
@@ -606,7 +612,10 @@ class TailBatching:
         return Launch(attempt.prompt.id, tuple(new))
 
     def _cancel(self, attempt: _Attempt, generated: bool = False) -> list[Decision]:
-        """Cancels the responses of a prompt that are still generating and, with ``generated=True``, its generated responses too."""
+        """Cancels the responses of a prompt that are still being generated.
+
+        With ``generated=True``, also cancels the responses that are generated already, and forgets them.
+        """
         stopped = dict.fromkeys(attempt.generating, -1)
         attempt.generating.clear()
         response_ids = [*stopped]
@@ -638,10 +647,12 @@ class TailBatching:
         return self._refill(now)
 
     def _observe(self, attempt: _Attempt) -> None:
-        """Records the completion time of a prompt for the choice of ``prompt_ratio``. The prompt's responses are all scored.
+        """Records the completion time of a prompt, whose responses are all scored. The choice of ``prompt_ratio`` needs these
+        times.
 
-        Leaves out the first round after a start, because engines warm up in it. Also leaves out deferred prompts in short rounds,
-        and prompts from outside the queue in other rounds, because :class:`CompletionTimes` models neither.
+        Leaves out the first round after a start, because engines warm up in it. Also leaves out two kinds of prompts that
+        :class:`CompletionTimes` does not model: deferred prompts in short rounds, and prompts from outside the queue in other
+        rounds.
         """
         if not self._warm:
             return
@@ -657,7 +668,7 @@ class TailBatching:
         """Returns the prompt of this round that a response belongs to; None if the response has already ended.
 
         Raises:
-            ValueError: the response was never launched, ``tokens`` is negative, or ``group_checked`` must come first.
+            ValueError: the response was never launched, ``tokens`` is negative, or :meth:`group_checked` must be called first.
         """
         attempt = self._attempts.get(response_id)
         if attempt is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):

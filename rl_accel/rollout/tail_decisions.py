@@ -75,7 +75,9 @@ class PromptFailed:
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
     """Batch to train on: exactly ``prompts_per_step`` groups of exactly ``responses_per_prompt`` responses each.
-    ``TailBatching`` counts the prompts of the batch as trained from now on. ``number`` and ``kind`` are those of the round."""
+
+    ``TailBatching`` counts these prompts as trained from now on. ``number`` and ``kind`` are the number and the kind of the round.
+    """
 
     number: int
     kind: RoundKind
@@ -89,14 +91,15 @@ class RoundMetrics:
     The table of metrics in ``docs/tail-batching.md`` explains each metric.
 
     Attributes:
-        seconds_saved: estimated duration of a round that starts only one batch of prompts and waits for every response, minus
+        seconds_saved: estimated seconds of a round without tail batching (one batch of prompts, all responses), minus
             ``rollout_seconds``.
-        oldest_deferral_rounds: number of rounds since the earliest deferral of a prompt that is not settled yet.
+        oldest_deferral_rounds: number of rounds since the earliest deferral of a prompt that is still unsettled; 0 if there is
+            none.
         tokens_wasted: number of tokens of cancelled and failed responses. Groups rejected by the filter do not count as waste.
-        accepted_tokens_mean: mean length in tokens of the trained responses of prompts that also had responses cancelled.
-        cancelled_tokens_mean: mean number of tokens at which the cancelled responses of the same prompts were stopped, a lower
-            bound of their full length. This mean and ``accepted_tokens_mean`` are taken within each prompt first, then over
-            prompts. The difference of the two means is the length bias of preferring the first responses to finish.
+        accepted_tokens_mean: mean length in tokens of the trained responses, over the trained prompts with cancelled responses.
+        cancelled_tokens_mean: mean number of tokens at which these prompts' cancelled responses were stopped, a lower bound of
+            their full length. Both means are taken within each prompt first, then over prompts. Their difference measures the
+            length bias of training on the first responses to finish.
     """
 
     number: int

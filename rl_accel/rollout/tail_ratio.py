@@ -23,14 +23,14 @@ class CompletionTimes:
     is the time from launch until R0 responses are scored. A short round starts n >= P0 prompts and ends when P0 prompts are
     complete. The other prompts are deferred to a long round, which waits for all responses. The prompt ratio is n / P0.
 
-    **Observations.** In a short round, a prompt either completes after ``x`` seconds or is cut off after ``c`` seconds. A
-    prompt that was cut off takes longer than ``c``. The Kaplan-Meier estimator turns both kinds of observations into a
-    distribution F, valid up to the longest completion time ``m`` of short rounds. The estimator requires that the end of a round
-    depends only on times already seen, which is the case. Beyond ``m``, F gets the shape of those times in long rounds that exceed
-    ``m``. A long round runs deferred prompts once more. Prompts that are long by nature are long again. Prompts that were slow by
-    chance have ordinary times, of which only those beyond ``m`` are used. The shape is right in both cases. A long round starts R0
+    **Observations.** In a short round, a prompt either completes after ``x`` seconds or is cut off after ``c`` seconds. A prompt
+    that was cut off takes longer than ``c``. The Kaplan-Meier estimator turns both kinds of observations into a distribution F,
+    valid up to the longest completion time ``m`` of short rounds. The estimator requires that the end of a round depends only on
+    times already seen, which is the case. Beyond ``m``, F gets the shape of the completion times above ``m`` in long rounds, which
+    run deferred prompts once more. This shape is right both for prompts that are long by nature, which are long again, and for
+    prompts that were slow by chance, which have ordinary times now, because only times above ``m`` are used. A long round starts R0
     responses per prompt, a short round r responses. The completion time with r responses is therefore estimated from the R0
-    responses: by the time of rank R0 * (R0 + 1) / (r + 1) among them.
+    responses: it is the time at which number R0 * (R0 + 1) / (r + 1) of them was scored.
 
     **Objective.** A short round with n prompts lasts S(n) seconds, the mean of the P0-th smallest of n draws from F. It
     defers n - P0 prompts, and each deferred prompt costs 1/P0 of a long round. A long round lasts L seconds, the mean of the
@@ -66,15 +66,16 @@ class CompletionTimes:
 
         Args:
             seconds: seconds from the launch of the prompt until its last response was scored.
-            with_surplus: seconds that the prompt would have taken with the extra responses that a short round starts.
+            with_surplus: estimate of this number of seconds in a short round, which starts extra responses and waits for the first
+                R0 only.
         """
         self._long.append((_rounded(seconds), _rounded(with_surplus)))
 
     def full_wait(self) -> float | None:
         """Returns the expected seconds of a round that starts one batch of prompts and waits until all prompts are complete.
 
-        Returns ``None`` until short rounds have yielded the times of as many prompts as a batch holds. If a prompt was cut off,
-        also returns ``None`` until long rounds, which wait for all prompts, have yielded as many times.
+        Returns None while too few times are known. Short rounds must have yielded the times of as many prompts as a batch holds. If
+        short rounds have cut off a prompt, long rounds (which wait for all prompts) must have yielded as many times, too.
         """
         wanted = self.prompts_per_step
         tail_is_known = len(self._long) >= wanted or all(completed for _, completed in self._short)
@@ -86,8 +87,8 @@ class CompletionTimes:
         """Returns the ratio of started to trained prompts in [1, limit] with the lowest expected seconds per trained prompt.
 
         Args:
-            default: value to return until short rounds (which cut off slow prompts) and long rounds (which wait for all prompts)
-                have each yielded the times of as many prompts as a batch holds.
+            default: result while too few times are known. Short rounds (which cut off slow prompts) and long rounds (which wait for
+                all prompts) must each have yielded the times of as many prompts as a batch holds.
             limit: largest ratio to consider. The key-value cache memory needed grows with the ratio.
         """
         wanted = self.prompts_per_step
@@ -159,10 +160,10 @@ def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) 
 
 @lru_cache(maxsize=512)
 def _order_statistic(k: int, n: int) -> tuple[_Floats, _Floats]:
-    """Returns a grid of quantile levels in [0, 1], and the probability that the ``k``-th smallest of ``n`` draws is at each level.
+    """Returns the distribution of the ``k``-th smallest of ``n`` random draws: quantile levels and the probability of each level.
 
-    The k-th smallest of n uniform numbers follows Beta(k, n - k + 1). The grid covers eight standard deviations of this
-    distribution to either side of the mean.
+    A level of 0.9 stands for the 90% quantile of the distribution from which the numbers are drawn. The level of the k-th smallest
+    number follows Beta(k, n - k + 1). The levels cover eight standard deviations of this distribution to either side of the mean.
     """
     a, b = k, n - k + 1
     mean = a / (a + b)
