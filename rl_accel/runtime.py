@@ -42,7 +42,7 @@ _FLAG_READER, _LOGGER = "reading flags", "logging"
 
 @dataclass(eq=False)
 class _WantedSwitch:
-    """A switch (one change to a framework) that the flags turn on in this process."""
+    """A switch (one change to a framework) that the flags ask for in this process, whether it could be applied or not."""
 
     switch: Switch
     owner: str  # name of the feature, or _FLAG_READER or _LOGGER
@@ -123,15 +123,14 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Applies the flags of the run to which this process belongs. Also turns on reading flags from the framework's
-        configuration.
+        """Applies the flags of the run to which this process belongs.
 
-        Does nothing after :func:`disable`.
+        From now on, flags in the framework's configuration are read, too. Does nothing after :func:`disable`.
 
         Args:
-            payload: flags of the driver process, by source, as JSON. ``null``: the driver has called :func:`disable`. None or
-                ``{}``: the driver has published no flags. A source in this process's environment counts only if ``payload`` lacks
-                it.
+            payload: flags of the Ray job's driver process, by source, as JSON. ``null``: the driver process has called
+                :func:`disable`. None or ``{}``: it has published no flags. Flags in this process's own environment count only if
+                ``payload`` has no flags of the same source.
         """
         with self._lock:
             if self._sources is None:
@@ -154,7 +153,7 @@ class Runtime:
 
     @_retried
     def restore(self, sources: FlagSources) -> None:
-        """Restores flags that :meth:`sources` returned earlier, for all sources. None: turns all features off."""
+        """Sets the flags of all sources to those that :meth:`sources` returned earlier. None: turns all features off."""
         with self._lock:
             self._replace_sources(sources, publish=True)
 
@@ -249,7 +248,7 @@ class Runtime:
                 wanted.refusal = f"reverted, because {refused.switch.name} was refused"
 
     def status(self) -> Status:
-        """Returns the status of all features and switches in this process, read from the imported framework modules."""
+        """Returns the status of all features and switches in this process, as it shows in the frameworks' objects in memory."""
         with self._lock:
             features = [
                 FeatureStatus(feature.name, self._flags.requested(feature), self._status_of(feature.name))
@@ -276,8 +275,8 @@ def switches_of(module: str) -> tuple[Switch, ...]:
 def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
     """Returns the flags in the environment variables ``RL_ACCEL`` and ``RL_ACCEL_CONFIG``, by source name, without empty variables.
 
-    Does not read a variable whose source is in ``known``: its flags came from another process. A file path in the variable could be
-    wrong here, because it may be relative or belong to another node.
+    A variable whose source is in ``known`` is not read, because another process has read it and passed its flags on. A file path in
+    the variable could be wrong here: it may be relative or belong to another node.
     """
     readers: dict[str, Callable[[], dict[str, Any]]] = {NAMES: cfg.read_names, ENVIRONMENT: cfg.read_environment}
     return {source: flags for source, read in readers.items() if source not in known and (flags := read())}

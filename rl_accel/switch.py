@@ -45,7 +45,7 @@ class Switch(Protocol):
         Raises PatchRefused if the switch cannot be applied; nothing is changed then."""
 
     def revert(self) -> None:
-        """Puts back the original objects themselves. Raises PatchRefused if other code has wrapped our object meanwhile."""
+        """Undoes the change by putting the original objects back. Raises PatchRefused if other code has wrapped our object."""
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,16 @@ class Lengths:
     Args:
         tokens: equally likely response lengths in tokens (quantiles of all lengths), ascending.
         alike: intraclass correlation of the response lengths within a prompt, from 0 (independent) to below 1.
-        known: mean and standard deviation of the random score that the responses of a prompt share, for each prompt with observed
-            responses, in the order of the data, shape [P, 2]; None: no prompt was observed, and their number is unlimited.
+        known: what is known of the random score that the responses of a prompt share: its mean and standard deviation, for each
+            prompt with observed responses, in the order of the data, shape [P, 2]. None: no prompt was observed, and their number
+            is unlimited.
         seen: number of tokens of each observed response of the known prompts, shape [P, R]; 0: no response. The first call of
             :meth:`lengths` for a prompt returns the observed numbers, and draws only the missing responses.
         prompt_tokens: number of tokens in each prompt.
         rewards: equally likely durations of a reward in seconds; empty: rewards take no time.
         source: source of the data, in words for the report.
-        alternatives: workloads that the run may have had, if its log does not tell; :meth:`drawn` selects one by the seed.
+        alternatives: workloads that all fit the run, if its log does not tell which is right; :meth:`drawn` selects one by the
+            seed.
     """
 
     tokens: Ints
@@ -91,9 +93,11 @@ class Lengths:
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns a copy of this workload that has drawn nothing yet. With a ``seed``, the observed prompts are shuffled.
+        """Returns a copy of this workload for a new simulation, without drawn scores. With a ``seed``, the observed prompts are
+        shuffled.
 
-        If the workload has ``alternatives``, a ``seed`` selects one of these instead: number ``seed`` modulo their count.
+        If the workload has ``alternatives``, a ``seed`` selects one of these instead: the one at index ``seed %
+        len(alternatives)``.
         """
         if self.alternatives and seed is not None:
             other = self.alternatives[seed % len(self.alternatives)]
@@ -115,19 +119,20 @@ class Lengths:
 
     @property
     def limit(self) -> int:
-        """Number of tokens of the longest response, which is taken for the limit of the response length."""
+        """Limit of the response length in tokens. The longest response is assumed to have reached the limit."""
         return int(self.tokens[-1])
 
 
 def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> Lengths:
-    """Returns a workload that is fitted to the response lengths ``groups`` of a run.
+    """Returns a workload that is fitted to the response lengths of a run.
 
-    The intraclass correlation ``alike`` is estimated from the covariance of the logarithms of the lengths within prompts.
+    The intraclass correlation (``alike`` of :class:`Lengths`) is estimated from the covariance of the logarithms of the lengths
+    within prompts.
 
     Args:
         groups: number of tokens of each response, one non-empty list per prompt, in the order of the data.
         source: source of the lengths, in words.
-        more: further fields of :class:`Lengths`.
+        more: values of further fields of :class:`Lengths`, such as ``rewards``.
     """
     from scipy.special import ndtri
     from scipy.stats import rankdata
@@ -151,8 +156,9 @@ def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> 
 def published(name: str, alike: float | None = None) -> Lengths:
     """Returns the published workload ``math16k``, ``code16k`` or ``judge16k``.
 
-    The published figure ends at a quarter of the length limit. The density is assumed to be constant above this length.
-    The default of ``alike``, the correlation of lengths within a prompt, was fitted; see docs/benchmarks/plan.md.
+    The published figure shows lengths up to a quarter of the length limit. Between this length and the limit, all lengths are
+    assumed equally likely. ``alike`` is the correlation of lengths within a prompt. Its default was fitted, see
+    docs/benchmarks/plan.md.
 
     Raises:
         RlAccelError: no published workload has this name.
@@ -178,16 +184,17 @@ def load(name: str) -> dict[str, Any]:
 _TOKENS = ("tokens", "response_length", "response_tokens", "completion_tokens", "num_tokens")
 _TEXTS = ("output", "response", "completion")
 _PROMPTS = ("prompt", "input", "prompt_id", "group_index", "uid")
-"""Field names accepted in a file of responses: for the number of tokens (_TOKENS), the text (_TEXTS) and the prompt (_PROMPTS) of a
-response, the usual name first."""
+"""Accepted names of three fields in a file of responses, the usual name first.
+
+_TOKENS: number of tokens of the response. _TEXTS: text of the response. _PROMPTS: prompt of the response, or its id."""
 
 
 def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
-    """Reads response lengths from a file or from a folder, and returns the workload with these lengths.
+    """Reads the response lengths of a run, and returns a workload that is fitted to them (see :func:`from_groups`).
 
-    A file has lines ``{"prompt": id, "tokens": n}`` in the order of the data, optionally with ``reward_seconds``. A folder holds
-    such files, files of responses that verl saved (``trainer.rollout_data_dir``), or rollouts that slime saved
-    (``--save-debug-rollout-data FOLDER/{rollout_id}.pt``).
+    A file has lines ``{"prompt": id, "tokens": n}`` in the order of the data, optionally with the duration of the reward,
+    ``reward_seconds``. A folder holds such files, files of responses that verl saved (``trainer.rollout_data_dir``), or rollouts
+    that slime saved (``--save-debug-rollout-data FOLDER/{rollout_id}.pt``).
 
     Args:
         path: file or folder.
@@ -231,7 +238,7 @@ def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
 
 
 def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
-    """Returns a function that counts the tokens of a text, and the unit of its counts in words."""
+    """Returns a function that counts the tokens of a text, and a phrase for reports that names the unit of the counts."""
     if tokenizer is None:
         return len, "in characters instead of tokens (--tokenizer counts tokens)"
     from transformers import AutoTokenizer

@@ -29,15 +29,18 @@ LEAST_STEPS = 4
 SMALLEST_GAIN = 0.02
 """Smallest saving that is reported, as a share of a step's seconds."""
 _GROUPS = (4, 8, 16)
-"""Numbers of responses per prompt that are assumed in turn where the number is unknown."""
+"""Numbers of responses per prompt to assume if the log does not tell the number. Each draw of an estimate assumes one of them."""
 _ALIKE = (0.0, 0.15, 0.3, 0.45)
-"""Assumed intraclass correlations of the response lengths within a prompt, used in turn. Measured correlations are 0.13 to 0.30."""
+"""Intraclass correlations of the response lengths within a prompt to assume. Each draw of an estimate assumes one of them. Measured
+correlations are 0.13 to 0.30."""
 _UNEXPLAINED = 0.25
 """Maximum error of a fit of rollout times to response lengths, as a share of the mean rollout time. If the root mean square error
 is larger, rollout times depend on something else, such as tools or rewards."""
 _SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
-"""Seconds that a very slow engine takes: per token of the longest response, per token of a prompt, and to begin and end a rollout.
-Time beyond these seconds has another cause than response lengths."""
+"""Seconds that a very slow engine takes. A longer rollout must have another cause than the lengths of its responses.
+
+_SLOWEST_TOKEN: for a token of the longest response. _SLOWEST_READING: for a token of a prompt. _SLOWEST_START: for the beginning
+and the end of a rollout."""
 _ROUND_RESPONSES = 15_000
 _FIELDS = {
     "seconds": ("timing_s/gen", 0.0),
@@ -56,7 +59,7 @@ STALENESS = "training/off_policy/trajectory_staleness/mean"
 
 @dataclass(frozen=True)
 class Range:
-    """An estimate (``mean``) and the bounds of its 95% interval (``low``, ``high``), from equally likely random draws."""
+    """An estimate (``mean``) and its 95% interval from ``low`` to ``high``, which holds the central 95% of random draws."""
 
     mean: float
     low: float
@@ -81,12 +84,13 @@ class Rollouts:
         generating: mean generation time of a response in seconds; NaN if verl does not log this time.
         responses: number of responses in a step; 0 if unknown.
         group: number of responses per prompt; None if unknown.
-        polls: whether the trainer polls for the end of a rollout, and therefore notices the end late.
-        on_policy: whether all responses were generated with the weights that they train. Otherwise, the effects of polling and tail
-            batching are not estimated.
+        polls: whether the trainer looks only every :data:`POLL_SECONDS` whether a rollout has ended, and therefore notices the end
+            late.
+        on_policy: whether all responses were generated with the weights that are trained on them. Otherwise, the effects of polling
+            and tail batching are not estimated.
         is_v1: whether the trainer is verl's V1 trainer.
-        limit: longest response of the run in tokens, which is assumed to be the length limit; infinity if only one step reached
-            this length.
+        limit: assumed length limit in tokens: the length of the run's longest response, or infinity if only one step reached this
+            length.
     """
 
     seconds: Floats
@@ -110,8 +114,8 @@ class Rollouts:
 
         Returns None if fewer than :data:`LEAST_STEPS` steps have the rollout seconds and the mean and maximum of the lengths.
 
-        ``group``, ``prompts``: number of responses per prompt and of prompts in a batch, if known. ``polls``: whether verl's V1
-        trainer would poll for the end of a rollout; False with sampler or tail_batching.
+        ``group``, ``prompts``: number of responses per prompt and of prompts in a batch, if known. ``polls``: False if the features
+        sampler or tail_batching are on, with which verl's V1 trainer does not poll for the end of a rollout.
         """
         needed = [name for name, _ in (_FIELDS["seconds"], _FIELDS["mean"], _FIELDS["longest"])]
         known = [step for step in steps if all(0 < step.get(name, 0) < math.inf for name in needed)]
@@ -149,7 +153,8 @@ class Rollouts:
     def phase(self) -> float:
         """Returns the seconds from the poll that finds a rollout done to the end of the stage ``gen``.
 
-        Returns 0 if the durations of ``gen`` do not differ by about whole multiples of the interval between polls.
+        Polling makes the durations of ``gen`` differ by about whole multiples of the interval between polls. Returns 0 if they do
+        not.
         """
         direction = np.exp(2j * np.pi * self.seconds / POLL_SECONDS).mean()
         if abs(direction) < 0.8:
@@ -159,10 +164,11 @@ class Rollouts:
         return max(float((off - np.round(off / POLL_SECONDS) * POLL_SECONDS).min() + usual), 0.0)
 
     def timed(self, phase: float, rng: np.random.Generator) -> tuple[float, float, Floats, Floats]:
-        """Fits the model ``base + pace * longest`` to the rollout seconds, and draws the true duration of each rollout.
+        """Fits the model ``seconds = base + pace * longest`` to the rollouts, and draws the true duration of each rollout.
 
-        If the trainer polls, the log only shows the two polls between which a rollout ended. The end is then drawn at random from
-        this interval, by the fitted model. Fits and draws alternate (data augmentation). ``phase``: result of :meth:`phase`.
+        If the trainer polls, the log only tells the two polls between which a rollout ended. The end is then drawn at random from
+        the time between them, by the fitted model. Fits and draws alternate (data augmentation). ``phase``: result of
+        :meth:`phase`.
 
         Returns:
             ``base`` in seconds; ``pace`` in seconds per token; drawn duration of each rollout in seconds, shape [S]; seconds of a
@@ -198,8 +204,8 @@ class Rollouts:
     def lengths(self, shape: str, alike: float) -> Lengths:
         """Returns the published length distribution ``shape`` (a key of PUBLISHED), stretched to fit this run.
 
-        The mean, the maximum and the share of responses at the length limit are fitted. ``alike``: intraclass correlation of
-        the lengths within a prompt.
+        The stretch is fitted to the run's mean length, maximum length and share of responses at the length limit. ``alike`` is the
+        intraclass correlation of the lengths within a prompt.
         """
         from scipy.optimize import least_squares
 
@@ -230,7 +236,7 @@ class Rollouts:
 
 @functools.cache
 def _uncut(shape: str) -> Floats:
-    """Returns quantiles of a published length distribution as logarithms. Responses at the length limit are left out."""
+    """Returns quantiles of the logarithm of the length, for a published length distribution without the responses at the limit."""
     tokens = published(shape).tokens
     free = np.log(tokens[tokens < PUBLISHED_LIMIT])
     return np.interp((np.arange(len(tokens)) + 0.5) / len(tokens), (np.arange(len(free)) + 0.5) / len(free), free)
@@ -246,8 +252,8 @@ def in_rounds(
     ``responses`` responses per prompt, and waits for all responses.
 
     Returns:
-        Mean duration of a rollout with tail batching, in tokens of the response that ends it; the same without tail batching, where
-        the longest response ends a rollout; trained tokens with tail batching, divided by trained tokens without.
+        Three numbers. The mean duration of a rollout with tail batching, in time units. The same without tail batching, where each
+        rollout waits for its longest response. The number of trained tokens with tail batching, divided by the number without.
     """
     rng, rounds = np.random.default_rng(seed), max(_ROUND_RESPONSES // (launched * each), 20)
     drawn = np.sort(lengths.lengths(range(rounds * launched), each, rng).reshape(rounds, launched, each), axis=2)
@@ -267,9 +273,9 @@ def in_rounds(
 
 
 def launched_by(prompts: int, responses: int) -> tuple[int, int]:
-    """Returns the numbers of prompts, and of responses per prompt, that tail batching launches by default in a short round.
+    """Returns the number of prompts, and of responses to each, that tail batching launches by default in a short round.
 
-    ``prompts``, ``responses``: numbers of prompts and of responses per prompt in a batch."""
+    The arguments are these two numbers for a training batch."""
     run = TailRun(prompts, responses)
     return run.surplus_prompts, run.surplus_responses
 
@@ -280,16 +286,16 @@ class Estimate:
 
     Attributes:
         rollouts: data from the log.
-        lengths: distributions of response lengths that fit the log, one per draw.
+        lengths: for each random draw, a distribution of response lengths that fits the log.
         base, pace: fixed seconds of a rollout, and further seconds per token of the longest response.
         polling: seconds from the true end of a rollout to the poll that finds the rollout done; 0 if the trainer does not poll.
-        storing: seconds from the poll that finds the rollout done to the end of the stage ``gen``; 0 if the trainer does not poll.
+        storing: seconds from this poll to the end of the stage ``gen``; 0 if the trainer does not poll.
         waiting: seconds in which only the longest tenth of the responses are still running.
         unexplained: seconds that response lengths do not explain, such as slow rewards.
-        idle: share of slots without a request, if all responses begin together.
-        tail: generation seconds that tail batching saves in addition to ``polling``; None if unknown.
+        idle: idle share of the slots, if all responses begin together.
+        tail: seconds of generation that tail batching saves; None if unknown. It also saves ``polling``, which is not included.
         trained: number of trained tokens with tail batching, divided by the number without tail batching.
-        over: seconds of ``unexplained`` beyond the time limit of a reward, which reward_timeout may save.
+        over: seconds of ``unexplained`` beyond the time limit of a reward. The feature reward_timeout may save them.
     """
 
     rollouts: Rollouts
@@ -307,7 +313,7 @@ class Estimate:
 
 
 def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
-    """Estimates how the time of ``rollouts`` divides into parts, and what tail_batching and reward_timeout would save.
+    """Estimates the parts of the time of ``rollouts``, and the seconds that tail_batching and reward_timeout would save.
 
     ``limit_seconds``: time limit of a reward with the feature reward_timeout.
     """

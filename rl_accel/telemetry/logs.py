@@ -48,11 +48,13 @@ def read_log(path: Path) -> dict[int, dict[str, float]]:
 def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], list[int]]:
     """Merges the log records of a run. Returns the metrics of each step, and the steps at which the run was restarted.
 
-    Several records of a step (training, validation) are merged. If a record has a metric that an earlier record logged for a later
-    step, the run was restarted at the step of this record. Metrics that were logged before the restart, for the restart step or
-    later steps, are discarded, because the restarted run continued with other weights. If the record holds only validation metrics
-    (of the loaded weights), the restart step is the next step. slime's ``train/*`` metrics are left out, because slime logs these
-    metrics per optimizer step.
+    A step may have several records, such as training and validation, which are merged.
+
+    A restart shows when a metric has been logged for step 7, say, and comes again for step 5. Step 5 is then the restart step. If
+    this record holds only validation metrics, which are of the loaded weights, step 6 is the restart step. Metrics that were logged
+    before, for the restart step or later steps, are discarded, because the restarted run continued with other weights.
+
+    slime's ``train/*`` metrics are left out, because slime logs them for each optimizer step.
     """
     steps: dict[int, dict[str, float]] = {}
     last: dict[str, int] = {}
@@ -91,10 +93,10 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
     """Yields the number and the metrics of each step in console output, in the order of the lines.
 
     A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. Colours, Ray's
-    prefixes and text of other programs at the end are removed. Lines that a terminal has wrapped are joined, even if lines of
-    other processes lie between the parts. All other lines are skipped. If the last line has no line end, the last metric of this
-    line may be cut off and is left out. For each step, appends Ray's prefix of the logging process to ``workers``, unless the
-    previous step has the same prefix.
+    prefixes and text of other programs at the end are removed. Lines that a terminal has wrapped are joined, even if lines of other
+    processes lie between the parts. All other lines are skipped. If the last line has no line end, the last metric of this line may
+    be cut off and is left out. Appends Ray's prefix of the process that logged a step to ``workers``, unless the previous step has
+    the same prefix.
     """
     steps: list[_Step] = []
     is_open, longest = False, 0
@@ -136,7 +138,7 @@ class _Step:
         process: Ray's prefix of the line.
         is_ended: False if the console ends with the last row, without a line end.
         rows: number of characters of each row.
-        doubtful: text of the first row if the second and last row names no metric and may thus be other output; else "".
+        doubtful: text of the first row, if there are two rows and the second names no metric and may thus be other output; else "".
     """
 
     text: str
@@ -146,9 +148,9 @@ class _Step:
     doubtful: str = ""
 
     def add(self, row: str, width: int, is_ended: bool) -> bool:
-        """Appends the next row of the console to this line. If the row belongs to another line, only returns False.
+        """Adds the next row of the console to this line. Returns False, and changes nothing, if it belongs to another line.
 
-        ``row`` holds the row without text of other programs. ``width`` is the full number of characters of the row.
+        ``row`` holds the row without text of other programs. ``width`` is the number of characters with this text.
         """
         if not row:
             self.is_ended = True
@@ -170,7 +172,7 @@ def _before_other_output(text: str) -> str:
 
 
 def _is_whole(line: str) -> bool:
-    """True if ``line``, joined from several rows of a console, holds only metrics. The end of the last metric may be cut off."""
+    """True if ``line``, joined from several rows of a console, holds nothing but metrics. The end of the last may be cut off."""
     _, *parts = _SEPARATOR.split(line)
     metrics = [_METRIC.fullmatch(part) for part in parts[:-1]]
     return all(metric and ":" not in metric[1] for metric in metrics) and bool(_BEGUN.fullmatch(parts[-1]))
