@@ -93,8 +93,8 @@ class Lengths:
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns a copy of this workload for a new simulation, without drawn scores. With a ``seed``, the observed prompts are
-        shuffled.
+        """Returns a copy of this workload for a new simulation, without drawn scores. With a ``seed``, shuffles the observed
+        prompts.
 
         If the workload has ``alternatives``, a ``seed`` selects one of these instead: the one at index ``seed %
         len(alternatives)``.

@@ -26,8 +26,8 @@ _NEVER_ZERO = {
     "actor/entropy_loss",
     "actor/reward_kl_penalty",
 }
-"""verl's metrics of a critic, a KL term or an entropy term. If one of these is logged, even prompt groups with equal rewards may
-influence training, so the feature skip_zero cannot be used."""
+"""Metrics that verl logs if training has a critic, a KL term or an entropy term. With one of these, even prompt groups with equal
+rewards may influence training, so the feature skip_zero cannot be used."""
 
 PARTS = {
     "most_seconds": ("nine in ten responses", "#4878a8"),
@@ -46,8 +46,8 @@ class Profile:
     Attributes:
         folder: path that was read.
         logged: the log of the run.
-        metrics: metrics of each logged step, by step number, with verl's names also for slime.
-        staged: seconds of each stage of the measured steps, by step number and stage.
+        metrics: metrics of each logged step, by step number. Metrics of slime have verl's names here.
+        staged: seconds of each stage of the measured steps, by step number and name of the stage.
         notes: texts that each say which logged steps are left out and why.
         group: number of responses per prompt that the user gave; None: the number is taken from the log, if the log has it.
     """
@@ -114,7 +114,7 @@ class Profile:
         return _means(self.noted.values())
 
     def table(self, feature: str) -> Mapping[str, float]:
-        """Returns the means of the metrics of ``feature`` over the measured steps, by name."""
+        """Returns the mean of each metric that ``feature`` logged, over the measured steps, by name of the metric."""
         return _means([_with_prefix(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps])
 
     @cached_property
@@ -124,14 +124,14 @@ class Profile:
 
     @cached_property
     def kept(self) -> Mapping[int, Sequence[Response]]:
-        """Responses of all steps, including the warm-up, by step number; {} without telemetry or with several ``kept_files``.
+        """Responses of all steps, including the warm-up, by step number. Empty without telemetry or with several ``kept_files``.
 
         Times are in seconds since the first response of the step began."""
         return stage_clock.read_kept(self.kept_files[0]) if self.numbers and len(self.kept_files) == 1 else {}
 
     @cached_property
     def responses(self) -> Mapping[int, Sequence[Response]]:
-        """Responses of the measured steps, by step number. Steps without measured parts of generation are left out."""
+        """Responses of the measured steps, by step number. Leaves out steps without measured seconds of the parts of generation."""
         known = [step for step, numbers in self.noted.items() if "concurrency" in numbers]
         return {step: self.kept[step] for step in known if step in self.kept}
 
@@ -142,7 +142,7 @@ class Profile:
 
     @property
     def rests(self) -> list[float]:
-        """Seconds from the last reward of a step to the end of its generation, one number per step."""
+        """Seconds from the last reward of a step to the end of the stage ``gen``, for each measured step with telemetry."""
         return [numbers["rest_seconds"] for numbers in self.noted.values() if "rest_seconds" in numbers]
 
     @cached_property
@@ -173,7 +173,10 @@ class Profile:
 
     @cached_property
     def zero_groups(self) -> tuple[Sequence[float], str]:
-        """Share of the text in prompt groups with equal rewards (:func:`_zero_shares`); none if skip_zero is on or cannot work."""
+        """Result of :func:`_zero_shares`: shares of the text in prompt groups with equal rewards, and their basis in words.
+
+        This is ([], "") if skip_zero is on, or cannot be used in this run (see :data:`_NEVER_ZERO`).
+        """
         names = set().union(*self.metrics.values())
         is_possible = self.folder.is_dir() and "skip_zero" not in self.on and _NEVER_ZERO.isdisjoint(names)
         return _zero_shares(self.folder) if is_possible else ([], "")
@@ -238,10 +241,10 @@ def _means(of_steps: Collection[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
-    """Returns the share of the text that is in prompt groups with equal rewards, and the basis of this share in words.
+    """Returns shares of the text that is in prompt groups with equal rewards, and the basis of these shares in words.
 
-    Prompts and responses are read from the files of verl's ``trainer.rollout_data_dir`` below ``folder``; text is measured in
-    characters. The first number is the share, all others are shares in bootstrap samples. Returns ([], "") if no group has equal
+    The first share is that of the run. All others are shares in bootstrap samples, for an interval. Text is measured in characters.
+    It is read from the files of verl's ``trainer.rollout_data_dir`` below ``folder``. Returns ([], "") if no group has equal
     rewards.
     """
     of_groups: list[tuple[int, bool]] = []  # size in characters, and whether all rewards are equal

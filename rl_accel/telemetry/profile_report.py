@@ -17,7 +17,7 @@ from rl_accel.telemetry.savings import NOTHING_HELPS, Saving, find_savings, leve
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED
 
 _TABLES = {"drafts": "drafted", "balance": "slots_in_use", "skip_zero": "rows"}
-"""Features whose metrics are printed in a table, each with the metric that must be above 0 for the table to be printed."""
+"""Features whose metrics the report prints as a table. The value names a metric: if its mean is 0, there is no table."""
 _NOT_ESTIMATED = (
     "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"
     " from the files of trainer.rollout_data_dir"
@@ -38,7 +38,7 @@ _NUMBERS = {
     "completion_p99_seconds": ("a response and its reward, p99", "{:.3g} s"),
     "completion_longest_seconds": ("the longest", "{:.3g} s"),
 }
-"""Label and number format of each metric that is printed in a line, by name of the metric."""
+"""Metrics of telemetry that the report prints one below the other: label and number format, by name of the metric."""
 
 
 @click.command()

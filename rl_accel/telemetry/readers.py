@@ -64,8 +64,9 @@ class Logged:
         steps: metrics of each step, by step number.
         restarts: steps at which the run was restarted.
         config: configuration of the run as logged by W&B, with the GPUs under the key ``gpus``; empty for other logs.
-        workers: Ray's prefixes of the processes that logged steps to a console, in order; one entry for consecutive equal prefixes.
-        damage: number of bytes that could not be read (damaged or cut off), by log file of TensorBoard or W&B.
+        workers: Ray's prefixes of the processes that logged the steps of a console, in the order of the steps. Equal prefixes that
+            follow each other are one entry.
+        damage: number of bytes that could not be read (damaged or cut off), by log file. Only for TensorBoard and W&B.
     """
 
     source: str = ""
@@ -91,7 +92,7 @@ class Logged:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on what was left out (steps before a restart, damaged bytes) and on runs that cannot be told apart."""
+        """Sentences on data that was left out (steps before a restart, damaged bytes), and on runs that share one console."""
         steps = ", ".join(map(str, self.restarts))
         notes = [f"the run began again at step {steps}: what was logged before from there on is left out"] * bool(steps)
         if len(set(self.workers)) < len(self.workers):
@@ -118,9 +119,11 @@ class Logged:
     def batch(self) -> tuple[int | None, int | None]:
         """Returns the number of prompts in a batch and the number of responses per prompt; None if unknown.
 
-        Searches W&B's configuration, then the launch line or configuration in the first megabyte of the log or of ``run.json`` in
-        its folder. If the log is not console output, console files in the folder come last: those with the name of the log or,
-        without such files, all. These must agree. If the run was restarted, whole files are searched, and the last start counts.
+        Each number is searched in three places, one after the other: in W&B's configuration; in the launch line or configuration
+        that the log contains; in ``run.json`` in the folder of the log. If it is in none, and the log is not console output,
+        console files in the folder are searched: those with the name of the log or, without such files, all. These must agree.
+
+        Only the first megabyte of a file is searched. If the run was restarted, whole files are, and the last start counts.
         """
         numbers = {"train_batch_size": ("data", "train_batch_size"), "rollout.n": ("actor_rollout_ref", "rollout", "n")}
         verl = {name: functools.reduce(_item, path, self.config) for name, path in numbers.items()}
@@ -161,7 +164,9 @@ def read(*paths: str) -> Logged:
 
 
 def _read(path: str, log: Logged) -> list[LogRecord]:
-    """Returns the records of the most detailed log at ``path``. Adds source, files, configuration and workers to ``log``.
+    """Returns the log records at ``path``. Adds source, files, configuration and workers to ``log``.
+
+    If there are logs of several kinds, only the most detailed kind is read (the first in :data:`_KINDS`).
 
     Raises:
         RlAccelError: as for :func:`read`.
@@ -219,8 +224,8 @@ _DEFECTS = {
 def _defect(file: Path, must_be_text: bool = False) -> str:
     """Returns the reason why ``file`` holds no log, such as "is compressed (gzip)"; "" if there is no such reason.
 
-    An empty file is a reason only if ``must_be_text``. A binary file is no reason if its name is that of TensorBoard or W&B and
-    ``must_be_text`` is False.
+    With ``must_be_text``, "is empty" and "is binary" are reasons, too. Without it, an empty file has no defect, and a binary file
+    has none if its name is that of a log of TensorBoard or W&B.
     """
     with file.open("rb") as opened:
         head = opened.read(8192)
@@ -240,7 +245,7 @@ def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """Yields the lines of a text log. If Docker, Kubernetes or a log collector wrote the log, takes the lines out of its records.
+    """Yields the lines of a text log. Takes lines out of the records in which Docker, Kubernetes or a log collector put them.
 
     Lines that were split over several records are joined."""
     whole = ""
@@ -274,7 +279,7 @@ def _item(section: Any, key: str) -> Any:
 
 
 def _sizes(texts: Iterable[str]) -> list[int | None]:
-    """Returns the number of prompts in a batch and of responses per prompt, as ``texts`` name them last; None if not named.
+    """Returns the number of prompts in a batch and the number of responses per prompt, as ``texts`` give them; None if not given.
 
     The last occurrence counts, because an override on a command line comes after a default."""
     sizes: list[int | None] = [None, None]

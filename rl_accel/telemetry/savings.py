@@ -22,7 +22,8 @@ NOTHING_HELPS = "Nothing of the pack would shorten a step of this run by more th
 _LIMITS = RewardTimeoutFlags()
 """Default time limits of the feature reward_timeout."""
 _TICK = 0.001
-"""Seconds per tick, the time unit in a simulation of tail_batching. A response is simulated as one token per tick."""
+"""Seconds per tick, the time unit in a simulation of tail_batching. The simulation counts tokens, so a response gets one token for
+each tick."""
 _LARGE_OLD_LOG_PROB, _LARGE_STAGE = 0.15, 0.5
 """Shares of a step above which :func:`levers` advises a setting of verl: for ``old_log_prob``, and for generation or training."""
 
@@ -49,7 +50,7 @@ class Saving:
 
     @property
     def at_most(self) -> float:
-        """Estimated gain in seconds per step or, if unknown, the seconds of the whole part."""
+        """Estimated gain in seconds per step. If the gain is unknown, the seconds of the whole part, which are its upper limit."""
         return self.gain.mean if self.gain else self.seconds
 
 
@@ -100,7 +101,7 @@ def find_savings(run: Profile) -> list[Saving]:
 def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, str], *features: str) -> Saving:
     """Returns the saving in the part ``name`` of a step, with the first of ``features`` as advice.
 
-    If one of ``features`` is on already, there is neither advice nor ``gain``: the feature has shortened the part already.
+    If one of ``features`` is on already, it has shortened the part already. The advice then only says so, and the gain is unknown.
     """
     if running := sorted(run.on.intersection(features)):
         return Saving(name, seconds, f"{', '.join(running)}: on", None, "this is what is left of it", ours=False)

@@ -59,6 +59,8 @@ class Counters:
     def take(self, now: Mapping[str, Reading | None]) -> int | None:
         """Returns the number of preemptions on all servers since the last call; None if unknown.
 
+        The first call counts from the start of the servers.
+
         Args:
             now: new reading of each server, by server name; None for a server that gave no reading.
         """
@@ -148,8 +150,8 @@ def parse(text: str, names: Sequence[str]) -> Reading | None:
 def _sum_over_labels(samples: Sequence[Sample]) -> float:
     """Returns the sum of the samples of one counter, which differ in their labels.
 
-    All ranks of one data-parallel replica of SGLang count the same events, each with labels such as ``tp_rank``. Therefore only the
-    largest is added of those samples whose labels differ only in ranks other than ``dp_rank``.
+    SGLang has a sample for each rank of a data-parallel replica (with a label such as ``tp_rank``), and all of these count the same
+    events. Of samples whose labels differ only in ranks other than ``dp_rank``, only the largest is therefore added.
     """
     if not all(math.isfinite(sample.value) for sample in samples):
         return math.nan

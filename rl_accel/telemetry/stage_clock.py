@@ -38,7 +38,7 @@ STAGES = {
     "update_weights": "#5fb3b3",
     "save_checkpoint": "#b7b7a4",
 }
-"""Names of verl's timers that do not overlap and lie within a training step, each with the colour of this stage in pictures."""
+"""Stages of a training step, by the name of verl's timer, each with its colour in pictures. Stages do not overlap."""
 
 SLIME_NAMES = {
     "perf/step_time": "timing_s/step",
@@ -135,9 +135,10 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def completion(responses: Sequence[Response]) -> dict[str, float]:
-    """Returns the number of responses, the number of tokens, and quantiles of the seconds from start to reward, each by name.
+    """Returns metrics of the responses of a step, by name; {} without responses.
 
-    The quantiles are of completed responses. Returns {} without responses.
+    These are the number of responses, the number of tokens and, for completed responses, quantiles of the seconds from start to
+    reward.
     """
     if not responses:
         return {}
@@ -156,8 +157,10 @@ def generation(
 ) -> dict[str, float]:
     """Returns metrics of the generation stage of one step, by name. Leaves out metrics whose value is unknown.
 
-    The metrics are the seconds of the four parts of generation and the idle share (see the module's docstring), and:
+    The module's docstring defines the four parts of generation and the idle share. The metrics are:
 
+    - ``most_seconds``, ``waiting_seconds``, ``reward_seconds``, ``rest_seconds``: seconds of the four parts.
+    - ``idle_share``: idle share.
     - ``after_half_seconds``: seconds from the completion of half of the responses to the completion of the last response.
     - ``concurrency``: maximum number of responses in generation at the same time.
     - ``seconds_per_token``: median over completed responses.
@@ -168,7 +171,8 @@ def generation(
         responses: responses of one step in any order, at least one response.
         seconds: duration of the generation stage in seconds, above 0.
         slots: number of requests that the engines can run at the same time, if known.
-        began: start of the generation stage, by the clock of the responses. None: start of the first response.
+        began: start of the generation stage in seconds, by the same clock as the times of the responses. None: start of the first
+            response.
     """
     start = min(response.began for response in responses) if began is None else began
 
@@ -211,7 +215,9 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
-    """Appends the ``responses`` of a training step to the file ``path``, with times in seconds since the first of these began.
+    """Appends the ``responses`` of a training step to the file ``path``.
+
+    Their times are saved in seconds since the first of these responses began.
 
     Raises:
         OSError: the file cannot be written.
@@ -239,7 +245,7 @@ def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
 def read_kept(path: Path) -> dict[int, list[Response]]:
     """Returns the responses in a file written by :func:`keep`, by step number. Skips incomplete lines.
 
-    If a run was resumed at an earlier step, its earlier records of this step and of later steps are dropped.
+    If the run was resumed at an earlier step, earlier records of this step and of later steps are dropped: the last record counts.
 
     Raises:
         OSError: the file cannot be read.
