@@ -126,14 +126,11 @@ class Worker:
             because the reaper of the template supervises such a worker.
         channel, reader, writer: this process's end of the socket to the worker, and the streams of this socket.
         forks: True for the template of a grader: a process that has imported the grader, forks workers and takes no other requests.
-        renews: True while the process of the worker is started or replaced. The worker then takes no request, see
-            :meth:`wait_ready`.
-        waits: True if recent executions used or waited for a processor in less than half of their time, as the worker last
-            reported.
+        renews: True while the worker starts or replaces its process and takes no request; see :meth:`wait_ready`.
+        waits: True if recent executions used or waited for a processor for less than half of their time, by the last message.
         history: record of the calls of the current process of a trusted grader.
         answer: future with the return value of :meth:`run` for the latest execution; None before the first execution.
-        due: time of the event loop in seconds by which a message about the current execution must come. Without one, the worker
-            counts as dead.
+        due: time of the event loop in seconds at which the worker counts as dead, unless it has sent another message by then.
     """
 
     process: "subprocess.Popen[bytes] | None"
@@ -151,9 +148,7 @@ class Worker:
     def launch(
         start: Start, payload: bytes, readable: Sequence[str]
     ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-        """Starts a worker. Returns the process that supervises the worker, and our end of the socket to the worker.
-
-        The arguments are those of :class:`WorkerPool`.
+        """Starts a worker for a pool with the same arguments. Returns its supervising process, and our end of the socket to it.
 
         Raises:
             SandboxError: the new process cannot be started.
@@ -236,12 +231,9 @@ class Worker:
         return self.reader.at_eof() or (self.process is not None and self.process.poll() is not None)
 
     async def run(self, limits: Limits, request: WorkerRequest, payload: bytes) -> tuple[ExecutionResult, bytes]:
-        """Sends a request to the worker and waits for the answer.
+        """Sends a request to the worker. Returns the result of the execution, and the pickled value or exception of the grader.
 
-        If this call is cancelled, the caller must call :meth:`stop` or :meth:`kill` next.
-
-        Returns:
-            The result of the execution, and the pickled value or exception of the grader (b"" if there is none).
+        The second value is b"" if there is none. If this call is cancelled, the caller must call :meth:`stop` or :meth:`kill` next.
 
         Raises:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died or does not answer.
@@ -480,8 +472,7 @@ class WorkerPool:
         return replace(result, prove=functools.partial(self._prove, kind, history)), body
 
     def _prove(self, kind: str, history: History) -> None:
-        """Records the first correct answer of a process to a call of this kind. The process then counts as new no longer for this
-        kind.
+        """Records the first correct answer of a process to a call of this kind. For this kind, it is no longer new then.
 
         Also updates the extra seconds of the running calls of this kind in other new processes.
         """
@@ -524,10 +515,9 @@ class WorkerPool:
                 channel.shutdown(socket.SHUT_RDWR)
 
     async def _stop(self, worker: Worker) -> None:
-        """Stops the execution of a worker whose caller was cancelled.
+        """Stops the execution of a worker whose caller was cancelled. If it does not stop in time, kills the worker.
 
-        If the execution stops in time, the worker serves other calls, because starting another worker may take long. Otherwise, the
-        worker is killed.
+        Otherwise, the worker serves other calls, because starting another worker may take long.
         """
         try:
             await worker.stop()

@@ -38,8 +38,8 @@ PREEMPTED_SHARE = 1 / 16
 """Maximum share of the unfinished responses that are preempted, which means stopped until all other responses have started."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
 """READ_SHARE: time to prefill a token, divided by the time to generate a token, as assumed until measurements tell better.
-READ_WEIGHT: weight of this assumption in the least-squares fit of the engines' speed. It counts like a measured prefill of this
-number of tokens."""
+READ_WEIGHT: weight of this assumption in the least-squares fit of the engines' speed. It counts like a prefill of so many tokens.
+"""
 
 
 def key_of(prompt: NDArray[np.int32]) -> int:
@@ -62,8 +62,8 @@ class Instruction(NamedTuple):
 class _Replica:
     """A replica of the rollout engine. ``cache_tokens`` is the capacity of the key-value cache in tokens.
 
-    ``area`` is the integral of the number of running responses over time, in response-seconds, up to the time ``changed``. From its
-    growth follows the mean number of running responses in any period."""
+    ``area`` is the integral of the number of running responses over time, in response-seconds, up to the time ``changed``. Its
+    growth in a period gives the mean number of running responses."""
 
     name: str
     cache_tokens: float
@@ -83,11 +83,10 @@ class _Replica:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Unfinished responses to one prompt.
+    """Unfinished responses to one prompt: ``count`` of them. ``lengths``: numbers of tokens of the prompt's finished responses.
 
-    ``count`` is their number. ``lengths`` are the numbers of tokens of the prompt's finished responses. ``home`` is the replica on
-    which a response to the prompt started last. Of all groups, the group with the smallest ``order`` starts its waiting responses
-    first.
+    ``home`` is the replica on which a response to the prompt started last. Groups start their waiting responses by ascending
+    ``order``.
     """
 
     prompt: str
@@ -270,8 +269,7 @@ class Balance:
     def over(self, ticket: str, now: float, tokens: int | None = None) -> list[Instruction]:
         """Removes a response that is complete or no longer wanted. Returns the instructions that the router must carry out now.
 
-        ``tokens`` is the number of tokens that a complete response has generated since its last start; None: it is no longer
-        wanted."""
+        ``tokens`` is the number of tokens that a complete response has generated since its last start; None: not wanted."""
         response = self._responses.get(ticket)
         if response is None:
             return []

@@ -255,10 +255,7 @@ class PromptSupply:
         return self.payloads.pop(prompt_id).get("index")
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
-        """Continues a saved run, in which ``fetched`` rows were fetched so far.
-
-        ``payloads`` are the data rows of its unfinished prompts, by prompt id.
-        """
+        """Continues a saved run. ``fetched``: rows fetched so far. ``payloads``: data rows of unfinished prompts, by prompt id."""
         self.fetched, self.payloads = fetched, dict(payloads)
 
 

@@ -464,10 +464,7 @@ class TailBatching:
         return kind
 
     def _room(self, domain: _Domain) -> int:
-        """Returns the number of further new prompts of a domain that can still be trained.
-
-        This is the number of places in the remaining batches that no unsettled prompt will need.
-        """
+        """Returns the number of places in the remaining batches that are left for new prompts of a domain."""
         return max(self._steps_left * domain.quota - domain.going - len(domain.fresh) - len(domain.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
@@ -612,10 +609,7 @@ class TailBatching:
         return Launch(attempt.prompt.id, tuple(new))
 
     def _cancel(self, attempt: _Attempt, generated: bool = False) -> list[Decision]:
-        """Cancels the responses of a prompt that are still being generated.
-
-        With ``generated=True``, also cancels the responses that are generated already, and forgets them.
-        """
+        """Cancels the responses of a prompt that are not generated yet. With ``generated=True``, also drops those that are."""
         stopped = dict.fromkeys(attempt.generating, -1)
         attempt.generating.clear()
         response_ids = [*stopped]
@@ -647,8 +641,7 @@ class TailBatching:
         return self._refill(now)
 
     def _observe(self, attempt: _Attempt) -> None:
-        """Records the completion time of a prompt, whose responses are all scored. The choice of ``prompt_ratio`` needs these
-        times.
+        """Records the completion time of a prompt, whose responses are all scored. ``prompt_ratio=auto`` uses these times.
 
         Leaves out the first round after a start, because engines warm up in it. Also leaves out two kinds of prompts that
         :class:`CompletionTimes` does not model: deferred prompts in short rounds, and prompts from outside the queue in other
@@ -668,7 +661,7 @@ class TailBatching:
         """Returns the prompt of this round that a response belongs to; None if the response has already ended.
 
         Raises:
-            ValueError: the response was never launched, ``tokens`` is negative, or :meth:`group_checked` must be called first.
+            ValueError: the response was never launched, ``tokens`` is negative, or :meth:`group_checked` must come first.
         """
         attempt = self._attempts.get(response_id)
         if attempt is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):

@@ -66,8 +66,7 @@ class CompletionTimes:
 
         Args:
             seconds: seconds from the launch of the prompt until its last response was scored.
-            with_surplus: estimate of this number of seconds in a short round, which starts extra responses and waits for the first
-                R0 only.
+            with_surplus: estimate of these seconds for a short round, which starts extra responses and waits for the first R0.
         """
         self._long.append((_rounded(seconds), _rounded(with_surplus)))
 

@@ -93,8 +93,7 @@ class Lengths:
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns a copy of this workload for a new simulation, without drawn scores. With a ``seed``, shuffles the observed
-        prompts.
+        """Returns a copy of this workload that has drawn no scores yet. With a ``seed``, the observed prompts are shuffled.
 
         If the workload has ``alternatives``, a ``seed`` selects one of these instead: the one at index ``seed %
         len(alternatives)``.

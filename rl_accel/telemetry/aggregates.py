@@ -29,10 +29,9 @@ LEAST_STEPS = 4
 SMALLEST_GAIN = 0.02
 """Smallest saving that is reported, as a share of a step's seconds."""
 _GROUPS = (4, 8, 16)
-"""Numbers of responses per prompt to assume if the log does not tell the number. Each draw of an estimate assumes one of them."""
+"""Assumed numbers of responses per prompt if the log does not tell the number, one for each draw of an estimate."""
 _ALIKE = (0.0, 0.15, 0.3, 0.45)
-"""Intraclass correlations of the response lengths within a prompt to assume. Each draw of an estimate assumes one of them. Measured
-correlations are 0.13 to 0.30."""
+"""Assumed intraclass correlations of the lengths within a prompt, one for each draw of an estimate. Measured: 0.13 to 0.30."""
 _UNEXPLAINED = 0.25
 """Maximum error of a fit of rollout times to response lengths, as a share of the mean rollout time. If the root mean square error
 is larger, rollout times depend on something else, such as tools or rewards."""
@@ -84,8 +83,7 @@ class Rollouts:
         generating: mean generation time of a response in seconds; NaN if verl does not log this time.
         responses: number of responses in a step; 0 if unknown.
         group: number of responses per prompt; None if unknown.
-        polls: whether the trainer looks only every :data:`POLL_SECONDS` whether a rollout has ended, and therefore notices the end
-            late.
+        polls: whether the trainer only looks from time to time whether a rollout has ended, and so notices the end late.
         on_policy: whether all responses were generated with the weights that are trained on them. Otherwise, the effects of polling
             and tail batching are not estimated.
         is_v1: whether the trainer is verl's V1 trainer.

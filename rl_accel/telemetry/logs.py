@@ -52,9 +52,8 @@ def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], l
 
     A restart shows when a metric has been logged for step 7, say, and comes again for step 5. Step 5 is then the restart step. If
     this record holds only validation metrics, which are of the loaded weights, step 6 is the restart step. Metrics that were logged
-    before, for the restart step or later steps, are discarded, because the restarted run continued with other weights.
-
-    slime's ``train/*`` metrics are left out, because slime logs them for each optimizer step.
+    before, for the restart step or later steps, are discarded, because the restarted run continued with other weights. slime's
+    ``train/*`` metrics are left out, because slime logs them for each optimizer step.
     """
     steps: dict[int, dict[str, float]] = {}
     last: dict[str, int] = {}

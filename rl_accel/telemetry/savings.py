@@ -22,8 +22,7 @@ NOTHING_HELPS = "Nothing of the pack would shorten a step of this run by more th
 _LIMITS = RewardTimeoutFlags()
 """Default time limits of the feature reward_timeout."""
 _TICK = 0.001
-"""Seconds per tick, the time unit in a simulation of tail_batching. The simulation counts tokens, so a response gets one token for
-each tick."""
+"""Seconds per tick, the time unit in a simulation of tail_batching. A response of n ticks is simulated as n tokens."""
 _LARGE_OLD_LOG_PROB, _LARGE_STAGE = 0.15, 0.5
 """Shares of a step above which :func:`levers` advises a setting of verl: for ``old_log_prob``, and for generation or training."""
 

@@ -137,8 +137,7 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
 def completion(responses: Sequence[Response]) -> dict[str, float]:
     """Returns metrics of the responses of a step, by name; {} without responses.
 
-    These are the number of responses, the number of tokens and, for completed responses, quantiles of the seconds from start to
-    reward.
+    They are the numbers of responses and tokens and, for completed responses, quantiles of the seconds from start to reward.
     """
     if not responses:
         return {}
@@ -157,10 +156,10 @@ def generation(
 ) -> dict[str, float]:
     """Returns metrics of the generation stage of one step, by name. Leaves out metrics whose value is unknown.
 
-    The module's docstring defines the four parts of generation and the idle share. The metrics are:
+    The metrics are:
 
-    - ``most_seconds``, ``waiting_seconds``, ``reward_seconds``, ``rest_seconds``: seconds of the four parts.
-    - ``idle_share``: idle share.
+    - ``most_seconds``, ``waiting_seconds``, ``reward_seconds``, ``rest_seconds``: seconds of the four parts (module docstring).
+    - ``idle_share``: mean share of empty slots.
     - ``after_half_seconds``: seconds from the completion of half of the responses to the completion of the last response.
     - ``concurrency``: maximum number of responses in generation at the same time.
     - ``seconds_per_token``: median over completed responses.
@@ -171,8 +170,7 @@ def generation(
         responses: responses of one step in any order, at least one response.
         seconds: duration of the generation stage in seconds, above 0.
         slots: number of requests that the engines can run at the same time, if known.
-        began: start of the generation stage in seconds, by the same clock as the times of the responses. None: start of the first
-            response.
+        began: start of the generation stage in seconds, by the clock of the responses. None: start of the first response.
     """
     start = min(response.began for response in responses) if began is None else began
 
@@ -215,9 +213,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
-    """Appends the ``responses`` of a training step to the file ``path``.
-
-    Their times are saved in seconds since the first of these responses began.
+    """Appends the ``responses`` of a training step to the file ``path``. Times are saved in seconds since the first response began.
 
     Raises:
         OSError: the file cannot be written.
