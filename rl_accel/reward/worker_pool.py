@@ -472,7 +472,7 @@ class WorkerPool:
         return replace(result, prove=functools.partial(self._prove, kind, history)), body
 
     def _prove(self, kind: str, history: History) -> None:
-        """Records the first correct answer of a process to a call of this kind. For this kind, it is no longer new then.
+        """Records a process's first correct answer to a call of this kind. For this kind, the process is not new any more.
 
         Also updates the extra seconds of the running calls of this kind in other new processes.
         """

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from rl_accel.features import BalanceFlags
 
 HOME_MARGIN = 4
-"""Number of requests that a response's preferred replica may have more than the least loaded replica. If it has even more, the
-response goes to the least loaded replica. The preferred replica has the cache of the response's conversation or prompt."""
+"""Maximum number of requests that a response's preferred replica has in excess of the least loaded replica. If the excess is
+larger, the response goes to the least loaded replica. The preferred replica has the cache of the response's conversation or prompt.
+"""
 AHEAD_SECONDS = 0.5
 """A request is sent to an engine up to this number of seconds before a slot is expected to be free. The request waits inside the
 engine, so that the slot is not empty during a round trip to the router."""
@@ -100,8 +101,8 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Response:
-    """An unfinished response. ``replica`` is None while the response waits. ``tokens`` and ``seconds`` do not include the current
-    run on a replica: the tokens generated in earlier runs, and the time that this took."""
+    """An unfinished response. ``replica`` is None while the response waits. ``tokens`` and ``seconds`` are the generated tokens and
+    the duration of the response's earlier runs on replicas, without the current run."""
 
     ticket: str
     group: _Group
@@ -448,8 +449,8 @@ class Balance:
     def _stop_long(self, now: float) -> list[Instruction]:
         """Returns instructions to stop long responses, which continue after all other responses have started.
 
-        Returns [] until the lengths of :data:`RECENT` complete responses are known or, if fewer responses run or have not started,
-        as many lengths as these."""
+        Returns [] until enough lengths of complete responses are known: as many as there are responses that run or have not
+        started, but never more than :data:`RECENT`."""
         if not (self._queue and self.ordered and self.flags.max_moves and self._speed.of(1)):
             return []
         under_way = len(self._responses) - len(self._begun) - len(self._preempted)

@@ -609,7 +609,7 @@ class TailBatching:
         return Launch(attempt.prompt.id, tuple(new))
 
     def _cancel(self, attempt: _Attempt, generated: bool = False) -> list[Decision]:
-        """Cancels the responses of a prompt that are not generated yet. With ``generated=True``, also drops those that are."""
+        """Cancels the responses of a prompt that are being generated and, with ``generated=True``, those that are generated."""
         stopped = dict.fromkeys(attempt.generating, -1)
         attempt.generating.clear()
         response_ids = [*stopped]

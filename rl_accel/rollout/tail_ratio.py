@@ -27,10 +27,10 @@ class CompletionTimes:
     that was cut off takes longer than ``c``. The Kaplan-Meier estimator turns both kinds of observations into a distribution F,
     valid up to the longest completion time ``m`` of short rounds. The estimator requires that the end of a round depends only on
     times already seen, which is the case. Beyond ``m``, F gets the shape of the completion times above ``m`` in long rounds, which
-    run deferred prompts once more. This shape is right both for prompts that are long by nature, which are long again, and for
-    prompts that were slow by chance, which have ordinary times now, because only times above ``m`` are used. A long round starts R0
-    responses per prompt, a short round r responses. The completion time with r responses is therefore estimated from the R0
-    responses: it is the time at which number R0 * (R0 + 1) / (r + 1) of them was scored.
+    run deferred prompts once more. Prompts that are long by nature are long again. Prompts that were slow by chance have ordinary
+    times now, but only times above ``m`` are used. The shape is right in both cases. A long round starts R0 responses per prompt, a
+    short round r responses. The completion time with r responses is therefore estimated from the R0 responses: it is the time at
+    which R0 * (R0 + 1) / (r + 1) of these were scored.
 
     **Objective.** A short round with n prompts lasts S(n) seconds, the mean of the P0-th smallest of n draws from F. It
     defers n - P0 prompts, and each deferred prompt costs 1/P0 of a long round. A long round lasts L seconds, the mean of the

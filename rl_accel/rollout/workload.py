@@ -42,8 +42,8 @@ class Lengths:
         tokens: equally likely response lengths in tokens (quantiles of all lengths), ascending.
         alike: intraclass correlation of the response lengths within a prompt, from 0 (independent) to below 1.
         known: what is known of the random score that the responses of a prompt share: its mean and standard deviation, for each
-            prompt with observed responses, in the order of the data, shape [P, 2]. None: no prompt was observed, and their number
-            is unlimited.
+            prompt with observed responses, in the order of the data, shape [P, 2]. None: no prompt was observed, and any number can
+            be drawn.
         seen: number of tokens of each observed response of the known prompts, shape [P, R]; 0: no response. The first call of
             :meth:`lengths` for a prompt returns the observed numbers, and draws only the missing responses.
         prompt_tokens: number of tokens in each prompt.
@@ -95,8 +95,8 @@ class Lengths:
     def drawn(self, seed: int | None = None) -> "Lengths":
         """Returns a copy of this workload that has drawn no scores yet. With a ``seed``, the observed prompts are shuffled.
 
-        If the workload has ``alternatives``, a ``seed`` selects one of these instead: the one at index ``seed %
-        len(alternatives)``.
+        If the workload has ``alternatives``, a ``seed`` selects one of these instead: the one at index ``seed`` modulo their
+        number.
         """
         if self.alternatives and seed is not None:
             other = self.alternatives[seed % len(self.alternatives)]
