@@ -124,8 +124,7 @@ class Profile:
 
     @cached_property
     def kept(self) -> Mapping[int, Sequence[Response]]:
-        """Responses of all steps, including the warm-up, by step number. Empty without telemetry, or unless ``kept_files`` is one
-        file.
+        """Responses of all steps, including the warm-up, by step number. Empty without telemetry, or with several ``kept_files``.
 
         Times are in seconds since the first response of the step began."""
         return stage_clock.read_kept(self.kept_files[0]) if self.numbers and len(self.kept_files) == 1 else {}
