@@ -58,7 +58,7 @@ def find_savings(run: Profile) -> list[Saving]:
     stages, gen = run.stages, run.stages.get("gen", 0.0)
     savings = []
     if "concurrency" in run.numbers:
-        savings = _measured(run)
+        savings = _measured_savings(run)
     elif gen > 0 and run.overlaps:
         name, why = "waiting for rollouts", "they overlap with training, so that only this part of them delays a step"
         if run.is_v1:
@@ -66,7 +66,7 @@ def find_savings(run: Profile) -> list[Saving]:
         else:
             savings = [Saving(name, gen, "more replicas", None, why, ours=False)]
     elif gen > 0 and run.estimate is not None:
-        savings = _estimated(run, run.estimate)
+        savings = _estimated_savings(run, run.estimate)
     elif gen > 0 and not run.numbers:
         wanted = (
             f"{LEAST_STEPS} steps with response_length/mean and /max, or +rl_accel.telemetry.enable=True, tell how much of it is"
@@ -109,7 +109,7 @@ def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, s
     return Saving(name, seconds, flag, *gain)
 
 
-def _measured(run: Profile) -> list[Saving]:
+def _measured_savings(run: Profile) -> list[Saving]:
     """Returns possible savings in the generation stage of a run, computed from the times that telemetry measured."""
     steps = list(run.responses.values())
     names = ("most_seconds", "waiting_seconds", "reward_seconds", "rest_seconds")
@@ -119,7 +119,7 @@ def _measured(run: Profile) -> list[Saving]:
         _saving(run, WAITING, waiting, _gain_of_tail_batching(steps), "tail_batching"),
         _saving(run, "rewards after the last generation", reward, _gain_of_reward_timeout(steps), "reward_timeout"),
         _saving(run, NOTICING, rest, _gain_of_sampler(run.rests), "sampler", "tail_batching"),
-        _generating(most * (1 - share)),
+        _saving_of_generation(most * (1 - share)),
     ]
     if share:
         how = f"{share:.0%} of a response's time, by verl's own timer of its tool calls"
@@ -128,12 +128,12 @@ def _measured(run: Profile) -> list[Saving]:
     return savings
 
 
-def _estimated(run: Profile, estimate: Estimate) -> list[Saving]:
+def _estimated_savings(run: Profile, estimate: Estimate) -> list[Saving]:
     """Returns possible savings in the generation stage of a run without telemetry, computed from an estimate of its parts."""
     rollouts, count = estimate.rollouts, len(estimate.rollouts.seconds)
     noticing = estimate.polling.mean + estimate.storing
     explained = run.stages["gen"] - noticing - estimate.unexplained.mean
-    savings = [_generating(max(explained - estimate.waiting.mean, 0.0))]
+    savings = [_saving_of_generation(max(explained - estimate.waiting.mean, 0.0))]
     if estimate.polling.mean:
         how = (
             f"the trainer looks every {POLL_SECONDS:g} s whether a rollout is done; how long each of {count} rollouts had been done"
@@ -166,7 +166,7 @@ def _estimated(run: Profile, estimate: Estimate) -> list[Saving]:
     return [*savings, _saving(run, WAITING, estimate.waiting.mean, (estimate.tail, how), "tail_batching")]
 
 
-def _generating(seconds: float) -> Saving:
+def _saving_of_generation(seconds: float) -> Saving:
     unknown = "how an engine's speed changes with its requests is not in these numbers"
     advice = "more replicas, or a smaller max_response_length"
     return Saving("generating nine in ten responses", seconds, advice, None, unknown, ours=False)
