@@ -35,21 +35,21 @@ _LAZY_BENCH = {
     ),
     "tail": ("lab.bench.tail", "Tail batching: what its rounds cost on verl, without a model."),
 }
-"""Mapping from each subcommand of ``rl-accel bench`` to its module below ``rl_accel`` and its one-line help text."""
+"""Mapping from subcommand of ``rl-accel bench`` to a pair: module below ``rl_accel``, and one-line help text."""
 
 _EXTRAS = {
     "report": ("matplotlib", "jinja2", "scipy", "pandas"),
     "verl": ("verl",),
 }
-"""Mapping from an optional dependency group (``pip install '.[report]'``) to packages that the group installs."""
+"""Mapping from group of optional dependencies (``pip install '.[report]'``) to packages of the group."""
 
 
 class _LazyGroup(click.Group):
     """A click group that imports the module of a command on first use.
 
     Args:
-        lazy: mapping from command name to the command's module below ``rl_accel`` and a one-line help text.
-        prefix: text before the name of each command's function. With ``bench_``, the command ``x-y`` is the function ``bench_x_y``.
+        lazy: mapping from command name to a pair: module below ``rl_accel``, and one-line help text.
+        prefix: beginning of the functions' names. With ``bench_``, the command ``x-y`` is the function ``bench_x_y``.
     """
 
     def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], prefix: str = "", **kwargs: Any) -> None:
@@ -147,7 +147,8 @@ def flags() -> None:
 
 
 def main() -> None:
-    """Runs the command ``rl-accel``. For an error of the user, prints one line to standard error and exits with code 2."""
+    """Runs the command ``rl-accel``. Prints one line and exits with code 2 on an RlAccelError, a missing optional package or an
+    OSError with a file name."""
     sys.stdout = sys.stdout or io.StringIO()  # None if the caller has closed standard output
     with contextlib.suppress(AttributeError, OSError):  # another kind of stream, or its file was replaced
         # a terminal's encoding may lack characters of a path or a table

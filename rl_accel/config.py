@@ -28,7 +28,7 @@ _AUTO_HELP = "turn on the lossless features that work here (what a bare rl_accel
 
 Requested = Literal["by name", "automatically", "off"]
 Source = tuple[str, Mapping[str, Any]]
-"""Name and flags of one source of flags: ``("RL_ACCEL_CONFIG", {"gae": {"backend": "numba"}})``. Error messages use the name."""
+"""A source of flags: name for error messages, and flags. Example: ``("RL_ACCEL_CONFIG", {"gae": {"backend": "numba"}})``."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Flags:
         return section
 
     def requested(self, feature: Feature[Any]) -> Requested:
-        """Returns "by name" if the feature's flag ``enable`` is True, "automatically" if ``auto`` turns it on, else "off"."""
+        """Returns "by name" if the flag ``enable`` of ``feature`` is True, "automatically" if the flag ``auto`` turns the feature
+        on, else "off"."""
         enable = self.sections[feature.name].enable
         if enable:
             return "by name"
@@ -94,10 +95,11 @@ def resolve(sources: Sequence[Source]) -> Flags:
 
 
 def as_mapping(flags: Any, source: str) -> dict[str, Any]:
-    """Returns ``flags`` as a dict with strings as keys. A nested OmegaConf configuration becomes nested dicts. None gives {}.
+    """Returns ``flags`` as a dict with string keys; {} for None. OmegaConf configurations become dicts, nested ones too.
 
     Raises:
-        ConfigError: ``flags`` is not a mapping, or has an OmegaConf interpolation without a value. The message names ``source``.
+        ConfigError: ``flags`` is not a mapping, or an OmegaConf interpolation cannot be resolved. The message begins with
+            ``source``.
     """
     if isinstance(flags, DictConfig):
         try:
@@ -117,7 +119,7 @@ def read_names() -> dict[str, bool]:
 
 
 def read_environment() -> dict[str, Any]:
-    """Returns the flags in ``RL_ACCEL_CONFIG``, which holds inline YAML or JSON, or the path of a YAML or JSON file.
+    """Returns the flags in the environment variable ``RL_ACCEL_CONFIG``: YAML or JSON text, or the path of such a file.
 
     Raises:
         ConfigError: the file cannot be read, or the text is not a mapping in YAML or JSON.
@@ -181,7 +183,8 @@ def _checked(value: Any, flag: Field[Any], where: str) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Returns whether ``value`` has the declared type ``kind`` of a flag. A bool does not count as int, nor an int as float."""
+    """Returns whether ``value`` has exactly the type ``kind``, the declared type of a flag: a bool is no int, and an int is no
+    float."""
     if isinstance(kind, UnionType):
         return any(_fits(value, one) for one in get_args(kind))
     if get_origin(kind) is dict:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def wide_console(width: int = 160, **options: Any) -> "Console":
-    """Returns a console for tables. On a terminal, it has the width of the terminal. For a file or a pipe, it is ``width``
-    characters wide, or as wide as the environment variable COLUMNS says if that is more.
+    """Returns a console for tables, as wide as the terminal. Without a terminal, the width is ``width`` characters, or the
+    environment variable COLUMNS if that is larger.
 
     ``options``: further arguments of :class:`rich.console.Console`.
     """
@@ -32,7 +32,7 @@ def say(console: "Console", *lines: str) -> None:
 
 
 def show_table(console: "Console", columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
-    """Prints a table. The first column is aligned to the left, and all others to the right."""
+    """Prints a table. The first column is left-aligned, the others are right-aligned."""
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -45,7 +45,7 @@ def show_table(console: "Console", columns: Sequence[str], rows: Iterable[Sequen
 
 
 def aligned(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
-    """Returns one text line per row of a table. Each column is as wide as the widest cell of the column."""
+    """Formats table rows as text lines with aligned columns. ``indent``: number of spaces before each line."""
     table = [tuple(row) for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
@@ -53,11 +53,11 @@ def aligned(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
 
 
 def refuse_idle_options(mode: str, *options: str) -> None:
-    """Refuses options that have no effect in the way in which the user called the command.
+    """Raises an error if the user gave an option that has no effect in this call of the command.
 
     Args:
-        mode: text for the message: how the command was called, such as "with --check".
-        options: names of the parameters that have no effect then.
+        mode: how the command was called, for the error message; such as "with --check".
+        options: names of the parameters without effect.
 
     Raises:
         click.UsageError: the user gave one of ``options`` on the command line.

@@ -32,12 +32,11 @@ def diagnose() -> dict[str, Any]:
     """Diagnoses this Python environment. Imports the installed frameworks, and applies and reverts each switch.
 
     Returns:
-        A nested dict that ``json.dumps`` accepts. In addition to the versions of rl-accel and Python, the dict contains:
+        A nested dict that ``json.dumps`` accepts, with the versions of rl-accel and Python, and:
 
         - ``versions``: mapping from distribution name to version; None if the distribution is absent.
-        - ``backends``: mapping from kernel backend to the reason why the backend does not work; None if the backend works.
-        - ``checks``: one dict per switch or other check of a feature. ``verdict`` is "works", "cannot" (tried and failed)
-          or "absent" (framework or engine not installed). For patches, ``upstream`` and ``remove_when`` are included.
+        - ``backends``: mapping from kernel backend to the reason why it does not work; None if it works.
+        - ``checks``: one dict per check. ``verdict`` is "works", "cannot" (failed) or "absent" (framework or engine not installed).
         - ``sandbox``: isolation level of programs under test: "bubblewrap", or "process" and why bubblewrap does not work.
     """
     with quiet():
@@ -79,7 +78,7 @@ def as_text(diagnosis: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppresses output, logs and warnings inside the ``with`` block, so that imported frameworks do not clutter the report."""
+    """Suppresses output, logs and warnings inside the ``with`` block."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -98,7 +97,7 @@ def _use_slime_checkout() -> str | None:
     """Adds the slime checkout in the environment variable SLIME_ROOT to ``sys.path``.
 
     Returns:
-        Folder of the package ``slime``, from the checkout or an installation; None if slime cannot be imported.
+        Folder of the package ``slime``; None if slime cannot be imported.
 
     Raises:
         ConfigError: SLIME_ROOT is not the folder of a slime checkout.
@@ -113,8 +112,8 @@ def _use_slime_checkout() -> str | None:
 
 
 def _check_plugin() -> Iterator[dict[str, str]]:
-    """Checks that verl loads rl-accel. Yields a failed check if the environment variable ``VERL_USE_EXTERNAL_PLUGINS`` leaves
-    rl-accel out; verl would ignore all flags without a message."""
+    """Yields a failed check if verl does not load rl-accel, because the environment variable ``VERL_USE_EXTERNAL_PLUGINS`` lacks
+    it."""
     named = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     if is_installed("verl") and named != "auto" and "rl_accel" not in map(str.strip, named.split(",")):
         reason = f"VERL_USE_EXTERNAL_PLUGINS={named} leaves out rl_accel, and verl then ignores every flag of it"

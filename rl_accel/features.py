@@ -22,8 +22,8 @@ def flag(default: Any, help: str, **limits: Any) -> Any:
     Args:
         default: value of the flag if the user does not set the flag.
         help: one-line description for ``rl-accel flags`` and the documentation pages.
-        limits: restrictions of the value. ``minimum`` and ``maximum`` are inclusive bounds of a number, ``choices`` are the allowed
-            strings, and ``words`` are strings that are allowed in addition to numbers.
+        limits: ``minimum`` and ``maximum``: inclusive bounds of a number; ``choices``: the allowed strings; ``words``: strings that
+            are allowed in addition to numbers.
     """
     return field(default=default, metadata={"help": help, **limits})
 
@@ -32,7 +32,7 @@ def flag(default: Any, help: str, **limits: Any) -> Any:
 class SlimeHooks:
     """Changes to slime's arguments that a feature needs, and functions of the feature that rl-accel calls during a slime run.
 
-    Functions are given as dotted names, so that this module imports nothing; only ``engine`` is a function itself.
+    All functions except ``engine`` are given as dotted names.
 
     Attributes:
         file: slime arguments that the YAML file for slime's ``--custom-config-path`` must contain, with their values.
@@ -45,7 +45,7 @@ class SlimeHooks:
         estimators: values of slime's ``--advantage-estimator`` that the feature supports. Empty: all values.
         metrics: function ``numbers_of(rollout)`` that returns metrics, by name. Called when slime logs a rollout.
         after_evaluation: function ``after_evaluation(args)``, called when slime logs an evaluation.
-        values: mapping from the name of a flag to the values that work on slime; for flags of which not all values do.
+        values: mapping from flag to the values that work on slime. Flags that are not listed may have any value.
         engine: function ``engine(flags)`` that returns the SGLang settings that the feature needs, by name of the slime argument.
     """
 
@@ -71,14 +71,14 @@ class Feature(Generic[F]):
 
     Attributes:
         name: name of the feature, and of the section of its flags, ``rl_accel.<name>``.
-        flags: dataclass with one field per flag, the only schema of these flags. The first field is ``enable``. An optional
-            method ``validate()`` raises ValueError for flags that are valid one by one but not together.
+        flags: dataclass with one field per flag, ``enable`` first. An optional method ``validate()`` raises ValueError for flags
+            that contradict each other.
         automatic: True if ``rl_accel.enable()`` turns the feature on. Only for features that cannot change training results.
-        switches: mapping from framework to module names. Each module has a tuple ``SWITCHES`` of
+        switches: mapping from framework to names of modules. Each module has a tuple ``SWITCHES`` of
             :class:`~rl_accel.switch.Switch`, and is imported only when the feature is on.
-        verl: name of a module with a function ``wire(run, flags)``, which configures verl's official extension points for the
-            feature (see :mod:`rl_accel.patches.verl.config_intake`). "" if the feature uses none.
-        slime: changes to slime's arguments; None if the feature needs none.
+        verl: name of a module with a function ``wire(run, flags)``, which configures verl's extension points for the feature (see
+            :mod:`rl_accel.patches.verl.config_intake`); "" for none.
+        slime: changes to slime's arguments; None for none.
     """
 
     name: str
@@ -135,7 +135,7 @@ ADVANTAGES = Feature(
 class SamplerFlags:
     """Flags of the feature ``sampler``, which polls for finished rollouts at adaptive intervals instead of every 2 seconds.
 
-    slime waits 3 seconds between checks whether an SGLang server has aborted all requests; the feature shortens this wait.
+    On slime, shortens the wait of 3 seconds between checks whether an SGLang server has aborted all requests.
     """
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
@@ -197,8 +197,8 @@ SKIP_ZERO = Feature(
 class TailBatchingFlags:
     """Flags of the feature ``tail_batching``: most rollouts do not wait for the longest responses.
 
-    Such a rollout ("short round") starts extra prompts and responses, and ends when enough have finished. Unfinished prompts are
-    deferred to a later "long round", which waits for all responses, so that no prompt is lost.
+    Such a rollout ("short round") starts extra prompts and responses, and ends when enough have finished. Unfinished prompts run
+    again in a later "long round", which waits for all responses, so that no prompt is lost.
     """
 
     enable: bool | None = flag(None, ENABLE)
@@ -227,7 +227,7 @@ class TailBatchingFlags:
     domain_key: str = flag("data_source", "column of the data set with the domain of each row")
 
     def validate(self) -> None:
-        """Raises ValueError if ``domain_quotas`` asks for fewer than one prompt of a domain in a batch."""
+        """Raises ValueError if a number in ``domain_quotas`` is below 1."""
         for domain, quota in (self.domain_quotas or {}).items():
             if quota < 1:
                 raise ValueError(f"domain_quotas[{domain!r}] must be at least 1, found {quota}")
@@ -254,9 +254,9 @@ TAIL_BATCHING = Feature(
 
 @dataclass
 class RewardTimeoutFlags:
-    """Flags of the feature ``reward_timeout``, which limits the duration of each execution of a reward function.
+    """Flags of the feature ``reward_timeout``, which limits the seconds of each execution of a reward function.
 
-    The limits (in seconds) are learned from the durations of executions for correct answers.
+    The limits are learned from executions for correct answers.
     """
 
     enable: bool | None = flag(None, ENABLE)
@@ -323,9 +323,9 @@ REWARD_TIMEOUT = Feature(
 
 @dataclass
 class TelemetryFlags:
-    """Flags of the feature ``telemetry``, which measures the time of each part of a training step and writes a file.
+    """Flags of the feature ``telemetry``, which writes the times of responses and of the parts of each training step to a file.
 
-    Users must enable the feature by name, because it does not speed up training.
+    The flag ``auto`` does not turn it on.
     """
 
     enable: bool | None = flag(None, ENABLE)
@@ -341,10 +341,8 @@ TELEMETRY = Feature(
 
 @dataclass
 class TpReplanFlags:
-    """Flags of the feature ``tp_replan``, which advises or makes changes of the rollout's tensor-parallel size.
-
-    The changes are based on the number of preemptions in the rollout engines.
-    """
+    """Flags of the feature ``tp_replan``, which advises on or changes the rollout's tensor-parallel size, by preemptions in the
+    engines."""
 
     enable: bool | None = flag(None, ENABLE)
     action: str = flag(
@@ -457,11 +455,11 @@ FEATURES: tuple[Feature[Any], ...] = (
     BALANCE,
     DRAFTS,
 )
-"""All features, in the order in which tables and messages list them, and in which they configure verl's extension points."""
+"""All features, in the order in which they are listed and configured."""
 
 FLAG_READERS = {"verl": "rl_accel.patches.verl.config_intake"}
-"""Mapping from framework to the module whose switches read flags from the framework's configuration. These switches are on even if
-no feature is."""
+"""Mapping from framework to the module whose switches read flags from the framework's configuration. They are on without any
+feature."""
 
 LOGGERS = {"verl": "rl_accel.patches.verl.trainer_metrics"}
 """Mapping from framework to the module that adds rl-accel's metrics to the framework's log while any feature is on."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 BAD_RECORD = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
-"""Exceptions that reading a JSON record can raise: invalid JSON, missing field, wrong type, too long a number, too deep nesting."""
+"""Exceptions that reading a damaged JSON record can raise."""
 
 
 def strict_json(value: Any) -> str:

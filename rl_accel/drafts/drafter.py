@@ -41,18 +41,17 @@ from rl_accel.ops.cpu import compiled
 from rl_accel.rollout.balance import key_of
 
 SETTINGS = "rl_accel_drafts"
-"""Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration, which reaches every worker process."""
+"""Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration."""
 FLOOR = 0.2
-"""Minimum estimated probability that all tokens of a draft are accepted. A draft ends before the token that would fall below it."""
+"""Minimum estimated probability that all tokens of a draft are accepted. Longer drafts are cut."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
-"""Acceptance rates of draft tokens that are assumed at first, by match length: 0.5 for matches of up to 4 tokens, 0.6 for up to 8
-tokens, and so on. The match length is the number of tokens before the draft that also precede its stored copy."""
+"""Acceptance rates of draft tokens before any are measured: 0.5 for matches of up to 4 tokens, 0.6 for up to 8 tokens, and so
+on."""
 PRIOR = 4.0
-"""Weight of the rate over all prompts when the acceptance rate for one prompt is estimated: it counts as much as PRIOR tries of
-predicted tokens for that prompt."""
+"""Weight of the acceptance rate over all prompts in the estimate for a single prompt, as a number of predicted tokens of that
+prompt."""
 REMEMBERED = 4096
-"""Maximum number of requests that are remembered after they have left the batch. Preempted requests may return to the batch, and
-``take_finished`` reads the responses of finished requests."""
+"""Maximum number of requests that are remembered after they have left the batch, for ``take_finished`` and in case they return."""
 RATES, HEAD, TAKEN = range(NUMBER + 1, NUMBER + 4)
 """Columns 6 to 8 of ``_Batch.sequences``, which has one row per request. Columns 0 to 5: see ``LAST`` in ``index.py``.
 
@@ -70,7 +69,7 @@ class _Prompt:
     """A prompt in the index.
 
     Attributes:
-        sequence: numbers by which the index finds the prompt's tokens, int64[6], columns: see ``LAST`` in ``index.py``.
+        sequence: place of the prompt in the index, int64[6], columns: see ``LAST`` in ``index.py``.
         rates_row: row of ``_Rates.own`` with the acceptance rates of this prompt.
         versions: versions of the weights that generated responses to the prompt, the latest version last.
     """
@@ -81,7 +80,7 @@ class _Prompt:
 
 
 class _Batch(NamedTuple):
-    """Running requests as arrays with R rows. A request has the same row as in vLLM. A row without a request has length -1."""
+    """Running requests as arrays with R rows, the same rows as in vLLM. The length is -1 in a row without a request."""
 
     sequences: Any  # int64[R, 9]
     tails: Any  # int32[R, CONTEXT]: last tokens of each request
@@ -97,11 +96,11 @@ class _Batch(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """Acceptance rates: numbers of hits and of tries. Hits / tries estimates the probability that a predicted token is accepted.
+    """Numbers of hits and of tries. Hits / tries estimates the acceptance rate: the probability that a predicted token is accepted.
 
-    A try is a predicted token that was compared with a sampled token; it counts as the token's share of the votes (see
-    ``Matches``). A hit is a try with equal tokens; it counts as 1. Old hits and tries lose weight with every comparison. The axis
-    "source" is 0 for predictions from the request's own prompt and its responses, and 1 for predictions from other prompts.
+    A try is a predicted token that was compared with a sampled token. It counts as the token's share of the votes (see
+    ``Matches``). A hit is a try with equal tokens, and counts as 1. Older hits and tries count less. Source 0: predictions from the
+    same prompt and its responses. Source 1: predictions from other prompts.
     """
 
     own: Any  # float64[P, 2, 2]: prompt, source, (hits, tries)
@@ -116,14 +115,11 @@ class _Counts(NamedTuple):
 class Drafter:
     """Drafter for speculative decoding in vLLM.
 
-    The drafter searches finished and running responses, to the same prompt or to other prompts, for the last tokens of a request.
-    It proposes the tokens that followed there. vLLM verifies a draft with rejection sampling, so a wrong draft costs time, never
-    correctness. vLLM 0.29.0 calls :meth:`propose` after each step, but not while a request is within ``num_speculative_tokens``
-    of ``max_model_len``. vLLM passes no request ids, so the drafter recognises the request of a row by the length and the last
-    tokens of the request.
+    Searches finished and running responses for the last tokens of each request, and proposes the tokens that followed there. vLLM
+    verifies a draft with rejection sampling, so a wrong draft costs time, never correctness. vLLM passes no request ids: the
+    drafter recognises the request in a row by its length and last tokens.
 
-    In a tensor-parallel group, the scheduler takes the drafts of the first rank, and the other ranks do nothing. The executor
-    "external_launcher" is refused, because each rank has its own scheduler there, and all ranks would need equal drafts.
+    In a tensor-parallel group, only the first rank proposes drafts.
 
     Args:
         vllm_config: vLLM's configuration. ``additional_config["rl_accel_drafts"]`` has fields of
@@ -132,7 +128,7 @@ class Drafter:
 
     Raises:
         TypeError: a setting is unknown.
-        ValueError: the executor is "external_launcher", or memory_mb is below 1.
+        ValueError: the executor is "external_launcher", where each rank would need the same drafts; or memory_mb is below 1.
     """
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -225,12 +221,13 @@ class Drafter:
     def counts(self) -> Counter[str]:
         """Counters of the drafter, by name.
 
-        - ``steps``: calls of :meth:`propose`. ``tokens``: tokens sampled in these steps.
-        - ``drafted``, ``accepted``: verified and accepted draft tokens, also by source of the draft (``drafted_own``,
-          ``drafted_sibling``, ``drafted_earlier``, ``drafted_other``; see ``SOURCES`` in ``index.py``).
-        - ``tokens_from_L``, such as ``tokens_from_256``: tokens sampled in steps that left their response with L to 2 L - 1 tokens.
-          ``row_steps_from_L``: number of these steps. A step with three such responses counts three times.
-        - ``stopped``: number of times that drafting was stopped because drafting cost more time than it saved.
+        - ``steps``: calls of :meth:`propose`.
+        - ``tokens``: tokens sampled in these steps.
+        - ``drafted``, ``accepted``: verified draft tokens, and accepted draft tokens.
+        - ``drafted_own``, ``accepted_own`` and so on: the same for one source of drafts (see ``SOURCES`` in ``index.py``).
+        - ``tokens_from_256`` and other powers of two: tokens sampled in responses that then had 256 to 511 tokens.
+        - ``row_steps_from_256``: number of steps with such a response. A step with three of them counts three times.
+        - ``stopped``: number of pauses of drafting, which begin when drafts cost more time than they save.
         """
         by_source, by_length = self._counts
         found = Counter(steps=self._steps, stopped=self._stopped, tokens=int(by_length[:, 0].sum()))
@@ -248,16 +245,16 @@ class Drafter:
         return counts
 
     def new_weights(self) -> None:
-        """Tells the drafter that the engine has new weights. All running requests leave the batch, as if they were finished.
+        """Tells the drafter that the engine has new weights. All running requests leave the drafter's batch.
 
-        If vLLM continues a request with the new weights, :meth:`propose` later recognises the request by its tokens, in any row.
+        If vLLM continues a request, :meth:`propose` recognises the request by its tokens.
         """
         self._leave(range(self._running))
         self._running, self._called = 0, None
         self._version += 1
 
     def take_finished(self) -> list[bytes]:
-        """Returns the responses that ended since the last call, one item per response, in the format that :meth:`absorb` reads.
+        """Returns the responses that ended since the last call, one item per response, as input of :meth:`absorb`.
 
         A preempted or aborted request that has not continued counts as ended, with its tokens so far.
         """
@@ -270,7 +267,7 @@ class Drafter:
         return finished
 
     def absorb(self, responses: Iterable[bytes]) -> None:
-        """Adds finished responses of another replica or an earlier run to the index, in the format of :meth:`take_finished`."""
+        """Adds responses to the index: results of :meth:`take_finished` of another replica or an earlier run."""
         for response in responses if not self._idle else ():
             numbers = np.array(np.frombuffer(response, np.int32))  # a copy: kernels are compiled for writable arrays
             (version, length), tokens = numbers[:2].tolist(), numbers[2:]
@@ -278,9 +275,9 @@ class Drafter:
             extend(self._pool, self._request(tokens, length, version)[None], tokens[None], np.array([len(tokens)]))
 
     def _follow(self, new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
-        """Updates the rows of ``_batch`` (one row per request) after requests have started, ended or changed rows in vLLM.
+        """Updates ``_batch`` after requests have started, ended or changed rows in vLLM.
 
-        If vLLM sampled no token in a row, as during an incomplete prefill, ``_batch`` has no request in this row.
+        A row for which vLLM sampled no token, as during an incomplete prefill, becomes empty.
         """
         begins, running = ends - new, len(new)
         others = [row for row in range(running) if not _is_same(self._batch, row, matrix[row], begins[row], new[row])]
@@ -301,7 +298,7 @@ class Drafter:
     def _leave(self, rows: Iterable[int]) -> list[Ints]:
         """Removes the requests in ``rows`` from the batch, and keeps them in ``_gone`` in case they return.
 
-        Returns one array per removed request: the kept copy of its row of ``_Batch.numbers``.
+        Returns the kept rows of ``_Batch.numbers``, one per removed request.
         """
         left = []
         for row in rows:
@@ -314,7 +311,7 @@ class Drafter:
         return left
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
-        """Creates a request with the prompt ``tokens[:length]``. Returns its row for ``_Batch.sequences``, int64[9].
+        """Returns a new row of ``_Batch.sequences``, int64[9], for a request with the prompt ``tokens[:length]``.
 
         Adds the prompt to the index if missing. ``version``: version of the weights that generate the response.
         """
@@ -338,7 +335,7 @@ class Drafter:
 
 
 def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
-    """Returns ``rows`` equal rows [rows, CONTEXT]: the last CONTEXT tokens of ``tokens``, after zeros if there are fewer tokens."""
+    """Returns an array [rows, CONTEXT]: the last CONTEXT tokens of ``tokens`` in each row, padded with zeros on the left."""
     tails = np.zeros((rows, CONTEXT), np.int32)
     last = tokens[-CONTEXT:]
     tails[:, CONTEXT - len(last) :] = last
@@ -347,11 +344,13 @@ def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
 
 @compiled
 def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool:
-    """Returns whether ``batch`` and vLLM have the same request in ``row``, judging by the request's last known tokens.
+    """Returns whether ``row`` has the same request in ``batch`` and in vLLM. Compares the last tokens that ``batch`` has stored.
 
-    ``tokens`` are the tokens of vLLM's request. The last step appended ``new`` tokens to the first ``begin`` tokens."""
+    ``tokens``: vLLM's tokens of the row: ``begin`` tokens from before the last step, then ``new`` tokens from the last step.
+    """
     length = batch.sequences[row, LENGTH]
-    # the known length is below ``begin`` if vLLM did not call ``propose`` after some steps
+    # the known length is below ``begin`` if vLLM did not call ``propose`` after some steps; 0.29.0 does not call it while
+    # a request is within num_speculative_tokens of max_model_len
     same = new > 0 and 0 <= length <= begin
     for back in range(1, min(CONTEXT, length) + 1 if same else 0):
         same = same and tokens[length - back] == batch.tails[row, CONTEXT - back]
@@ -360,11 +359,10 @@ def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool
 
 @compiled
 def _rates_of(rates: _Rates, request: Any, numbers: Any) -> tuple[Any, Any]:
-    """Returns the two pairs (hits, tries) from which the acceptance rate of a prediction for ``request`` is estimated.
+    """Returns two pairs (hits, tries) for the acceptance rate of a prediction for ``request``, as views of ``rates``.
 
-    The first pair is for the prompt of ``request``. The second pair is for all prompts, with about the same match length. Both
-    pairs are views of ``rates`` for the source of the prediction: the request's own prompt, or another prompt. ``numbers``: row of
-    ``Matches.numbers`` that describes the prediction.
+    The first pair is for the prompt of ``request``, the second for all prompts at a similar match length. Both are for the source
+    of the prediction (see ``_Rates``). ``numbers``: row of ``Matches.numbers`` of the prediction.
     """
     other, at = int(numbers[SOURCE] == OTHER), 0
     while numbers[MATCHED] > FIRST_RATES[at][0]:
@@ -378,13 +376,10 @@ def _advance(
 ) -> tuple[bool, bool, bool]:
     """Compares the predicted tokens with the new tokens, updates the acceptance rates, and adds the new tokens to the index.
 
-    Predicted tokens that were not proposed as a draft count as well, so that a rising acceptance rate is noticed while drafting
-    pauses. This is correct because the engine samples a predicted token as often as it would have accepted the token in a draft.
-
     Returns three booleans:
 
     - True if ``batch`` and vLLM have the same request in each row; not checked if ``sure``. If False, nothing was changed.
-    - True if the drafter knew all tokens before the last step: no call of :meth:`Drafter.propose` was missed for these requests.
+    - True if the drafter knew all tokens before the last step, because no call of :meth:`Drafter.propose` was missed.
     - True if at least one draft was verified in the last step.
     """
     went_on, verified, rows = True, False, len(new)
@@ -398,6 +393,8 @@ def _advance(
         length, end = request[LENGTH], ends[row]
         if length < 0:
             continue
+        # tokens that were not proposed count too: they are sampled as often as they would be accepted in a draft, and a
+        # rising acceptance rate must be noticed while drafting pauses
         if numbers[FOUND] > 0:
             came, hits, tries = end - length, 0, 0.0
             while hits < min(numbers[FOUND], came) and batch.tokens[row, hits] == matrix[row, length + hits]:
@@ -426,9 +423,10 @@ def _advance(
 
 @compiled
 def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) -> float:
-    """Predicts the next tokens of each request, and decides how many of them to propose (column ``PROPOSED``).
+    """Predicts the next tokens of each request, and writes into the column ``PROPOSED`` how many of them to propose.
 
-    Returns the expected number of accepted draft tokens in the next step, summed over requests."""
+    Returns the expected number of accepted draft tokens in the next step, summed over requests.
+    """
     expected = 0.0
     lookup(pool, batch.sequences[:rows], matrix, Matches(batch.tokens, batch.shares, batch.numbers))
     for row in range(rows):
@@ -446,11 +444,12 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
 
 
 class _CostModel:
-    """Decides whether drafting saves time: compares the seconds per token of steps with drafts and of steps without drafts.
+    """Decides whether drafting saves time. Compares the seconds per token of steps with and without drafts, at similar batch sizes.
 
-    At least one in WITHOUT steps has no drafts, for this comparison. Only steps of similar batch size (within an eighth) are
-    compared. A comparison needs LEAST steps without and TRIED steps with drafts. The weight of a step falls to 1 / e after WINDOW
-    further steps of this batch size. If drafting does not save time, drafting pauses for PAUSE steps of this batch size.
+    - ``WITHOUT``: one step in WITHOUT steps has no drafts.
+    - ``LEAST``, ``TRIED``: numbers of steps without drafts, and with drafts, that a comparison needs.
+    - ``WINDOW``: number of further steps after which a step counts only 1 / e.
+    - ``PAUSE``: number of steps without drafts after a comparison in which drafting did not save time.
     """
 
     WITHOUT, LEAST, TRIED, WINDOW, PAUSE = 32, 8, 32, 512, 512
@@ -464,8 +463,7 @@ class _CostModel:
     def allows(self, rows: int) -> bool:
         """Returns whether the next step, with ``rows`` requests, may have drafts.
 
-        Returns False during a pause of drafting; each call shortens the pause by one step. Also returns False if the next
-        comparison needs a step without drafts.
+        Returns False if drafting pauses (each call shortens the pause by one step), or if a step without drafts must be measured.
         """
         size = _about(rows)
         if self._paused[size] > 0:
@@ -475,10 +473,11 @@ class _CostModel:
         return without >= self.LEAST and without * self.WITHOUT >= verified
 
     def pays(self, rows: int, expected: float) -> bool:
-        """Returns whether a step with drafts is expected to take fewer seconds per token than a step without drafts.
+        """Returns whether a step with drafts should take fewer seconds per token than a step without drafts.
 
-        ``rows``: number of requests. ``expected``: number of draft tokens that will probably be accepted, over all requests.
-        Returns True until TRIED steps with drafts were measured."""
+        Returns True until TRIED steps with drafts were measured. ``rows``: number of requests. ``expected``: expected number of
+        accepted draft tokens of all requests.
+        """
         plain_steps, plain, _, steps, spent, _ = self._sizes[_about(rows)]
         return steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected)
 

@@ -20,13 +20,13 @@ Ints = NDArray[np.int64]
 BLOCK = 32
 """Number of tokens in a block of the index."""
 GRAM = 3
-"""Minimum length of a match in tokens: the last GRAM tokens of a context must equal the tokens before the stored position."""
+"""Minimum length of a match in tokens."""
 CONTEXT = 32
-"""Maximum number of tokens at the end of a context that are compared with stored tokens."""
+"""Maximum length of a match in tokens. Only the last CONTEXT tokens of a context are compared."""
 CANDIDATES = 16
-"""Maximum number of stored positions that are compared with a context in each hash chain, the newest first."""
+"""Maximum number of positions in each hash chain, the newest first, that are compared with a context."""
 SOURCES = ("own", "sibling", "earlier", "other")
-"""Sources of a match, by the origin of the matching tokens.
+"""Sources of a match: where the matching tokens were found.
 
 own: the request itself or its prompt.
 sibling: another response to the same prompt, generated with the same weights.
@@ -34,21 +34,22 @@ earlier: a response to the same prompt, generated with other weights.
 other: another prompt or a response to another prompt."""
 OTHER = SOURCES.index("other")
 PROMPT = 2**62
-"""Value of the column VERSION for prompts. It is larger than every version of the weights, so that no prompt is too old for a
+"""Value of the column VERSION for prompts: larger than every version of the weights, so that a prompt is never too old for a
 match."""
 
 
 LAST, LENGTH, OLDEST, KEY, VERSION, NUMBER = range(6)
 """Columns of a stored sequence (a prompt or a response), int64[6 or more]. A position is the address of a token in the index.
 
-LAST: position of the last token; for a response without tokens, of the last prompt token; -1 for none.
-LENGTH: number of tokens, including the tokens of the prompt.
+LAST: position of the last token of prompt and response; -1 for none.
+LENGTH: number of tokens of prompt and response.
 OLDEST: oldest version of the weights whose responses may be used to predict tokens of this sequence.
-KEY: hash of the prompt (for a response, of its prompt), see ``key_of`` in ``rollout/balance.py``.
-VERSION: version of the weights that generate the response, or PROMPT for a prompt. Versions only grow.
+KEY: hash of the prompt, see ``key_of`` in ``rollout/balance.py``.
+VERSION: version of the weights that generate the response; PROMPT for a prompt.
 NUMBER: unique number of the sequence."""
 BEFORE, AFTER, COUNT = range(3)
-"""Columns of ``Pool.blocks``. A block holds up to BLOCK tokens of one sequence; columns 3 to 5 hold its KEY, VERSION and NUMBER.
+"""Columns of ``Pool.blocks``. A block holds up to BLOCK tokens of one sequence. Columns 3 to 5: KEY, VERSION and NUMBER of the
+sequence.
 
 BEFORE: position of the sequence's token before the block; -1 for none.
 AFTER: number of the sequence's next block; -1 for none.
@@ -57,8 +58,8 @@ FOUND, MATCHED, SOURCE = range(3)
 """Columns of ``Matches.numbers``, which has one row per context.
 
 FOUND: number of predicted tokens; 0 for no match.
-MATCHED: length of the match: number of tokens that the context and the stored tokens before the prediction share.
-SOURCE: index in SOURCES that tells where the predicted tokens come from; if from several places, the newest place counts."""
+MATCHED: length of the match in tokens.
+SOURCE: index in SOURCES of the origin of the predicted tokens; of several matches, the newest counts."""
 _numbers = itertools.count(1)
 
 
@@ -82,7 +83,7 @@ class Matches(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Arrays of an index. There are N tokens in N / BLOCK blocks, H hash buckets for prompts' chains, and H for global chains."""
+    """Arrays of an index: N tokens in N / BLOCK blocks, and H hash buckets for each of the two kinds of chains."""
 
     tokens: Any  # int32[N, 3]: token; offset to the older position in the prompt's and the global chain; 0: none
     blocks: Any  # int64[N / BLOCK, 6], columns: see BEFORE
@@ -106,17 +107,18 @@ def make_pool(memory_mb: float) -> Pool:
 
 
 def read(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
-    """Returns the tokens of a sequence, int32[T], including its prompt. Returns None if some of the tokens were dropped."""
+    """Returns the tokens of a sequence and its prompt, int32[T]; None if some of these tokens were dropped."""
     tokens = np.zeros(sequence[LENGTH], np.int32)
     return tokens if _read(pool, sequence[LAST], tokens) else None
 
 
 @compiled
 def bucket_of(chain: int, key: int, tokens: Any, end: int, buckets: int) -> Any:
-    """Returns the hash bucket of a chain: the chain of the positions that followed ``tokens[end - GRAM : end]``.
+    """Returns the hash bucket of a chain of positions after the tokens ``tokens[end - GRAM : end]``.
 
-    ``chain`` 0: only positions in the prompt with the hash ``key`` and in its responses. ``chain`` 1: positions in all prompts and
-    responses. ``buckets``: number of hash buckets for each of the two kinds, a power of two."""
+    ``chain``: 0 for the chain of the prompt with the hash ``key``, 1 for the global chain. ``buckets``: number of hash buckets for
+    each kind of chain, a power of two.
+    """
     mixed = np.uint64(0 if chain else key)
     for at in range(end - GRAM, end):
         mixed = (mixed ^ np.uint64(tokens[at])) * np.uint64(0x9E3779B97F4A7C15)
@@ -199,11 +201,14 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
 def _best_positions(
     pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, least: int
 ) -> tuple[Any, int, int]:
-    """Finds the stored positions with the longest match: the tokens before them equal the most tokens at the end of the context.
+    """Finds the stored positions that follow the longest match with the last tokens of ``context[:end]``.
 
-    Searches the chain of the prompt ``key`` (``chain`` 0), or the global chain without this prompt's positions (``chain`` 1). Only
-    matches of at least ``least`` tokens count. Returns an array int64[CANDIDATES], the number n of positions found (the first n
-    elements of the array), and the length of their match in tokens."""
+    Searches the chain of the prompt ``key`` (``chain`` 0), or the global chain without this prompt's positions (``chain`` 1).
+    Ignores matches of fewer than ``least`` tokens, and responses of weights before version ``oldest``.
+
+    Returns three values: an array int64[CANDIDATES] that begins with the positions found, their number, and the length of their
+    match.
+    """
     positions = np.zeros(CANDIDATES, np.int64)
     position = pool.buckets[chain, bucket_of(chain, key, context, end, pool.buckets.shape[1])] - 1
     voters, most = 0, min(CONTEXT, end)
@@ -230,13 +235,12 @@ def _best_positions(
 def lookup(pool: Pool, sequences: Any, tokens: Any, matches: Matches) -> None:
     """Predicts the next tokens of each sequence: the tokens that followed the longest matches. Writes them into ``matches``.
 
-    ``sequences`` and ``tokens`` are as in :func:`extend`. A stored position matches if the tokens before it equal the last tokens
-    of the sequence, at least GRAM tokens. The newest CANDIDATES positions of the prompt's chain and of the global chain are tried
-    (see the module's docstring). Only the positions with the longest match are used, in a tie those of the prompt's chain.
+    ``sequences`` and ``tokens`` are as in :func:`extend`. Compares the newest CANDIDATES positions of the prompt's chain and of the
+    global chain (see the module's docstring). The positions with the longest match vote on one next token after another; newer
+    positions have more weight, and a position that is outvoted no longer votes.
 
-    These positions vote on the next token, then on the token after it, and so on. The newest position has weight 1, the others have
-    1/2, 1/3 and so on. A position that is outvoted no longer votes. The number of predicted tokens is at most the width of
-    ``matches.tokens``, and less than the number of free columns after the sequence in ``tokens``.
+    The number of predicted tokens is at most the number of columns of ``matches.tokens``, and less than the number of free columns
+    after the sequence in ``tokens``.
     """
     for row in range(len(sequences)):
         _match(pool, sequences[row], tokens[row], matches.tokens[row], matches.shares[row], matches.numbers[row])

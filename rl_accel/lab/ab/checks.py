@@ -21,8 +21,7 @@ _BOUNDS = {
     "prompts_lost": ("prompts_lost", "lost", operator.le, ".0f"),
 }
 """Checks that compare one number per arm with a bound. Maps the name of a check to a tuple: key of the bounds in the recipe's
-section ``rollout``, key of the number in ``summary.json``, the condition (number, bound), and format for
-:func:`~rl_accel.lab.ab.tables.as_text`."""
+section ``rollout``, key of the number in ``summary.json``, the condition (number, bound), and number format."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def run_checks(
         results: results of the runs that were started.
         runs: metrics of these runs.
         stages, rollout, convergence: sections of ``summary.json``; ``rollout`` is None if the recipe does not ask for this section.
-        asked: number of runs that the user requested. Some of them may not have been started.
+        asked: number of runs that the user requested, started or not.
     """
     checks = [
         _completed(results, asked),
@@ -183,7 +182,7 @@ def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green
         lines: one pair per condition: whether the condition holds, and a text with the measured value.
         wanted: end of the text of a red check.
         green: text of a green check; "" for the texts of all conditions.
-        skipped: text of the check if ``lines`` is empty. The check is then skipped; it is green if ``skipped`` is "".
+        skipped: text of a check without ``lines``, which is then skipped; "" for a check that is green without ``lines``.
     """
     bad = [text for holds, text in lines if not holds]
     if bad:

@@ -135,7 +135,7 @@ def ab(
 
 
 def _without_missing_modules(plans: list[RunPlan], spec: Recipe) -> list[RunPlan]:
-    """Returns ``plans`` without the arms whose required module (``Arm.needs``) is missing. Prints a line for each such arm."""
+    """Returns ``plans`` without those of arms whose required module (``Arm.needs``) is missing. Prints a line for each such arm."""
     for name, arm in spec.arms.items():
         if arm.needs and not is_installed(arm.needs):
             plans = [plan for plan in plans if plan.arm != name]
@@ -233,7 +233,7 @@ def _show_failures(results: list[RunResult], out: Path, console: Console) -> Non
 class ProgressView:
     """Progress display of the command line: progress bars on a terminal, plain lines elsewhere.
 
-    Implements :class:`~rl_accel.lab.ab.runner.Watcher`. Use the display as a context manager.
+    A context manager that implements :class:`~rl_accel.lab.ab.runner.Watcher`.
     """
 
     def __init__(self, console: Console, plans: Sequence[RunPlan], reward: str) -> None:
@@ -302,9 +302,9 @@ class ProgressView:
         self._task = None
 
     def _plain(self, text: str, always: bool = False) -> None:
-        """Prints ``text`` as a line if the console is not a terminal. A terminal shows progress bars instead.
+        """Prints ``text`` as a line, unless the console is a terminal, which shows progress bars instead.
 
-        Skips ``text`` if the last printed line is less than ``_PLAIN_EVERY_S`` seconds old, unless ``always`` is True.
+        Without ``always``, prints at most one line per ``_PLAIN_EVERY_S`` seconds.
         """
         if not self._console.is_terminal and (always or time.monotonic() - self._last_line > _PLAIN_EVERY_S):
             self._last_line = time.monotonic()

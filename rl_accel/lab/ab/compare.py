@@ -23,7 +23,7 @@ from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.telemetry.readers import Logged, read
 
 SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", "train_time"])
-"""Names of the metrics that slime logs. The two stages ``train_wait_time`` and ``train_time`` fill a whole step of slime."""
+"""Names of the metrics that slime logs: reward, step time, and two stages, which together fill a step."""
 
 
 def load_arms(path: Path) -> dict[str, list[str]]:
@@ -56,12 +56,12 @@ def gather(
 ) -> tuple[Recipe, list[RunData]]:
     """Reads the runs of each arm. Returns a recipe with settings for the comparison, and the metrics of the runs.
 
-    If ``rl-accel ab`` wrote the folder that holds the first run, its recipe is used; else a default recipe for verl or slime.
+    If ``rl-accel ab`` wrote the first run, its recipe is used; else a default recipe for verl or slime.
 
     Args:
         arms: mapping from arm to the paths of the arm's runs, the baseline first.
         metrics: values by field of :class:`Metrics`, such as ``{"margin": "5%"}``. They replace the recipe's values.
-        batch_size: number of prompts per step; if None, read from the logged configuration or the command of each run.
+        batch_size: number of prompts per step; None: read from each run.
 
     Raises:
         RlAccelError: a run cannot be read, or no run of an arm logged the reward metric.
@@ -106,8 +106,7 @@ def gather(
 
 
 def _settings_of(run: Logged) -> dict[str, Any]:
-    """Returns the logged configuration of a run, with the seed and batch size at the top level, as in slime. verl has them in the
-    section ``data``, whose keys are copied."""
+    """Returns the logged configuration of a run. Keys of verl's section ``data``, such as ``seed``, are also at the top level."""
     data = run.config.get("data")
     return run.config | (data if isinstance(data, dict) else {})
 
@@ -170,7 +169,7 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
 
 
 def _paths_of_starts(run: str) -> list[str]:
-    """Splits ``run``, one or more paths joined by commas, into a list of paths. Each path is the log of one start of the run.
+    """Splits ``run``, paths joined by commas, into a list of paths: the logs of several starts of the same run.
 
     Raises:
         RecipeError: a path is empty.
@@ -184,8 +183,8 @@ def _paths_of_starts(run: str) -> list[str]:
 def _arm_name(run: str) -> str:
     """Returns a name for an arm, derived from ``run``, the path of the arm's first run.
 
-    The name is the last folder or file name of the path, without seed and file suffix: "tail" for ``logs/tail-seed1.jsonl``. Names
-    that become empty, such as ``seed1``, and folders of W&B are skipped. If no name is left, ``run`` itself is returned.
+    The name is the last folder or file name of the path, without seed and file suffix: "tail" for ``logs/tail-seed1.jsonl``.
+    Folders of W&B and names that become empty are skipped. Returns ``run`` if no name is left.
     """
     own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
     parts = (re.sub(own, "", part) for part in reversed(Path(run.partition(",")[0]).parts))

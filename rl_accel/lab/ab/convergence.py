@@ -35,15 +35,15 @@ Curves = Sequence[tuple[Array, Array]]
 
 EQUAL, DIFFERENT, NOT_ENOUGH, IDENTICAL = "equal within the margin", "different", "not enough runs", "identical"
 ALPHA, MIN_SEEDS = 0.05, 3
-"""``ALPHA``: largest probability that a comparison answers ``EQUAL`` or ``DIFFERENT`` although this is wrong. ``MIN_SEEDS``: number
-of runs that each arm needs. With fewer runs, :func:`decide` answers ``NOT_ENOUGH``."""
+"""``ALPHA``: largest probability of a wrong answer ``EQUAL`` or ``DIFFERENT``. ``MIN_SEEDS``: number of runs that each arm needs
+for one of these answers."""
 AXES = {
     "steps": "training steps",
     "prompts": "prompts trained",
     "hours": "hours of training",
     "minutes": "minutes of training",
 }
-"""Mapping from the x axis of a curve to its label in the report. Time is in minutes if all runs are shorter than an hour."""
+"""Mapping from the x axis of a curve to its label in the report."""
 _SECONDS = {"hours": 3600, "minutes": 60}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
 _REACH, _WINDOW = 0.9, 5  # share of the baseline's gain to reach; number of values in the moving average
@@ -54,11 +54,11 @@ def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> di
     """Returns the curve of ``metric`` in a run, once for each x axis: training steps, prompts trained, and training time.
 
     Args:
-        unit: unit of the time axis, "hours" or "minutes". The position of a step is the total time up to the end of this step.
+        unit: unit of the time axis, "hours" or "minutes".
 
     Returns:
-        Mapping from axis to a pair of arrays of equal length: positions, and finite values of the metric. "prompts" is left out if
-        the batch size is unknown, and time if the duration of a step is missing. Empty if no value is finite.
+        Mapping from axis to two arrays of equal length: positions, and finite values of the metric. An axis is left out if the run
+            lacks the data for it.
     """
     steps, values = (np.array(numbers, dtype=float) for numbers in curve(run, metric).values())
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
@@ -85,12 +85,12 @@ def _test(paired: bool, base: Array, other: Array, alternative: str = "two-sided
 
 
 def decide(base: Array, other: Array, margin: Array, paired: bool) -> npt.NDArray[np.str_]:
-    """Tests whether two arms are equal or different in a metric. Each element of the leading axes [...] is a comparison of its own.
+    """Tests whether two arms are equal or different in a metric, separately for each element of the leading axes [...].
 
     Args:
-        base, other: float64 [..., runs], the level (final metric value) of each run of the baseline, and of the other arm.
-        margin: float64, same shape as ``base``: largest difference that counts as equal, in units of the metric. Each baseline run
-            has its own margin, because the margin may be a share of the run's gain.
+        base, other: float64 [..., runs], final metric values of the baseline's runs, and of the other arm's runs.
+        margin: float64, same shape as ``base``: largest difference that counts as equal, in units of the metric, for each baseline
+            run.
         paired: True if ``base`` and ``other`` have the same seeds in the same order (paired t tests instead of Welch's).
 
     Returns:
@@ -120,11 +120,11 @@ def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
 def seeds_enough(base: Array, other: Array, margin: float, paired: bool, true: float = 0.0) -> float:
     """Estimates how many seeds per arm are needed so that :func:`decide` answers "equal" in 8 of 10 cases; inf if over 1,000.
 
-    A few runs tell the standard deviation only roughly, so the probability of "equal" is averaged over all plausible standard
-    deviations (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005, with the prior 1/sigma).
+    Averages over all plausible standard deviations of the runs (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics
+    4, 2005, with the prior 1/sigma).
 
     Args:
-        base, other: levels (final metric values) of the runs so far.
+        base, other: final metric values of the baseline's runs, and of the other arm's runs.
         margin: largest difference that counts as equal, in units of the metric.
         paired: True if ``base`` and ``other`` have the same seeds in the same order.
         true: assumed true difference of the arms, divided by the margin; 0 for arms that do not differ.
@@ -148,10 +148,10 @@ def seeds_enough(base: Array, other: Array, margin: float, paired: bool, true: f
 
 
 def matched(base: Sequence[RunData], other: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:
-    """Selects the runs of two arms that are compared. Returns the runs of each arm, and True if they are paired by seed.
+    """Selects the runs of two arms to compare. Returns the runs of each arm, and True if they are paired by seed.
 
-    Runs are paired if all seeds are known and the two arms have the same seeds or at least three seeds in common. Runs with other
-    seeds are left out then. Without pairing, all runs are returned.
+    Runs are paired if all seeds are known and the arms have the same seeds or at least three seeds in common. Runs with other seeds
+    are then left out. Otherwise, all runs are returned.
     """
     of_base, of_other = ({run.seed: run for run in runs if run.seed is not None} for runs in (base, other))
     shared = sorted(of_base.keys() & of_other.keys())
@@ -167,13 +167,13 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     The section has ``curves{metric: {axis: {run: [x, value]}}}``, ``notes[]`` (sentences for the report) and ``rows[]``. There is a
     row per arm, metric (the reward, then validation) and x axis, with these keys:
 
-    - ``end``, ``longest``: last position on the x axis of the shortest run, and of the longest run.
-    - ``baseline``, ``value``: mean level (final metric value, up to ``end``) of the baseline's runs, and of the arm's runs.
-    - ``difference``, ``low``, ``high``: ``value`` - ``baseline``, and the bounds of the 95% interval of this difference.
-    - ``margin``, ``answer``: margin in units of the metric, and ``IDENTICAL`` or the result of :func:`decide`.
-    - ``runs``, ``paired``: number of runs of each of the two arms, and whether the runs are paired by seed.
-    - ``enough``: two results of :func:`seeds_enough`, for arms that do not differ and for arms that differ by half the margin;
-      empty unless ``answer`` is ``NOT_ENOUGH`` and both can be computed.
+    - ``end``, ``longest``: last x value of the shortest run, and of the longest run.
+    - ``baseline``, ``value``: mean of the final metric values (up to ``end``) of the baseline's runs, and of the arm's runs.
+    - ``difference``: ``value`` - ``baseline``. ``low``, ``high``: 95% interval of the difference.
+    - ``margin``: margin in units of the metric. ``answer``: ``IDENTICAL`` or the result of :func:`decide`.
+    - ``runs``: number of runs of each of the two arms. ``paired``: whether the runs are paired by seed.
+    - ``enough``: results of :func:`seeds_enough` for arms that do not differ, and for arms that differ by half the margin; empty
+      unless ``answer`` is ``NOT_ENOUGH`` and both can be computed.
     - ``reach``: result of :func:`times_to_reach`; only if the metric is the reward.
     """
     rows, notes, curves = [], [note for run in runs for note in run.notes], {}
@@ -218,7 +218,7 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
 
 
 def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
-    """Joins run names to a text for the report. Replaces the names of all runs of an arm by "all runs of ARM"."""
+    """Joins run names to a text for the report. If all runs of an arm are named, they become "all runs of ARM"."""
     texts = []
     for arm in dict.fromkeys(run.arm for run in runs):
         runs_of_arm = [run.name for run in runs if run.arm == arm]
@@ -261,13 +261,13 @@ def _row(base: Curves, other: Curves, paired: bool, names: Metrics, is_reward: b
 def times_to_reach(base: Curves, other: Curves, paired: bool, level: float) -> dict[str, Any]:
     """Compares how early the runs of two arms reach the metric value ``level``.
 
-    A run reaches the level at the first position (step, number of prompts or time) at which the mean of the last five values is at
-    least ``level``. The result has the argument ``level`` and these keys:
+    A run reaches it at the first position (step, number of prompts or time) where the mean of the last five values is at least
+    ``level``. Returns a dict with ``level`` and these keys:
 
-    - ``reached``: number of runs that reach the level, of the baseline and of the other arm.
-    - ``baseline``, ``value``: geometric mean of the positions at which these runs reach the level, of the baseline and of the arm.
-    - ``ratio``, ``low``, ``high``: ``baseline`` / ``value`` (above 1 if the arm is earlier), and the bounds of its 95% interval.
-      All three are NaN unless all runs reach the level.
+    - ``reached``: number of baseline runs, and number of runs of the other arm, that reach ``level``.
+    - ``baseline``, ``value``: geometric mean of the positions of these baseline runs, and of these runs of the other arm.
+    - ``ratio``: ``baseline`` / ``value``, above 1 if the other arm is earlier; NaN unless all runs reach ``level``.
+    - ``low``, ``high``: 95% interval of ``ratio``; NaN like ``ratio``.
     """
     logs = []
     for side in (base, other):

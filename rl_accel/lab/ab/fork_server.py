@@ -44,8 +44,8 @@ LIBRARIES = (
 def main(listener: socket.socket) -> None:
     """Imports the libraries, then forks a process for each client until the standard input closes.
 
-    Each fork runs its client's program and then returns from this function. If a library has started a thread, there are no forks,
-    because a fork does not inherit threads: the server ends, and clients start ordinary processes.
+    Returns in each fork too, after the client's program has ended. If a library has started a thread, returns without forking;
+    clients then start ordinary processes.
     """
     del sys.path[0]  # the folder of this script
     for library in LIBRARIES:
@@ -64,7 +64,8 @@ def main(listener: socket.socket) -> None:
 def _serve(listener: socket.socket) -> dict[str, Any] | None:
     """Forks this process once per client, until the standard input closes.
 
-    Returns in each process: in a fork, at once with the request of its client; in the server, at the end with None."""
+    Returns the client's request in each fork, and None in the server.
+    """
     child_ended, wakeup = os.pipe()
     os.set_blocking(child_ended, False)
     os.set_blocking(wakeup, False)

@@ -17,7 +17,7 @@ from rl_accel.lab.ab.recipe import Recipe, RunPlan
 
 FORMS = ("print", "slurm", "ray")
 PREPARE = "prepare"
-"""Value of ``--only`` that selects the recipe's prepare command. No run has this name, because run names end in a seed."""
+"""Value of ``--only`` that selects the recipe's prepare command instead of a run."""
 
 _SUBMIT = (
     """submit() { sbatch --parsable --requeue --nodes=1 "$@" | cut -d';' -f1; }"""  # id;cluster if there are several
@@ -31,12 +31,11 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
         form: ``print`` for plain commands, ``slurm`` for ``sbatch``, or ``ray`` for ``ray job submit`` to a running cluster.
         recipe: recipe that gives the job names, the number of GPUs and the time limit.
         plans: runs to start.
-        call: words of the command ``rl-accel ab RECIPE ...`` that the user called, with absolute paths. Each job runs the same
-            command with ``--only RUN``.
+        call: words of the command ``rl-accel ab RECIPE ...``, with absolute paths. Each job runs it with ``--only RUN``.
         out: folder of the runs, on a file system that all nodes share.
 
     Raises:
-        RecipeError: ``form`` is ``slurm`` and the recipe needs several nodes. A Slurm job has only one node.
+        RecipeError: ``form`` is ``slurm`` and the recipe needs several nodes.
     """
     runs = [(plan, [*call, "--only", plan.name, "--resume"]) for plan in plans]
     prepare, report = shlex.join([*call, "--only", PREPARE]), [*call[:2], "--report-only", str(out)]
@@ -66,11 +65,8 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
 
 
 def _ray_job(plan: RunPlan, words: Sequence[str], shell: Mapping[str, str]) -> str:
-    """Returns a shell command that submits a run to Ray and waits for the end of the run.
-
-    The command waits so that runs do not overlap: verl does not wait for GPUs that another job holds. Environment variables are set
-    for the whole Ray job, because Ray actors do not inherit the variables of the job's driver process.
-    """
+    """Returns a shell command that submits a run to Ray and waits for the end of the run."""
+    # the job waits, because verl does not wait for GPUs of another job; Ray actors do not inherit a driver's variables
     variables = {**shell, **{key: value for key, value in plan.env.items() if value is not None}}
     variables["VERL_FILE_LOGGER_PATH"] = str(plan.directory / "metrics.jsonl")
     options = [f"--runtime-env-json={json.dumps({'env_vars': variables})}", "--", *words, "--ray-address", "auto"]

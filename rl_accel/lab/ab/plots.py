@@ -55,10 +55,7 @@ def _arms(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _reward(summary: dict[str, Any]) -> Any:
-    """Plots reward and validation metrics of all runs: one row of plots per metric, one column per x axis.
-
-    The x axes are training steps, prompts trained, and hours or minutes, as far as they are known.
-    """
+    """Plots reward and validation metrics of all runs: one row of plots per metric, one column per x axis (see ``AXES``)."""
     curves = {name: by_axis for name, by_axis in summary["convergence"]["curves"].items() if any(by_axis.values())}
     known = [axis for axis in AXES if any(by_axis.get(axis) for by_axis in curves.values())]
     if not known:
@@ -78,9 +75,9 @@ def _reward(summary: dict[str, Any]) -> Any:
 
 
 def _draw_runs(axes: Any, summary: dict[str, Any], curves: Mapping[str, Any], base_style: dict[str, Any]) -> None:
-    """Draws the curve of each run in the colour of the run's arm. ``curves`` maps the name of a run to a pair (x values, y values).
+    """Draws the curve of each run in the colour of the run's arm.
 
-    ``base_style``: matplotlib line options for runs of the baseline.
+    ``curves``: mapping from run to (x values, y values). ``base_style``: matplotlib line options for runs of the baseline.
     """
     for index, (arm, colour) in enumerate(_arms(summary).items()):
         names = [run["name"] for run in summary["runs"] if run["arm"] == arm and run["name"] in curves]
@@ -111,10 +108,7 @@ def _step_time(summary: dict[str, Any]) -> Any:
 
 
 def _rollout_seconds(summary: dict[str, Any]) -> Any:
-    """Plots the rollout seconds of each step, for the first seed of each arm.
-
-    Markers tell whether tail batching ran a short, long or final round in the step, or no such round.
-    """
+    """Plots the rollout seconds of each step, for the first seed of each arm. Markers show the kind of round in the step."""
     figure, ((axes,),) = _figure()
     for arm, colour, series in _first_seed(summary):
         axes.plot(series["steps"], series["seconds"], color=colour, lw=1, label=arm)
@@ -132,7 +126,7 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
 
 
 def _queue(summary: dict[str, Any]) -> Any:
-    """Plots the number of prompts in tail batching's queue (prompts that wait for a long round), for the first seed of each arm."""
+    """Plots the number of prompts in tail batching's queue, for the first seed of each arm."""
     figure, ((axes,),) = _figure()
     for arm, colour, series in _first_seed(summary):
         if any(value is not None for value in series["queue"]):
@@ -144,10 +138,7 @@ def _queue(summary: dict[str, Any]) -> Any:
 
 
 def _lengths(summary: dict[str, Any]) -> Any:
-    """Plots the distribution of the lengths of the responses trained on, over all seeds of each arm.
-
-    The plot shows whether tail batching biases training towards some lengths.
-    """
+    """Plots the distribution of the lengths of the responses trained on, over all seeds of each arm."""
     figure, (places,) = _figure(columns=2)
     for row in summary["rollout"]["arms"]:
         if row["lengths"]:
@@ -165,8 +156,8 @@ def _lengths(summary: dict[str, Any]) -> Any:
 
 
 def _first_seed(summary: dict[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Returns one tuple per arm: the arm, its plot colour, and the per-step values (:func:`~rl_accel.lab.ab.stats.series`) of the
-    arm's first run."""
+    """Returns a tuple for each arm: name, plot colour, and result of :func:`~rl_accel.lab.ab.stats.series` for the arm's first
+    run."""
     series = summary["rollout"]["series"]
     names = {run["arm"]: run["name"] for run in reversed(summary["runs"]) if run["name"] in series}
     return [(arm, colour, series[names[arm]]) for arm, colour in _arms(summary).items() if arm in names]

@@ -28,8 +28,8 @@ from rl_accel.runtime import is_installed
 
 TRIED_VERL = "0.9.1"
 Row = tuple[str, str, str]
-"""Result of one check as three strings: requirement, verdict and reason. The verdict is works, missing, wrong, unknown, or idle (a
-feature is on but has no effect in this run)."""
+"""Result of one check: requirement, verdict (works, missing, wrong, unknown or idle) and reason. Idle: a feature is on but has no
+effect in this run."""
 
 _SLIME_MAINS = ("train.py", "train_async.py")
 _SLIME_NUMBERS = {
@@ -39,15 +39,15 @@ _SLIME_NUMBERS = {
     "rollout_max_prompt_len": 0,
     "tensor_model_parallel_size": 1,
 }
-"""Names of slime's arguments from which the needed GPU memory is computed, and values to assume for arguments that are absent."""
+"""Slime arguments from which the needed GPU memory is computed, and values to assume for arguments that are absent."""
 _HYDRA_FLAGS = {"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name"}
-"""Hydra's command-line flags that choose verl's configuration file. "path": the flag gives the file's folder; "name": its name."""
+"""Hydra's flags that choose verl's configuration file: "path" for flags with the file's folder, "name" for flags with its name."""
 _GIB = 2**30
 _FSDP_BYTES = 16
-"""Bytes of training state per model parameter with FSDP: float32 value, gradient and two Adam moments, which all GPUs share."""
+"""Bytes of training state per model parameter with FSDP, split among all GPUs: float32 value, gradient and two Adam moments."""
 _MEGATRON_BYTES = (6, 12)
-"""Bytes of training state per model parameter with Megatron-LM: 6 for the bfloat16 value and float32 gradient, split among the GPUs
-of a tensor-parallel group, and 12 for the optimizer state, split among all GPUs."""
+"""Bytes of training state per model parameter with Megatron-LM: 6 (bfloat16 value, float32 gradient), split among the GPUs of a
+tensor-parallel group, and 12 (optimizer state), split among all GPUs."""
 
 _SLIME_PARSE = """
 import sys
@@ -70,9 +70,9 @@ if problem:
 
 
 def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
-    """Checks whether this machine can run a recipe. Checks the first run of each arm, because all runs of an arm need the same.
+    """Checks whether this machine can run a recipe: the first run of each arm.
 
-    Side effect: sets the environment variables of the first arm in this process, because verl reads them on import.
+    Sets the environment variables of the first arm in this process.
 
     Args:
         file: recipe file.
@@ -146,7 +146,7 @@ def compose_verl(plan: RunPlan) -> DictConfig:
 
 
 def validate_verl(config: DictConfig) -> dict[str, str]:
-    """Checks a composed configuration in the way that verl and rl-accel check it at the start of a run. Works on a copy.
+    """Checks a copy of a composed configuration as verl and rl-accel check it at the start of a run.
 
     Returns:
         Mapping from each requested feature of rl-accel that has no effect in this run to the reason.
@@ -257,8 +257,7 @@ def _files(what: str, paths: Sequence[Any], prepared: bool = False) -> Iterator[
 def _configuration(path: str) -> Mapping[str, Any] | None:
     """Returns the content of a model's ``config.json``; None if there is no such file on this machine.
 
-    Looks in the folder ``path``, then in the local cache of the Hugging Face hub under the name ``path``. Sends no request to the
-    hub, because each try takes seconds on a machine without internet.
+    Looks in the folder ``path``, then in the local cache of the Hugging Face hub under the name ``path``.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -283,7 +282,7 @@ def _model(path: str, prepared: bool = False) -> Iterator[Row]:
 
 
 def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: tuple[float, float]) -> Iterator[Row]:
-    """Checks whether a GPU has enough memory for the rollouts and for training. Yields one row with the result.
+    """Yields one row that says whether a GPU has enough memory for the rollouts and for training.
 
     Args:
         path: name or folder of the model.
@@ -291,8 +290,7 @@ def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: 
         gpus: number of GPUs of the run.
         share: share of a GPU's memory that rollouts may use.
         tokens: maximum number of tokens of a prompt and response together.
-        training: bytes of training state per model parameter, as two numbers: bytes that every GPU holds, and bytes that are split
-            over all GPUs.
+        training: bytes of training state per model parameter: bytes that every GPU holds, and bytes that are split over all GPUs.
     """
     import torch
 

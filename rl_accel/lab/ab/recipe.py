@@ -91,16 +91,16 @@ class Metrics:
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     """Names of the timed, non-overlapping stages of a step. The report shows the remaining time of the step as stage "other"."""
     average: str = "median"
-    """Kind of average over steps for stage times and their ratios: median or mean. Use mean with tail batching, because a median
-    would ignore its rare long rounds."""
+    """Average over steps for stage times and their ratios: median or mean. A median would ignore tail batching's rare long
+    rounds."""
     warmup_steps: int = 2
     """Number of steps at the start of each run that do not count in stage times."""
     margin: str = "2%"
-    """Largest difference in reward or validation at which two arms count as equal. Either a share of the baseline's gain over its
-    training (such as 2%) or a difference in units of the metric (such as 0.01)."""
+    """Largest difference in reward or validation at which two arms count as equal: a share of the baseline's gain (such as 2%), or
+    a difference in units of the metric (such as 0.01)."""
     reach: float | None = None
-    """Reward for the comparison of training speed: the report shows when each arm first reaches this reward. null: the baseline's
-    first reward plus nine tenths of its gain."""
+    """Reward for the comparison of training speed: the report shows when each arm first reaches it; null: 90% of the baseline's
+    gain."""
 
     @property
     def step_metric(self) -> str:
@@ -115,24 +115,20 @@ class Checks:
     identical: list[str] = field(default_factory=list)
     """Names of metrics whose values must be equal in all arms, step by step, for runs with the same seed."""
     rollout_probs_diff: float | None = 1e-3
-    """Largest allowed value of verl's metric ``training/rollout_probs_diff_max``: the largest difference between the probabilities
-    that the rollout engine and the trainer give to a token."""
+    """Largest allowed difference between the probabilities that the rollout engine and the trainer give to a token (verl's metric
+    ``training/rollout_probs_diff_max``)."""
     reward_gain: float | None = None
     """Smallest allowed gain of every run: mean reward of the last fifth of the steps minus mean reward of the first fifth."""
     faster: dict[str, float] = field(default_factory=dict)
-    """Mapping from stage (or the whole step) to the smallest allowed speedup. The speedup of an arm is the average seconds of the
-    baseline divided by the average seconds of the arm."""
+    """Mapping from stage, or the whole step, to the smallest allowed speedup: average seconds of the baseline divided by those of
+    the arm."""
     warn_only: list[str] = field(default_factory=list)
     """Names of checks that only warn: if they are red, ``rl-accel ab`` still ends with exit code 0."""
 
 
 @dataclass
 class Rollout:
-    """Settings and checks of the report's section about rollouts.
-
-    The section shows the seconds of tail batching's short, long and final rounds, the lengths of the responses trained on, and the
-    prompts trained.
-    """
+    """Settings and checks of the report's section about rollouts: seconds, lengths of trained responses, and prompts trained."""
 
     report: bool = False
     faster: dict[str, float] = field(default_factory=dict)
@@ -144,8 +140,8 @@ class Rollout:
     """Mapping from arm to the largest allowed number of lost prompts in a run. A lost prompt was drawn from the data, but is
     neither trained nor waiting for a later step."""
     same_reward: float | None = None
-    """Largest allowed difference in final reward between an arm and the baseline, in either direction. The whole 95% interval of
-    the difference must lie within it, which needs 3 seeds or more."""
+    """Largest allowed difference in final reward between an arm and the baseline. The whole 95% interval of the difference must lie
+    within it, which needs 3 seeds or more."""
 
 
 @dataclass
@@ -239,7 +235,7 @@ def save(recipe: Recipe, path: Path) -> None:
 def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     """Returns the content of a recipe file, merged into the content of the base recipe if the file has a key ``extends``.
 
-    ``extended_by``: files of the recipes that extend this one, directly or not; used to detect a cycle.
+    ``extended_by``: files of the recipes that extend this one; used to detect a cycle.
     """
     try:
         text = path.read_text()
@@ -249,9 +245,9 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _extended(recipe: dict[str, Any], path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """Reads the base recipe that the key ``extends`` of ``recipe`` names, and returns it with the changes of ``recipe``.
+    """Returns ``recipe`` merged into the base recipe that its key ``extends`` names; ``recipe`` itself without this key.
 
-    Without this key, returns ``recipe``. ``path``: file of ``recipe``. ``extended_by``: as in :func:`_read`.
+    ``path``: file of ``recipe``. ``extended_by``: as in :func:`_read`.
     """
     if "extends" not in recipe:
         return recipe
@@ -297,11 +293,8 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
-    """Converts ``values`` to an object of the dataclass ``schema``. ``where``: dotted key of ``values`` in the recipe.
-
-    OmegaConf checks the type of each value separately. If it built the whole object, it would try to fill in the ``${...}``
-    placeholders, whose values only :func:`plan_runs` or hydra know.
-    """
+    """Converts ``values`` to an object of the dataclass ``schema``. Error messages name ``source`` and ``where``, the dotted key of
+    ``values`` in the recipe."""
     if not isinstance(values, Mapping):
         raise RecipeError(f"{source}: {where} wants a mapping with the keys {_keys(schema)}, found {values!r}")
     hints, converted = get_type_hints(schema), {}
@@ -316,6 +309,7 @@ def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
         elif key == "arms" and isinstance(value, Mapping):
             converted[key] = {str(arm): _typed(Arm, keys, source, f"{name}.{arm}") for arm, keys in value.items()}
         else:
+            # one value at a time: a whole object would fill in ``${...}`` placeholders, which have no values yet
             config = OmegaConf.structured(schema)
             try:
                 config[key] = value
@@ -491,7 +485,8 @@ def _environment(env: Mapping[str, Any], known: Mapping[str, str], where: str) -
 
 
 def _fill(text: str, known: Mapping[str, str], where: str, strict: bool = True) -> str:
-    """Fills in the placeholders of ``text``. An unknown placeholder is an error if ``strict``, and is kept otherwise."""
+    """Fills in the placeholders of ``text`` from ``known``. An unknown placeholder is an error if ``strict``, and is kept
+    otherwise."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]

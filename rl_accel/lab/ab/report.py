@@ -60,9 +60,9 @@ from rl_accel.telemetry.stage_clock import FILE_NAME
 
 SCHEMA = "rl_accel.ab/2"
 _DRAWS = 20
-"""Number of simulated runs whose results are averaged for a prediction."""
+"""Number of simulated runs that are averaged for a prediction."""
 _BUSY = 2.0
-"""Load average per CPU core at the start of a run, above which the report warns that the run's times cannot be trusted."""
+"""Load average per CPU core at the start of a run, above which the report warns not to trust the run's times."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
 WIDTH = 180
 """Width of tables, in characters, if the output goes to a file or a pipe."""
@@ -135,8 +135,8 @@ def summarise(
 def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]) -> None:
     """Adds predicted rollout seconds and wasted tokens to the row of each arm in ``rows``.
 
-    The predictions are those of ``rl-accel plan``, computed from telemetry of the baseline's runs. They are None if there is no
-    telemetry, and for an arm with asynchronous training.
+    The predictions are those of ``rl-accel plan``, computed from telemetry of the baseline's runs; None without telemetry, and for
+    an arm with asynchronous training.
     """
     names = recipe.metrics
     setups, steps = [], 1

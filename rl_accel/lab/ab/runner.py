@@ -29,8 +29,8 @@ GRACE_S = 15.0
 MODULES = "VERL_USE_EXTERNAL_MODULES"
 """Name of the environment variable that lists modules for verl to import at its start, separated by commas."""
 RAY_DID_NOT_START = "The current node timed out during startup"
-"""Ray's error message if a Ray node takes more than 30 seconds to start, or the agents of the node more than 15. Ray needs longer
-on busy cores, and neither limit can be set (https://github.com/ray-project/ray/issues/65983)."""
+"""Ray's error message if a Ray node takes too long to start. The limit cannot be set:
+https://github.com/ray-project/ray/issues/65983."""
 _STARTS = 3
 _POLL_S = 0.2
 
@@ -54,7 +54,7 @@ class RunResult:
     """Seconds from the start of the command to the first logged training step; None before this step."""
     started: str = ""
     load_average: float | None = None
-    """One-minute load average of the machine at the start of the run. Times measured on a busy machine are unreliable."""
+    """One-minute load average of the machine at the start of the run."""
     message: str = ""
     label: str = ""  # name of the run if its seed is unknown
 
@@ -134,7 +134,7 @@ def run_all(plans: Sequence[RunPlan], watcher: Watcher, stop: Stop, resume: bool
         plans: runs to execute.
         watcher: progress display.
         stop: stop signals received so far.
-        resume: if True, a run that an earlier call completed with the same command is not repeated; the stored result is returned.
+        resume: if True, a run that was completed earlier with the same command is not repeated; its stored result is returned.
     """
     results = []
     for plan in plans:
@@ -204,18 +204,17 @@ def supervised(
     follow: Callable[[], bool],
     temp: Path | None = None,
 ) -> CommandExit:
-    """Runs a command until the command ends, ``stop`` has a signal or ``follow()`` (called a few times per second) returns True.
-
-    A command that fails because its Ray cluster exceeded Ray's time limit for starting is started again, at most twice.
+    """Runs a command until it ends, ``stop`` has a signal or ``follow()`` (called a few times per second) returns True.
 
     When this function returns or raises, no process of the command is left. If the calling process is killed, the command's
-    supervisor soon ends all processes of the command and removes ``temp``. If an exception is raised, the last lines of the log are
-    added to it as a note.
+    processes end soon, and ``temp`` is removed. An exception gets the last lines of the log as a note.
 
-    The command inherits the environment of this process, except rl-accel's flags, which would turn features on in the baseline too.
-    ``env`` replaces variables, or removes those with the value None. The variable :data:`MODULES` is not replaced but extended: the
-    names in ``env`` are appended.
+    A command whose Ray node takes too long to start is started again, at most twice.
+
+    The command inherits the environment of this process without rl-accel's flags. ``env`` replaces variables, or removes those with
+    the value None; its value of the variable :data:`MODULES` is appended.
     """
+    # the flags would turn features on in the baseline too
     inherited = {name: value for name, value in os.environ.items() if name not in FLAG_VARIABLES}
     merged: dict[str, str | None] = {**inherited, **env}
     if (own := os.environ.get(MODULES)) and (added := env.get(MODULES)):
@@ -248,9 +247,9 @@ def supervised(
 
 
 def _wait(process: "subprocess.Popen[bytes]", stop: Stop, follow: Callable[[], bool]) -> str:
-    """Waits until a supervised command ends, ``stop`` has a signal or ``follow()`` returns True.
+    """Waits for a supervised command, then ends the command's remaining processes.
 
-    Then ends the remaining processes of the command. Returns the reason for the end: ended, stopped or timeout.
+    Returns "ended" if the command ended, "stopped" if ``stop`` has a signal, "timeout" if ``follow()`` returned True.
     """
     assert process.stdin is not None
     try:
@@ -275,11 +274,8 @@ def _wait(process: "subprocess.Popen[bytes]", stop: Stop, follow: Callable[[], b
 
 @contextlib.contextmanager
 def ray_temp_dir() -> Iterator[Path]:
-    """Context manager that creates a private temporary folder for Ray, and removes the folder at the end.
-
-    The path of the folder is short enough for the paths of Ray's sockets, which may have 107 bytes.
-    """
-    base = tempfile.gettempdir()
+    """Context manager that creates a private temporary folder with a short path for Ray, and removes the folder at the end."""
+    base = tempfile.gettempdir()  # paths of Ray's sockets may have 107 bytes
     if len(base) > 24 and os.access("/tmp", os.W_OK):
         base = "/tmp"
     path = Path(tempfile.mkdtemp(prefix="rlab-", dir=base))

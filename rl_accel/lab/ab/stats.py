@@ -24,16 +24,16 @@ from rl_accel.rollout.saved import FOLDER
 from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OVERLAPPING, SAVING, read_kept
 
 LEDGER = f"{FOLDER}/ledger.jsonl"
-"""Folder and file name of every ledger, the file in which tail batching logs the prompts that each step trained."""
+"""Folder and file name of every ledger."""
 OTHER = "other"
 _RESAMPLES = 2000
 _MIN_PAIRS = 5
 KINDS = ("short", "long", "final")
 ALL = "all"
-"""Name of a step without tail batching, in the place where ``KINDS`` has the names of steps with a short, long or final round."""
+"""Kind of a step without tail batching; ``KINDS`` are the kinds with tail batching."""
 _PREFIXES = ("rollout/", METRICS_PREFIX)
-"""Prefixes under which ``tokens_generated`` and ``tokens_wasted`` are logged: first the counts of the rollout engine, which are
-preferred because they are more reliable, then those of tail batching."""
+"""Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``: of the rollout engine, then of tail batching. The first
+prefix that was logged is used."""
 _LOST = "rollout/prompts_lost"
 _BATCH = "data.train_batch_size="
 _DATA = {
@@ -45,8 +45,7 @@ _DATA = {
     "staleness, worst": ("training/off_policy/trajectory_staleness_worst/max",),
     "prompts put off a step": (METRICS_PREFIX + "prompts_deferred",),
 }
-"""Statistics of the training data that the report shows: mapping from label to the names under which verl, slime or rl-accel logs
-the statistic."""
+"""Statistics of the training data in the report: mapping from label to the names of the metric in verl, slime or rl-accel."""
 _PHASES = {
     "rollout and reward": (
         "response*",
@@ -64,8 +63,7 @@ _PHASES = {
     "validation": ("val-*", "val/*"),
     OTHER: ("*",),
 }
-"""Phases of a training step, in the order in which they run, with shell patterns of the metrics that each phase computes. If two
-runs differ at a step, they diverge in the first phase with a differing metric."""
+"""Phases of a training step, in order: mapping from phase to shell patterns of the metrics that it computes."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,8 @@ class RunData:
 
     @property
     def batch_size(self) -> int | None:
-        """Number of prompts per step, read from the override ``data.train_batch_size=N`` in the command (the last one counts);
-        None without such an override."""
+        """Number of prompts per step, from the last override ``data.train_batch_size=N`` in the command; None without this
+        override."""
         words = [word.lstrip("+") for word in self.command]
         sizes = [word.removeprefix(_BATCH) for word in words if word.startswith(_BATCH)]
         return int(sizes[-1]) if sizes and sizes[-1].isdigit() else None
@@ -113,7 +111,7 @@ class RunData:
 
 
 def measured_steps(run: RunData, names: Metrics) -> list[int]:
-    """Returns the numbers of the steps that time statistics use: all steps after ``names.warmup_steps``, and always the last
+    """Returns the numbers of the steps that time statistics use: all after ``names.warmup_steps`` steps, but at least the last
     step."""
     steps = sorted(run.training_steps(names))
     return steps[min(names.warmup_steps, max(0, len(steps) - 1)) :]
@@ -126,8 +124,7 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
     under ``ratios`` compare pairs of steps, one of the baseline and one of the arm, with the same seed and step number:
 
     - ``ratio``: average seconds of the baseline divided by average seconds of the arm.
-    - ``low``, ``high``: bounds of the 95% interval of the ratio (paired bootstrap over steps); null below 5 pairs. The interval
-      covers noise between the steps of these runs, not between machines or loads.
+    - ``low``, ``high``: bounds of the 95% interval of the ratio (paired bootstrap over steps); null below 5 pairs.
     - ``saved_s``: difference of the averages in seconds.
     """
     times = {run.name: _stage_times(run, names) for run in runs}
@@ -189,10 +186,10 @@ def _paired_times(couples: Iterable[tuple[Any, Any]], stage: str) -> npt.NDArray
 
 
 def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
-    """Returns ``ratio``, which is ``average(base) / average(other)``, and the bounds ``low`` and ``high`` of its 95% interval.
+    """Returns ``ratio``, which is ``average(base) / average(other)``, and ``low`` and ``high``, its 95% interval (bootstrap).
 
-    The interval is a bootstrap with a fixed random seed. The bounds are None if neither ``base`` nor ``other`` varies, if a value
-    of ``other`` is not above 0, or if there are too few values: below 5 pairs if ``paired``, else below 2 values on one side.
+    The bounds are None if there are too few values (below 5 pairs if ``paired``, else below 2 on one side), if no value varies, or
+    if a value of ``other`` is not above 0.
     """
     from scipy.stats import bootstrap
 
@@ -218,15 +215,17 @@ def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any]
 def differences(base: RunData, other: RunData) -> dict[str, Any]:
     """Compares the training metrics of two runs with the same seed, at the steps that both runs logged.
 
-    Metrics that match ``NOT_COMPARED`` are left out. NaN equals NaN. A metric that only one of the runs logged at a step
-    differs at this step, with None for the missing value.
+    Metrics that match ``NOT_COMPARED`` are left out. NaN equals NaN. A metric that only one run logged at a step differs there.
 
     Returns:
-        ``metrics_compared``: number of compared metrics. ``identical_phases``: phases (see ``_PHASES``) whose metrics never differ.
-        ``rows``: one row per metric that differs at any step, sorted by the first step with a difference, then by phase. ``step``,
-        ``baseline``, ``arm``, ``abs`` and ``rel`` of a row are this step, the two values, and their difference, absolute and
-        relative to the larger value. ``max_abs`` is the largest absolute difference at any step. ``steps_compared`` and
-        ``steps_differing`` are numbers of steps.
+        A dict with these keys:
+
+        - ``metrics_compared``: number of compared metrics.
+        - ``identical_phases``: phases (see ``_PHASES``) whose metrics never differ.
+        - ``rows``: one row per metric that differs at any step, sorted by the first step with a difference, then by phase.
+          ``step``, ``baseline`` and ``arm`` are this step and the two values (None if missing). ``abs`` and ``rel`` are their
+          difference, absolute and relative to the larger value. ``max_abs`` is the largest difference at any step.
+          ``steps_compared`` and ``steps_differing`` are numbers of steps.
     """
     rows: list[dict[str, Any]] = []
     steps = sorted(base.steps.keys() & other.steps.keys())
@@ -289,8 +288,8 @@ def curve(run: RunData, metric: str) -> dict[str, list[Any]]:
 def gain(run: RunData, metric: str) -> dict[str, float] | None:
     """Returns the rise of ``metric`` in a run; None if fewer than two steps logged a finite value.
 
-    ``before`` and ``after`` are the means over the first and the last fifth of these steps (at least one step), and ``gain`` is
-    ``after`` - ``before``.
+    - ``before``, ``after``: means over the first fifth, and over the last fifth, of the finite values.
+    - ``gain``: ``after`` - ``before``.
     """
     values = np.array(curve(run, metric)["values"], dtype=float)
     levels = before_and_after(values[np.isfinite(values)])
@@ -304,9 +303,7 @@ def before_and_after(values: npt.NDArray[np.float64]) -> tuple[float, float] | N
 
 
 def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]) -> dict[str, Any]:
-    """Returns the section ``rollout`` of ``summary.json``.
-
-    The section has these keys. A ledger is tail batching's file of the prompts trained in each step.
+    """Returns the section ``rollout`` of ``summary.json``, with these keys:
 
     - ``ledgers[]``: for each run with a ledger, the result of :func:`ledger_counts`.
     - ``without_ledger[]``: names of the runs with tail batching but without a ledger.
@@ -315,10 +312,10 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
 
     Keys of a row:
 
-    - ``seconds``: mean rollout seconds of the measured steps. ``kinds{kind: {steps, seconds}}``: number and mean rollout seconds
-      of the measured steps of each kind (:func:`kind_of`).
-    - ``ratio``: ``seconds`` of the baseline divided by ``seconds`` of the arm. ``low``, ``high``: bounds of its 95% interval
-      (bootstrap over steps).
+    - ``seconds``: mean rollout seconds of the measured steps.
+    - ``kinds{kind: {steps, seconds}}``: number and mean rollout seconds of the measured steps of each kind (:func:`kind_of`).
+    - ``ratio``: ``seconds`` of the baseline divided by ``seconds`` of the arm. ``low``, ``high``: its 95% interval (bootstrap over
+      steps).
     - ``wasted``, ``accepted``, ``cancelled``: see :func:`_token_statistics`.
     - ``lost``: largest logged number of lost prompts.
     - ``lengths``: lengths of the responses trained on (:func:`length_distribution`).
@@ -400,8 +397,8 @@ def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
 def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
     """Returns statistics that show whether arms trained on different data, as statistic -> arm -> mean over the arm's runs.
 
-    Statistics from logged metrics use only the steps that every run reached. Statistics from telemetry (lengths of completed
-    responses) and from ledgers (tail batching's files of trained prompts) use all steps. A statistic without data is left out.
+    Statistics from logged metrics use only the steps that every run reached. Statistics from telemetry and ledgers use all steps. A
+    statistic without data is left out.
     """
     end = min((max(run.steps) for run in runs), default=0)
     means: dict[str, dict[str, list[float]]] = {}
@@ -435,14 +432,13 @@ def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
-    """Counts in a ledger how often prompts were trained. A ledger is tail batching's file of trained, rejected and failed prompts.
+    """Counts in a ledger how often prompts were trained.
 
-    ``epochs[]`` has one row per epoch with numbers of prompts: ``prompts`` (all prompts of the epoch), trained ``once``, trained
-    ``again`` (more than once), ``rejected``, ``failed``, and ``missing`` (none of these). ``odd_steps[]`` are the numbers of the
-    steps that did not train ``batch`` prompts.
+    - ``epochs[]``: one row per epoch with numbers of prompts: ``prompts`` (all), ``once`` and ``again`` (trained once, more often),
+      ``rejected``, ``failed``, and ``missing`` (none of these).
+    - ``odd_steps[]``: numbers of the steps that did not train ``batch`` prompts.
 
-    The ledger does not tell the size of an epoch. The size is taken from the largest prompt number: of all epochs for every epoch
-    but the last, of the epoch itself for the last epoch.
+    A ledger does not tell the size of an epoch: the largest prompt number of all epochs is taken, or of the last epoch for itself.
     """
     odd_steps = []
     counts: dict[str, Counter[tuple[int, int]]] = {name: Counter() for name in ("trained", "rejected", "failed")}
@@ -480,7 +476,7 @@ def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
     - ``steps``: number of the step.
     - ``kind``: kind of the step, see :func:`kind_of`.
     - ``seconds``: rollout seconds; None if not logged.
-    - ``queue``: number of prompts in tail batching's queue, which wait for a long round; None without tail batching.
+    - ``queue``: number of prompts in tail batching's queue; None without tail batching.
     """
     steps = run.training_steps(recipe.metrics)
     return {

@@ -29,10 +29,9 @@ from rl_accel.processes import (
 )
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Environment variables that keep OpenMP and pyarrow's allocator from starting threads in the fork server. A fork does not inherit
-threads."""
+"""Environment variables that keep OpenMP and pyarrow's allocator from starting threads in the fork server."""
 _ORPHANS_S = 5.0
-"""Seconds that remaining daemons of a trainer may take to shut down by themselves after the trainer has ended."""
+"""Maximum seconds that remaining daemons of a trainer may take to shut down by themselves."""
 
 
 @contextlib.contextmanager
@@ -63,9 +62,8 @@ def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]
 def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
     """Context manager that starts a :mod:`fork_server` for a run on verl's CPU platform, and ends the server after the run.
 
-    Yields a command that runs ``command`` in a fork of the server. Ray then starts its workers as forks as well.
-    On other platforms, for a run that joins a running Ray cluster, and if RL_ACCEL_FORK_SERVER is "0", starts no server and yields
-    ``command`` unchanged.
+    Yields a command that runs ``command``, and later Ray's workers, as forks of the server. Yields ``command`` unchanged, without a
+    server, on other platforms, in a running Ray cluster, or if RL_ACCEL_FORK_SERVER is "0".
     """
     name, *words = command
     python = os.path.abspath(shutil.which(name) or name)

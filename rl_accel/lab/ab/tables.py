@@ -110,10 +110,10 @@ def _ratio(row: Mapping[str, Any]) -> list[str]:
 
 
 def as_text(value: float | None, form: str) -> str:
-    """Formats a number for a table cell; returns an empty text if ``value`` is None or not finite.
+    """Formats a number for a table cell; "" if ``value`` is None or not finite.
 
-    ``form`` is a Python number format such as ``.2f``. With ``.2fx``, the text ends in "x", as in "1.50x". The form ``s`` formats
-    ``value``, in seconds, as a duration.
+    ``form``: a Python number format such as ``.2f``; ``.2fx`` for a text such as "1.50x"; ``s`` for a duration of ``value``
+    seconds.
     """
     if value is None or not math.isfinite(value):
         return ""
