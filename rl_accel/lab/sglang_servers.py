@@ -26,7 +26,7 @@ PYTHON = Path(os.environ.get("SGLANG_PYTHON", Path(__file__).parents[2] / ".venv
 """Path of the Python interpreter of the environment with SGLang."""
 
 _START_SECONDS = 600.0
-"""Maximum seconds for the start of a server or router. SGLang needs 45 seconds of processor time for its imports alone."""
+"""Maximum seconds for the start of a server or router."""
 _OPTIONS = {
     "host": "127.0.0.1",
     "mem-fraction-static": 0.1,
@@ -94,8 +94,7 @@ def _running(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Context manager that starts the server ``command``, waits until it serves requests at ``url``, and yields its process.
 
-    ``serves(client)`` asks the server with an HTTP client whether it is ready. At the end of the block, the server and its children
-    are killed. If this process is killed, the server is ended, too.
+    ``serves(client)`` returns whether the server is ready. At the end of the block, or of this process, the server is killed.
     """
     with (
         tempfile.TemporaryFile("w+") as output,  # an unread pipe would fill up and block the process

@@ -20,26 +20,26 @@ from rl_accel.features import ADVANTAGES
 from rl_accel.lab.bench.measure import available_bytes
 
 REPEATS = 3
-"""Number of timed calls of each function. The result is the median of their times."""
+"""Number of timed calls of each function, of which the median is taken."""
 
 SLOW_SECONDS = 5.0
 """Seconds of one call above which a function is called only once."""
 
 BYTES_PER_TOKEN = 72
-"""Upper bound of the peak bytes per token: float32 inputs and outputs, the int64 mask, and verl's temporaries."""
+"""Upper bound of the peak memory in bytes per token of the batch."""
 
 
 def patches() -> list[Any]:
-    """Returns the patches of the ``advantages`` feature for verl, in the order in which the feature applies the patches."""
+    """Returns verl's patches of the feature ``advantages``, in the order in which the feature applies them."""
     modules = ADVANTAGES.switches["verl"]
     return [patch for module in modules for patch in importlib.import_module(module).SWITCHES]
 
 
 def batch(rows: int, tokens: int) -> dict[str, Any]:
-    """Returns random arguments for all replaced functions, by parameter name.
+    """Returns random arguments for all replaced functions, by parameter name: tensors of shape [``rows``, ``tokens``], and a
+    config.
 
-    The tensors have the shape [``rows``, ``tokens``]. The mask of each row ends at a random length. Arguments of different names
-    share a tensor: the rewards are also ``values``, and the response mask is also ``mask``.
+    The mask of each row ends at a random length.
     """
     from omegaconf import OmegaConf
 
@@ -62,8 +62,8 @@ def measure(rows: int, tokens: int) -> list[dict[str, Any]]:
     """Times every function that the patches replace on a batch [``rows``, ``tokens``], first verl's own, then with all patches.
 
     Returns:
-        One record per function: ``estimator, same_bits, stock_s, fast_s``. ``stock_s`` is the median number of seconds of verl's
-        function, ``fast_s`` that of the replacement. Both are None if the results differ in a bit.
+        One record per function: ``estimator, same_bits, stock_s, fast_s``. The seconds are medians of verl's function and of the
+            replacement; both are None if the results differ in a bit.
     """
     data = batch(rows, tokens)
     everything = patches()

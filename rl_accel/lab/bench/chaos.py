@@ -30,7 +30,7 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "anchor store": ("AnchorStore",),
     "trainer": ("TaskRunnerV1",),
 }
-"""Mapping from each kind of process to kill to texts by which its command line is recognised (in vLLM, SGLang or CPU engine)."""
+"""Mapping from each kind of process to kill to texts of which its command line contains one."""
 
 STEPS, PROMPTS, KILLS = 6, 8, 2
 OVERRIDES = (
@@ -44,15 +44,14 @@ OVERRIDES = (
 )
 LAUNCHES = KILLS + 1
 STANDSTILL_S = 600.0
-"""Seconds without a completed training step (a new line in tail batching's ledger) after which a run counts as hung."""
+"""Seconds without a completed training step after which a run counts as hung."""
 
 
 @dataclass(frozen=True)
 class Kill:
     """A planned SIGKILL to one process of kind ``victim``, sent ``seconds`` seconds after training step ``step`` has completed.
 
-    A step counts as completed when tail batching's ledger has a line for it. The signal comes earlier if the run had a step shorter
-    than ``seconds``: after the seconds of the shortest step, because the run could end before a later kill.
+    The signal comes earlier if a step of the run took less than ``seconds``: after as many seconds as the shortest step took.
     """
 
     victim: str
@@ -82,8 +81,8 @@ class Result:
 
 
 def schedule(seed: int) -> list[Kill]:
-    """Returns the planned kills for a seed, ordered by step. The first victim rotates through :data:`VICTIMS` from seed to seed, so
-    that every kind gets its turn; the others are random."""
+    """Returns the planned kills for a seed, ordered by step. Over successive seeds, each kind in :data:`VICTIMS` gets its turn; the
+    other victims are random."""
     rng, victims = random.Random(seed), tuple(VICTIMS)
     chosen = [victims[seed % len(victims)], *rng.choices(victims, k=KILLS - 1)]
     # verl is still starting before step 1, and the run may be over after the last of these steps
@@ -95,8 +94,8 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
     """Launches the training run of ``plan``, kills processes by the schedule of ``seed``, and launches the run again after a
     failure.
 
-    There are at most :data:`LAUNCHES` launches, and none after a launch that hung, or that failed although nothing was killed. At
-    the end, checks the ledger in ``folder``: tail batching's file of the prompts that each step trained or gave up.
+    There are at most :data:`LAUNCHES` launches, and none after a launch that hung or failed although nothing was killed. At the
+    end, checks the run's ledger.
     """
     folder.mkdir(parents=True)
     result, due, began = Result(seed), schedule(seed), time.monotonic()
@@ -137,8 +136,8 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
 
 
 def _problems_of_ledger(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the problems of a ledger. It must hold :data:`STEPS` steps of :data:`PROMPTS` trained prompts, no prompt twice and no
-    failed prompt."""
+    """Returns the problems of a ledger, which must hold :data:`STEPS` steps of :data:`PROMPTS` trained prompts, no prompt twice and
+    no failed prompt."""
     problems = []
     if [line["step"] for line in ledger] != list(range(1, STEPS + 1)):
         problems.append(f"the ledger has the steps {[line['step'] for line in ledger]}")
@@ -158,8 +157,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _kill(victim: str, metrics: Path) -> bool:
-    """Sends SIGKILL to one process of kind ``victim`` in the run that logs to the file ``metrics``. Returns whether there is such
-    a process."""
+    """Sends SIGKILL to one process of kind ``victim`` in the run that logs to the file ``metrics``. Returns False if there is
+    none."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             name = " ".join(process.cmdline())

@@ -104,8 +104,8 @@ class Replay:
 
     Attributes:
         engine_steps: number of engine steps without drafts (key False) and with drafts (key True).
-        epochs: mapping from epoch to [accepted draft tokens, engine steps], both summed over the requests of this epoch. Each
-            training step in which a prompt occurs is an epoch of this prompt, counted from 1.
+        epochs: mapping from epoch to [accepted draft tokens, engine steps], both summed over requests. A prompt's first training
+            step is its epoch 1, the next training step with this prompt is its epoch 2, and so on.
         seconds: seconds of each call of the drafter, by number of running requests.
         counts: counters of the drafter, by name.
     """
@@ -162,8 +162,7 @@ def _drafter(settings: dict[str, int], fill: bool, engine_steps: Callable[[], in
 def _replay_responses(waiting: list[_Row], matrix: np.ndarray, drafter: Drafter | None, result: Replay) -> None:
     """Replays the responses in ``waiting``, from the last to the first, and adds the measurements to ``result``.
 
-    ``drafter``: proposes the drafts; None for no drafts. ``matrix``: memory for the tokens of the running requests, one row each,
-    in the layout that vLLM passes to a drafter.
+    ``drafter``: proposes the drafts; None for no drafts. ``matrix``: memory for the tokens of the running requests, one row each.
     """
     rows: list[_Row] = []
     while waiting or rows:

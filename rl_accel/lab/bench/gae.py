@@ -36,10 +36,10 @@ GOAL_SHAPES = ((256, 32768), (256, 131072))
 GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
 COPY_GOAL = 1.5
 COPY = "plain copy"
-"""Name of the measurement that no GAE kernel can beat: a ``clone()`` that moves as many bytes as the rewards, values, mask,
-advantages and returns have together."""
+"""Name of the fastest possible measurement: a copy of as many bytes as GAE reads and writes."""
 LONGEST_S = 20.0
-"""Maximum expected seconds of one call of a GAE implementation. A slower one is left out, except at shapes with a speed goal."""
+"""Maximum expected seconds of one call of a GAE implementation. Slower implementations are left out, except at shapes with a speed
+goal."""
 GAMMA, LAM = 0.99, 0.95
 _TOLERANCE = 1e-4
 
@@ -49,7 +49,7 @@ LENGTHS_GOAL = 10.0
 _SEQUENCES, _LONGEST, _SIGMA = 64, 16384, 1.5
 _LENGTHS_BUDGET_S = 5.0
 _MMAP_THRESHOLD = -3
-"""Value of the constant ``M_MMAP_THRESHOLD`` in glibc's malloc.h: identifier of this parameter for ``mallopt``."""
+"""Identifier of the setting ``M_MMAP_THRESHOLD`` for glibc's ``mallopt``."""
 
 Shape = tuple[int, int]
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -59,7 +59,7 @@ Lists = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A GAE implementation in the comparison. ``masked``: whether it uses verl's response mask; otherwise, it gets no mask."""
+    """A GAE implementation in the comparison. ``masked``: whether it gets verl's response mask."""
 
     name: str
     run: Callable[[Inputs], Result]
@@ -78,8 +78,8 @@ def _deltas(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.
 
 
 def slime_chunk(inputs: Inputs, chunk: int = 128) -> Result:
-    """Computes GAE by slime's chunk scan (slime pull request 850). Reverses time, multiplies each chunk by one matrix, then passes
-    the running advantage from chunk to chunk."""
+    """Computes GAE by slime's chunk scan (slime pull request 850), which reverses time, multiplies each chunk by one matrix, and
+    passes the running advantage from chunk to chunk."""
     rewards, values, _, gamma, lam = inputs
     rows, tokens = rewards.shape
     decay = gamma * lam
@@ -159,7 +159,7 @@ def bench_gae(out: Path | None, batch: int | None, tokens: int | None, lengths: 
 def make_inputs(shape: Shape, device: str, seed: int = 0) -> Inputs:
     """Returns random rewards and values [B, T], a mask [B, T], gamma and lambda.
 
-    The mask is that of multi-turn responses of random length: zeros after the end of each response, and single zeros within it.
+    The mask has zeros after the random length of each response, and single zeros before, as between turns.
     """
     random = torch.Generator().manual_seed(seed)
     rows, tokens = shape
@@ -172,7 +172,7 @@ def make_inputs(shape: Shape, device: str, seed: int = 0) -> Inputs:
 
 
 def _correct_contestants(candidates: list[Contestant], device: str, console: Console) -> list[Contestant]:
-    """Returns the GAE implementations with correct results, those that agree with verl's loop in float64.
+    """Returns the GAE implementations that agree with verl's loop in float64.
 
     Implementations with ``exact`` must also equal verl's loop in float32 bit for bit.
     """
@@ -205,7 +205,7 @@ def _correct_contestants(candidates: list[Contestant], device: str, console: Con
 
 
 def _distance(result: torch.Tensor, truth: torch.Tensor) -> float:
-    """Returns the relative error of ``result`` in the 2-norm. A result with NaN has an infinite error."""
+    """Returns the relative error of ``result`` in the 2-norm; infinity for NaN."""
     error = float((result.double() - truth).norm() / truth.norm().clamp(min=1e-30))
     return error if error == error else float("inf")
 
@@ -245,7 +245,7 @@ def _measure(
 def expected_seconds(name: str, shape: Shape, before: list[dict[str, Any]]) -> float:
     """Estimates the seconds of one call of the GAE implementation ``name`` at ``shape``; 0 if no smaller shape has been measured.
 
-    Assumes the same seconds per token as at the largest smaller shape in ``before``, the results so far.
+    ``before``: results so far. The seconds per token are those of the largest smaller shape.
     """
     smaller = [row for row in before if name in row["seconds"] and row["batch"] * row["tokens"] < shape[0] * shape[1]]
     if not smaller:
@@ -276,8 +276,7 @@ def _show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
-    """Returns a table cell with the milliseconds of a GAE implementation at one shape, and the MiB needed beyond inputs and
-    outputs."""
+    """Returns a table cell: milliseconds of a GAE implementation at one shape, and MiB of memory beyond inputs and outputs."""
     if (median := _median(row, name)) is None:
         return "-"
     peak = None if name == COPY else row["seconds"][name]["peak_extra_bytes"]
@@ -338,13 +337,12 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def read_lengths(source: str) -> list[int]:
-    """Returns sequence lengths in tokens from the file ``source``.
+    """Returns sequence lengths in tokens from the file ``source``: whole numbers, separated by whitespace, commas or brackets.
 
-    The file holds whole numbers of at least 1, separated by whitespace, commas or brackets. If ``source`` is ``lognormal``, draws
-    64 lengths instead; the longest is 16,384 tokens.
+    If ``source`` is ``lognormal``, draws 64 lengths instead; the longest is 16,384 tokens.
 
     Raises:
-        ValueError: the file cannot be read, or holds anything but such numbers.
+        ValueError: the file cannot be read, or holds anything but whole numbers of at least 1.
     """
     if source == LOGNORMAL:
         draw = random.Random(0)
@@ -361,8 +359,8 @@ def read_lengths(source: str) -> list[int]:
 
 
 def slime_padded(rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Lists:
-    """Computes GAE of separate sequences as slime does: copies the sequences into [B, longest], scans chunks, and returns views
-    without the padding."""
+    """Computes GAE of separate sequences as slime does: pads the sequences to [B, longest], scans chunks, and removes the
+    padding."""
     longest = max(map(len, values))
     padded_rewards, padded_values = (values[0].new_zeros(len(values), longest) for _ in range(2))
     for row, (reward, value) in enumerate(zip(rewards, values, strict=True)):
@@ -376,7 +374,7 @@ def slime_padded(rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 def bench_lengths(source: str, device: str, out: Path | None, console: Console) -> bool:
     """Measures slime's algorithm and rl-accel's kernel on one batch of sequences. Prints times, memory and ratios.
 
-    Returns whether both algorithms give correct results. Otherwise, nothing is measured.
+    Returns False, without measuring, if one of them gives wrong results.
     """
     lengths = read_lengths(source)
     generator = torch.Generator().manual_seed(0)
@@ -423,8 +421,7 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
 
 
 def _give_memory_back() -> None:
-    """Makes the C library return freed memory to the system at once. Otherwise, a measurement would not see the memory of tensors
-    of a few hundred kilobytes."""
+    """Makes the C library return freed memory to the system at once, so that the memory of small tensors is measured."""
     with contextlib.suppress(OSError, AttributeError):  # no glibc: memory of small tensors is not counted
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, 1 << 16)

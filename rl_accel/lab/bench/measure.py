@@ -28,12 +28,8 @@ class Timing:
 def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float) -> dict[str, Timing]:
     """Times ``functions`` in turn, round after round, so that a change of the machine's speed affects all functions.
 
-    The first call of each function measures memory. If this call takes longer than both ``budget_s`` and ONCE_S seconds, it is the
-    only call, and its time is the result. Every other function is timed once in each of LEAST rounds. Up to MOST rounds follow
-    while its calls have taken no more than ``budget_s`` seconds together.
-
-    Before each timed call, a function that takes up to WARM_S seconds is called once untimed. Otherwise, its time would include a
-    wait for memory that the system, or the host of a virtual machine, has reclaimed during a slow function.
+    The first call of each function measures memory. If this call takes more than ``budget_s`` and ONCE_S seconds, its time is the
+    result. Every other function is timed in LEAST to MOST rounds, until its calls have taken more than ``budget_s`` seconds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     spent: dict[str, float] = {}
@@ -48,6 +44,7 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float) -> 
     for turn in range(MOST):
         for name, function in functions.items():
             if name not in once and (turn < LEAST or spent[name] <= budget_s):
+                # an untimed call: the system, or a virtual machine's host, may have reclaimed memory during a slow function
                 if spent[name] <= WARM_S * (turn + 1):
                     _once(function, [])
                 _once(function, seconds[name])
@@ -58,9 +55,8 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float) -> 
 def peak_extra_bytes(function: Callable[[], Any]) -> int | None:
     """Calls ``function`` and returns the peak increase of memory in use, in bytes, including the result of the call.
 
-    With a CUDA device, counts torch's allocations on the device. Otherwise, reads the peak resident memory of this process from
-    the Linux kernel, or returns None if the kernel does not allow a reset of this peak. The number is too low if another thread
-    frees memory during the call.
+    Counts torch's allocations on a CUDA device, else the resident memory of this process; None if Linux does not allow the
+    measurement. Memory that another thread frees during the call makes the number too low.
     """
     gc.collect()
     if torch.cuda.is_available():

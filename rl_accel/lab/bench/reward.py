@@ -42,12 +42,11 @@ CALLS = 500
 FASTER_GOAL = 3.0
 KILLED_GOAL = 0.002
 CALL_GOAL = 0.001
-"""Goal: maximum extra seconds that rl-accel adds to a call of a grader that never hangs, compared with stock verl."""
+"""Goal: maximum extra seconds per call of a grader that never hangs, compared with stock verl."""
 NEVER = 10**9
 
 HANGING = 0.0505
-"""Share of executions that hit a fixed limit of 30 s. Digitised from Fig. 7a of RollPacker (NSDI'26), which shows executions of
-model-generated code."""
+"""Share of executions that hit a fixed limit of 30 s, read from Fig. 7a of RollPacker (NSDI'26)."""
 # fmt: off
 SECONDS = (
     0.116, 0.147, 0.164, 0.185, 0.2, 0.252, 0.29, 0.361, 0.393, 0.441, 0.489, 0.565, 0.652, 0.694, 0.74, 0.788, 0.833, 0.955, 1.065,
@@ -58,11 +57,11 @@ SHARES = (
     0.936, 0.939, 0.9405, 0.943, 0.945, 0.947, 0.9495,
 )
 # fmt: on
-"""Cumulative distribution of published durations, from the same figure as HANGING. ``SHARES[i]`` is the share of executions that
-take at most ``SECONDS[i]`` seconds. 1 % of executions take between 2 and 30 s."""
+"""Cumulative distribution of published durations, from the same figure as HANGING: ``SHARES[i]`` is the share of executions that
+take at most ``SECONDS[i]`` seconds."""
 CORRECT = (0.2, 1.0)
-"""Lowest and highest share of correct responses of a prompt; the other prompts have shares evenly in between. This range is our
-choice, because no range is published."""
+"""Lowest and highest share of correct responses of a prompt; the other prompts have shares evenly in between. The range is our
+choice."""
 ANSWER = "42"
 
 Kind = Literal["sleep", "busy"]
@@ -79,7 +78,7 @@ class Response:
     Attributes:
         prompt: name of the prompt.
         code: Python code of the program.
-        correct: whether the program prints the right answer, if it is given enough time.
+        correct: whether the program would print the right answer without a time limit.
         seconds: duration of the program; None if the program never ends.
     """
 
@@ -104,20 +103,18 @@ def workload(
 ) -> list[list[Response]]:
     """Returns batches of random programs, with ``responses`` programs for each of the ``batch`` prompts of a batch.
 
-    Every epoch has a new order of prompts. Each prompt has a typical duration, which is a quantile of the published distribution.
-    The duration of a correct program is the typical duration of the prompt multiplied by a log-normal factor. About one prompt in
-    100 has a typical duration above 2 s. Wrong programs take as long as correct programs or never end. The share of executions that
-    never end is the published share. Each program sleeps or computes, with equal probability.
+    Each prompt has a typical duration, drawn from the published distribution. A program takes this duration multiplied by a
+    log-normal factor, sleeping or computing. Some wrong programs never end, so that the share of such executions is the published
+    share.
 
     Args:
         prompts: number of prompts in an epoch.
         responses: number of programs per prompt and epoch.
-        epochs: number of epochs.
+        epochs: number of epochs, each with a new order of prompts.
         batch: number of prompts in a batch.
         scale: factor on all seconds.
-        spread: standard deviation of the logarithm of the log-normal factor. With 0.3, nine in ten durations are within 1.6 times
-            the typical duration.
-        overhead: seconds of an execution outside the program. Published durations include an overhead, so the programs are shorter.
+        spread: standard deviation of the logarithm of the log-normal factor.
+        overhead: seconds of an execution outside the program, by which the programs are shorter than the published durations.
         seed: seed of the random numbers.
     """
     rng = random.Random(seed)
@@ -216,9 +213,7 @@ async def run_arms(
 
 
 def check(batch: Sequence[Response], results: Sequence[ExecutionResult]) -> None:
-    """Compares the verdicts of executions with the expected verdicts.
-
-    A timeout of a program that would end is allowed here; :func:`summarise` counts such timeouts.
+    """Compares the verdicts of executions with the expected verdicts. A timeout of a program that would end is allowed.
 
     Raises:
         WrongResult: a program that never ends was not stopped, or a program that ends has a wrong verdict.
@@ -244,8 +239,11 @@ def grade_at_once(answer: str) -> float:
 
 
 async def measure_call_cost() -> dict[str, float]:
-    """Returns the median seconds of a call of :func:`grade_at_once`: "stock" for a call in a thread, as in verl, and "pack" for a
-    call in a persistent worker, as in rl-accel."""
+    """Returns the median seconds of a call of :func:`grade_at_once`.
+
+    - ``stock``: a call in a thread, as in verl.
+    - ``pack``: a call in a persistent worker, as in rl-accel.
+    """
     executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(RewardTimeoutFlags())), 1)
     graders = Graders(f"{__file__}:{grade_at_once.__name__}", 1)
     loop = asyncio.get_running_loop()
@@ -293,11 +291,11 @@ def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm]) ->
 
     - ``seconds``: wall-clock seconds of all executions together.
     - ``times_less``: ``seconds`` of the first policy divided by ``seconds`` of this policy.
-    - ``own_seconds``: ``seconds`` without waits for a processor, so that a busy machine does not change the number.
+    - ``own_seconds``: ``seconds`` without waits for a processor.
     - ``step_s``: mean seconds from the start of a batch to the last result of the batch.
     - ``wrongly_killed``: number of correct answers that did not pass.
     - ``struck``: number of executions stopped by each limit, by name of the limit (such as ``wall``).
-    - ``full_budget``: number of stopped executions that had the longest limit: probes, and executions before a limit was learned.
+    - ``full_budget``: number of stopped executions that had the full budget.
     """
     responses = [response for batch in batches for response in batch]
     rows: dict[str, Any] = {}
@@ -327,15 +325,16 @@ def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm]) ->
 
 
 def kill_verdict(killed: int, correct: int) -> str:
-    """Compares the share of wrongly stopped correct answers with the goal. Returns "met", "NOT met" or "too few to tell".
+    """Compares the share of wrongly stopped correct answers with the goal.
 
-    A single stopped answer may be chance and never fails the goal. For "met", the measured share must be within the goal, and so
-    low that a true share equal to the goal would give it in at most 5% of cases (one-sided binomial test).
+    Returns "NOT met" if more than one answer was stopped and the share exceeds the goal; "met" if the share is so low that a true
+    share equal to the goal would give it in at most 5% of cases (binomial test); else "too few to tell".
 
     Args:
         killed: number of correct answers that did not pass.
         correct: number of correct answers.
     """
+    # a single stopped answer may be chance
     if killed > max(1.0, KILLED_GOAL * correct):
         return "NOT met"
     chances = (math.comb(correct, k) * KILLED_GOAL**k * (1 - KILLED_GOAL) ** (correct - k) for k in range(killed + 1))
@@ -343,8 +342,11 @@ def kill_verdict(killed: int, correct: int) -> str:
 
 
 def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
-    """Returns the flags of two time limit policies: "adaptive" learns limits from correct executions; "fixed" always uses the
-    longest limit. All default times of rl-accel are multiplied by ``scale``, like the durations of the programs."""
+    """Returns the flags of two time limit policies, with all default times of rl-accel multiplied by ``scale``.
+
+    - ``fixed``: always the longest limit.
+    - ``adaptive``: limits learned from correct executions.
+    """
     defaults = RewardTimeoutFlags()
     slack, minimum = defaults.slack * scale, defaults.minimum * scale
     adaptive = replace(defaults, slack=slack, minimum=minimum, maximum=PROGRAM_BUDGET * scale)

@@ -18,10 +18,9 @@ from rl_accel.console import show_table, wide_console
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 from rl_accel.lab.bench.measure import met, results_file
 
+# a round of the largest batch takes minutes: verl's agent loop needs about 20 CPU milliseconds per response
 LOADS = ((32, 16, 3), (128, 16, 2), (512, 16, 1))
-"""Batch sizes of the benchmark. Each tuple holds the number of prompts in a batch (P0), the number of responses per prompt
-(R0), and the number of rounds. A round of the largest batch takes minutes, because verl's agent loop needs about 20 CPU
-milliseconds per response."""
+"""Batch sizes of the benchmark: number of prompts in a batch (P0), number of responses per prompt (R0), and number of rounds."""
 LOAD_GOAL_S = 2.0
 LOAD_MODULE = "rl_accel.lab.bench.tail_load"
 LONGEST_S = 900.0

@@ -52,22 +52,21 @@ RATIO = 1.25
 TOKENS = 128
 """Number of tokens of a response with the median response time. Other responses have tokens in proportion to their time."""
 LONGEST = 8.0
-"""Upper bound of a random response time, as a multiple of the median time. Corresponds to a limit on the response length."""
+"""Upper bound of a random response time, as a multiple of the median time."""
 
 
 def drawn(prompt: bytes, rng: random.Random) -> float:
     """Returns a random response time as a multiple of the median response time, at most :data:`LONGEST`.
 
-    The time is log-normal with sigma 1. Its logarithm is the sum of a random number of the ``prompt`` and a random number of the
-    response, with equal variances: long responses come together.
+    The time is log-normal with sigma 1. Half of the variance is common to all responses to ``prompt``, so that long responses come
+    together.
     """
     shared = random.Random(hashlib.sha256(prompt).digest()).gauss(0, math.sqrt(0.5))
     return min(math.exp(shared + rng.gauss(0, math.sqrt(0.5))), LONGEST)
 
 
 class SleepingServer:
-    """A rollout server that sleeps for a random time instead of decoding. Cancelling a ``generate`` call ends the sleep, as in
-    vLLM.
+    """A rollout server that sleeps for a random time instead of decoding. Cancelling a ``generate`` call ends the sleep.
 
     Args:
         median_s: median of the random response times, in seconds.
@@ -106,8 +105,7 @@ class SleepingServer:
 
 
 class NotingWorker(TailAgentLoopWorker):
-    """rl-accel's agent-loop worker, which also records the time of each event that the worker reports. Times are seconds of the
-    monotonic clock, which all processes of a machine share."""
+    """rl-accel's agent-loop worker, which also records when it reports each event, in seconds of the machine's monotonic clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -118,15 +116,14 @@ class NotingWorker(TailAgentLoopWorker):
         super()._report(event)
 
     async def take_notes(self) -> tuple[list[tuple[str, int, float]], int, float]:
-        """Returns a tuple: the events since the last call, each as ``(kind, response id, time in seconds)``, the resident memory of
-        this worker process in bytes, and its CPU seconds so far."""
+        """Returns the events since the last call, each as ``(kind, response id, time in seconds)``; the resident memory of this
+        worker process in bytes; and its CPU seconds so far."""
         notes, self._notes = self._notes, []
         return notes, psutil.Process().memory_info().rss, time.process_time()
 
 
 class ReplicaStandIn:
-    """Replacement for verl's ``RolloutReplica``, with the two methods that rl-accel's trainer calls to stop and resume rollout
-    servers."""
+    """Replacement for verl's ``RolloutReplica``, with the two methods that rl-accel's trainer calls."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -139,7 +136,7 @@ class ReplicaStandIn:
 
 
 class RoundsOnly(TailBatchingTrainer):
-    """rl-accel's trainer, reduced to the parts that a rollout round needs. Has no models, no data files and no checkpoints."""
+    """rl-accel's trainer, reduced to the parts that a rollout round needs: without models, data files and checkpoints."""
 
     def __init__(self, driver: RolloutDriver, log: Ledger, steps: int) -> None:
         self._driver, self._log, self._last_step = driver, log, steps
@@ -148,13 +145,11 @@ class RoundsOnly(TailBatchingTrainer):
 class Load:
     """Rollout rounds of one batch size, in the Ray cluster to which this process is connected.
 
-    The median response time grows with the batch size, so that two cores can process the responses as fast as they finish.
-
     Args:
         prompts: number of prompts of a batch.
         responses: number of responses of a prompt.
         rounds: number of rounds that will run.
-        folder: folder for the tokenizer and the ledger (tail batching's file of the prompts that each step trained).
+        folder: folder for the tokenizer and the ledger.
     """
 
     def __init__(self, prompts: int, responses: int, rounds: int, folder: Path) -> None:
@@ -162,6 +157,7 @@ class Load:
         config = _config(prompts, responses, _model(folder / "model"))
         tq.init(config.transfer_queue)
         server = ray.remote(SleepingServer).options(num_cpus=0, max_concurrency=100_000)
+        # grows with the batch, so that two cores can process the responses as fast as they finish
         median_s = max(0.2, prompts * responses / 270)
         self._servers = {f"sleeping_{index}": server.remote(median_s, index) for index in range(SERVERS)}
         client = TailLLMServerClient(config=config, load_balancer_handle=get_router_handle(self._servers))

@@ -35,8 +35,8 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class PromptCache:
-    """Cache that collects the keys and values of one prompt, per layer [1, H, L, D]. Implements the part of transformers' cache
-    API that models use."""
+    """Cache of the keys and values of one prompt, per layer [1, H, L, D], with the methods of transformers' caches that models
+    use."""
 
     is_compileable = False
 
@@ -59,9 +59,8 @@ class PromptCache:
 class SlotCache:
     """Key-value cache of up to ``slots`` sequences: per layer, keys and values [slots, H, capacity, D].
 
-    ``capacity``, the number of tokens for which a row has room, grows on demand. Before a decoding step, :meth:`window` sets the
-    rows that take part and the position at which each row stores its new token. :meth:`update` then stores the tokens and returns
-    the whole cache, of which :func:`attend` reads the positions that :meth:`mask` allows.
+    ``capacity``, the number of tokens per row, grows on demand. Before a decoding step, :meth:`window` selects the rows and the
+    position of each new token. :meth:`update` stores the new tokens and returns the whole cache.
     """
 
     is_compileable = False
@@ -93,7 +92,7 @@ class SlotCache:
             memory[target, :, :length] = memory[source, :, :length]
 
     def clear(self, row: int) -> None:
-        """Sets row ``row`` to 0. A remaining NaN would spoil the next request in this row, because 0 times NaN is NaN."""
+        """Sets row ``row`` to 0. A remaining NaN would spoil the next request in this row."""
         for memory in (*self._keys, *self._values):
             memory[row] = 0
 
@@ -147,9 +146,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Computes the attention of ``query`` [B, H, L, D] to ``key`` and ``value``. Returns [B, L, H, D], all in float32.
 
-    For L > 1 (prefill), calls transformers' SDPA function. For L = 1 (decoding), ``key`` and ``value`` are the whole cache
-    [slots, KV heads, capacity, D] with slots >= B. If ``attention_mask`` [B, 1, 1, T] has n True values in a row, only the first n
-    positions of this row are read.
+    For L > 1 (prefill), calls transformers' SDPA function. For L = 1 (decoding), ``key`` and ``value`` are the whole cache [slots,
+    KV heads, capacity, D] with slots >= B. Of each row, the first n positions are read, where n is the number of True values in the
+    row of ``attention_mask`` [B, 1, 1, T].
     """
     if query.shape[2] > 1:
         output: torch.Tensor
@@ -168,8 +167,7 @@ def attend(
 
 
 _SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], f4[:,:,:,::1], i8[::1], f4, f4[:,:,::1])"
-"""Argument types of :func:`_one_token`. With given types, numba compiles a single version. Versions for other memory layouts might
-sum in another order, so that results would depend on the layout."""
+"""Argument types of :func:`_one_token`, so that numba compiles a single version, whose sums have one order."""
 
 
 # The compiler may reorder sums for vector registers. The order is fixed at compile time and is the same for every row.
@@ -239,15 +237,14 @@ class Batch:
         return memory, token, logprob
 
     def join(self, request: Request, memory: PromptCache) -> None:
-        """Adds ``request`` to the batch, in the next row of the key-value cache. ``memory``, the keys and values that
-        :meth:`begin` returned, is copied to this row."""
+        """Adds ``request`` to the batch, and copies ``memory``, its cache from :meth:`begin`, to the next row of the key-value
+        cache."""
         self._cache.store(len(self.requests), memory)
         self.requests.append(request)
         self._sampler = None
 
     def _read_prompt(self, prompt: tuple[int, ...]) -> tuple[PromptCache, torch.Tensor]:
-        """Returns the key-value cache and the last logits of a prompt. Equal prompts, as in a prompt group, are computed only
-        once."""
+        """Returns the key-value cache and the last logits of a prompt. Equal prompts are computed only once."""
         if prompt not in self._prompts:
             self._prompts[prompt] = self.read(prompt)
         return self._prompts[prompt]
@@ -260,8 +257,8 @@ class Batch:
         return cache, output.logits[:, -1].float()
 
     def step(self) -> tuple[list[int], list[float]]:
-        """Draws the next token of every request. Returns token ids (-1 if the logits are not finite) and log-probabilities, in
-        the order of the rows."""
+        """Draws the next token of every request. Returns token ids (-1 if the logits are not finite) and log-probabilities, by
+        row."""
         requests = self.requests
         count = len(requests)
         lengths = [request.length for request in requests]
@@ -287,8 +284,7 @@ class Batch:
         return tokens, logprobs
 
     def keep(self, rows: list[int]) -> None:
-        """Removes all requests except those in ``rows``. The last rows move into the gaps, so that the remaining requests have
-        the first rows."""
+        """Removes all requests except those in ``rows``, and moves the remaining requests to the first rows."""
         count = len(rows)
         movers = [row for row in rows if row >= count]
         kept = set(rows)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Generation engine with continuous batching over ``model``.
 
-    The engine takes over ``model`` and replaces the model's attention by a function that decodes over the engine's cache.
+    The engine takes over ``model`` and replaces the model's attention.
 
     Args:
         model: a transformers causal LM on CPU, in eval mode, with full attention in every layer.
@@ -34,11 +34,11 @@ class Engine:
         max_model_len: maximum number of tokens of prompt and response together.
         seed: seed of the engine. A request without a seed gets a seed derived from the engine's seed and the request id.
         seconds_per_step: minimum seconds of a decoding step; 0 for no minimum. Imitates a GPU engine, whose steps take about the
-            same time for few requests as for many and leave the CPU to other processes meanwhile.
+            same time for few requests as for many.
         kv_tokens: maximum number of tokens (prompts and responses so far) of all running requests together, like the size of a GPU
-            engine's key-value cache; None for no limit. Before a decoding step that would exceed the limit, the youngest request is
-            preempted. This request waits at the front of the queue until there is room, and its prompt and response so far are
-            prefilled again. The tokens stay the same; log-probabilities differ by rounding only.
+            engine's key-value cache; None for no limit. At the limit, the youngest request is preempted. It waits at the front of
+            the queue, and is prefilled again when there is room. The tokens stay the same; log-probabilities differ by rounding
+            only.
 
     Raises:
         ValueError: the model has layers without full attention, or a limit is out of range.
@@ -80,8 +80,8 @@ class Engine:
         """Queues a request and returns the future of its output. Cancelling the future drops the request.
 
         Raises:
-            ValueError: the prompt is empty, leaves no room for a response, holds a token id outside the vocabulary, or exceeds
-                ``kv_tokens`` together with the longest possible response.
+            ValueError: the prompt is empty, leaves no room for a response or has a token outside the vocabulary, or prompt and
+                longest possible response exceed ``kv_tokens``.
         """
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
@@ -103,13 +103,12 @@ class Engine:
         return (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
 
     def abort(self, request_id: str) -> "Future[int]":
-        """Ends every request with the id ``request_id`` as "aborted". The returned future resolves to the number of ended
-        requests."""
+        """Ends every request with the id ``request_id`` as "aborted". The returned future gives the number of ended requests."""
         return self._call(lambda: self._abort(lambda request: request.request_id == request_id))
 
     def pause(self) -> "Future[int]":
-        """Ends every request as "aborted", and holds requests that are submitted later until :meth:`resume`. The returned future
-        resolves to the number of ended requests."""
+        """Ends every request as "aborted", and holds later requests until :meth:`resume`. The returned future gives the number of
+        ended requests."""
         return self._call(self._pause)
 
     def resume(self) -> "Future[None]":
@@ -119,13 +118,13 @@ class Engine:
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> "Future[None]":
         """Copies ``weights`` (parameter name -> tensor) into the model. Nothing is written unless all tensors fit.
 
-        The returned future fails with :class:`EngineError` while a request is decoding or preempted. The future fails with
-        ValueError for a missing name, an unknown name or a different shape.
+        The returned future fails with :class:`EngineError` while a request is decoding or preempted, and with ValueError for a
+        missing name, an unknown name or a different shape.
         """
         return self._call(lambda: self._load(weights))
 
     def stats(self) -> "Future[EngineStats]":
-        """Returns a future that resolves to the counts of this engine."""
+        """Returns a future of the counts of this engine."""
         return self._call(self._stats)
 
     def close(self) -> None:

@@ -89,17 +89,14 @@ class SamplingParams:
 
 
 def derive_seed(*parts: int | str | None) -> int:
-    """Returns a 64-bit seed computed from ``parts`` alone. The seed does not depend on the process or on PYTHONHASHSEED."""
+    """Returns a 64-bit seed that depends only on ``parts``, so that it is the same in every process."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Returns one random number per row, float64 [B], uniform in [0, 1). It depends only on ``seeds[row]`` and ``positions[row]``.
-
-    The number is made from element ``positions[row]`` of the sequence that the random generator SplitMix64 (Steele, Lea and Flood,
-    2014) gives for the seed.
-    """
+    """Returns one random number per row, float64 [B], uniform in [0, 1): number ``positions[row]`` of the random generator
+    SplitMix64 (Steele, Lea and Flood, 2014) with the seed ``seeds[row]``."""
     with np.errstate(over="ignore"):
         z: npt.NDArray[np.uint64] = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -109,8 +106,8 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -
 
 
 class BatchSampler:
-    """Sampler for the running requests of a batch. It holds their sampling parameters as arrays, is called at every decoding step,
-    and is replaced when a request joins or leaves."""
+    """Sampler for the running requests of a batch. It is called at every decoding step, and replaced when a request joins or
+    leaves."""
 
     def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
         temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
@@ -154,8 +151,11 @@ class BatchSampler:
 
 
 def _truncate(logprobs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Keeps the ``top_k`` likeliest tokens, then the smallest set of these tokens with at least ``top_p`` of the probability
-    mass. Returns log-probabilities [V], -inf for dropped tokens."""
+    """Keeps the ``top_k`` likeliest tokens, and of these the fewest, likeliest tokens that have at least ``top_p`` of the
+    probability mass.
+
+    Returns log-probabilities [V], -inf for dropped tokens.
+    """
     values, order = logprobs.sort(descending=True, stable=True)
     drop = torch.zeros_like(values, dtype=torch.bool)
     if 0 < params.top_k < values.numel():

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 
 HEADROOM = 8
-"""A request is admitted only if the cache budget has room for HEADROOM further tokens of every running request and of the new
-request. Otherwise, a request would soon be preempted again."""
+"""Number of further tokens of each running request, and of the new request, for which the cache budget must have room when a
+request is admitted. Otherwise, a request would soon be preempted again."""
 
 
 class EngineError(RuntimeError):
@@ -29,7 +29,7 @@ class Generation:
     Attributes:
         logprobs: log-probability of each token; None if not requested.
         stop_reason: "completed" (an end token or the maximum length was reached) or "aborted" (the tokens so far are returned).
-        preemptions: number of times that the request lost its cache to older requests and had to be prefilled again.
+        preemptions: number of times that the request was preempted.
     """
 
     token_ids: list[int]
@@ -82,8 +82,7 @@ class Request:
 class Scheduler:
     """Queue of the engine's waiting requests. Limits the number and the key-value cache of running requests.
 
-    A running request takes one token of cache for each token of its prompt and of its response so far. Requests with equal prompts
-    do not share cache.
+    A running request takes one token of cache for each token of its prompt and of its response so far.
 
     Args:
         slots: maximum number of running requests.
@@ -105,8 +104,8 @@ class Scheduler:
         self._arrived = 0
 
     def check_fits(self, request: Request, longest: int) -> None:
-        """Raises ValueError if ``request`` would exceed the cache budget even alone. ``longest``: tokens of prompt and response
-        together."""
+        """Raises ValueError if ``request``, with ``longest`` tokens of prompt and response, would exceed the cache budget even
+        alone."""
         if self.kv_tokens is not None and longest > self.kv_tokens:
             raise ValueError(
                 f"request {request.request_id}: a prompt of {len(request.prompt)} tokens and a response of up to "
@@ -120,8 +119,8 @@ class Scheduler:
         self.waiting.append(request)
 
     def next(self, running: Sequence[Request]) -> Request | None:
-        """Removes and returns the request at the front of the queue if slots and cache budget allow this request to join
-        ``running``. Otherwise returns None."""
+        """Removes and returns the request at the front of the queue; None if slots or cache budget do not allow it to join
+        ``running``."""
         if not self.waiting or len(running) >= self._slots:
             return None
         if self.kv_tokens is not None and running:
@@ -131,8 +130,11 @@ class Scheduler:
         return self.waiting.popleft()
 
     def preempt(self, running: Sequence[Request]) -> list[int]:
-        """Stops the youngest of the ``running`` requests, one by one, until the cache budget suffices for a decoding step. Moves
-        them to the front of the queue. Returns the rows of the requests that keep running."""
+        """Moves the youngest of the ``running`` requests to the front of the queue until the cache budget suffices for a decoding
+        step.
+
+        Returns the rows of the requests that keep running.
+        """
         rows = list(range(len(running)))
         if self.kv_tokens is None:
             return rows
@@ -148,7 +150,7 @@ class Scheduler:
 
     @property
     def preempted(self) -> int:
-        """Number of requests in the queue that have already generated tokens, because they ran before."""
+        """Number of preempted requests in the queue."""
         return sum(bool(request.tokens) for request in self.waiting)
 
     def drop(self, chosen: Callable[[Request], bool]) -> list[Request]:

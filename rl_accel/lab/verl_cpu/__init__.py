@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 PLATFORM = "cpu"
 ROLLOUT = "hf_cpu"
 WORKER_PYTHON = "RL_ACCEL_WORKER_PYTHON"
-"""Name of an environment variable. Its value is the command with which Ray starts worker processes, in place of ``python``.
+"""Environment variable with the command with which Ray starts worker processes, in place of ``python``.
 
-verl's trainer ignores the variable if the command does not begin with the trainer's own Python interpreter.
-"""
+verl's trainer ignores a command that does not begin with the trainer's own Python interpreter."""
 
 _ENVIRONMENT = {
     "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine that verl registers for cuda also runs on a CPU
@@ -32,8 +31,8 @@ _active = False
 def activate() -> None:
     """Registers the CPU platform and the ``hf_cpu`` rollout with verl, and schedules the patches of verl for a CPU. Idempotent.
 
-    Runs while verl is imported, before verl looks up its platform. Does not import the modules that the patches change, because
-    each patch is applied when its module is imported. Environment variables that are already set keep their values.
+    Must run before verl looks up its platform. Each patch is applied when the module that it changes is imported. Environment
+    variables that are already set keep their values.
 
     Raises:
         PatchRefused: a patch does not fit this version of verl. Raised later, when the module to patch is imported.

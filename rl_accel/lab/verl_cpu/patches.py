@@ -26,11 +26,11 @@ _CPUS_A_RANK = 3
 """Number of CPUs that verl reserves for each rank of a worker group that holds several models."""
 
 _WHEELS = {"vllm": vllm, "sglang": sglang}
-"""Mapping from the name of an inference engine in verl's ``rollout.name`` to the module that makes this engine work on a CPU."""
+"""Mapping from inference engine (verl's ``rollout.name``) to the module that makes this engine work on a CPU."""
 
 _SEEDS = {"sglang": ("sampling_seed", 31)}
-"""Mapping from rollout engine to the sampling parameter that takes a request's seed: name, and number of bits of the seed. Engines
-that are not listed take ``seed`` with 63 bits."""
+"""Mapping from rollout engine to its sampling parameter for the seed of a request: name, and number of bits of the seed. Other
+engines take ``seed`` with 63 bits."""
 
 _ENGINES = (
     ("actor_rollout_ref.actor", "fsdp_config", "actor"),
@@ -151,7 +151,7 @@ def check_config(config: Any) -> None:
     """Checks whether a verl trainer with this configuration can run on a CPU.
 
     Raises:
-        ConfigError: at least one setting cannot work on a CPU. The message lists every such setting, as the override to add.
+        ConfigError: a setting cannot work on a CPU. The message lists the overrides that correct all such settings.
     """
     problems = list(find_problems(config))
     if problems:
@@ -163,8 +163,8 @@ def check_config(config: Any) -> None:
 
 
 def find_problems(config: Any) -> Iterator[tuple[str, str]]:
-    """Yields ``(override, reason)`` for each setting in ``config`` that cannot work on a CPU. The override, such as
-    ``rollout.dtype=float32``, corrects the setting."""
+    """Yields ``(override, reason)`` for each setting in ``config`` that cannot work on a CPU. ``override``, such as
+    ``rollout.dtype=float32``, corrects it."""
     run, rollout = VerlRun(config), "actor_rollout_ref.rollout"
     get = run.get
     if get(f"{rollout}.name") in _WHEELS:
