@@ -33,7 +33,7 @@ Source = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Flags:
-    """All flags in force, merged from all sources. ``flags[GAE].backend`` reads the flag ``backend`` of the feature ``GAE``."""
+    """All flags, merged from all sources. ``flags[GAE].backend`` is the flag ``backend`` of the feature ``GAE``."""
 
     auto: bool  # every feature with automatic=True is on, unless a source sets its flag enable to False
     sections: Mapping[str, Any]  # mapping from feature name to the feature's flags (a dataclass instance)
@@ -183,8 +183,7 @@ def _checked(value: Any, flag: Field[Any], where: str) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Returns whether ``value`` has exactly the type ``kind``, the declared type of a flag: a bool is no int, and an int is no
-    float."""
+    """Returns whether ``value`` has ``kind``, the declared type of a flag. A bool is no int, and an int is no float."""
     if isinstance(kind, UnionType):
         return any(_fits(value, one) for one in get_args(kind))
     if get_origin(kind) is dict:

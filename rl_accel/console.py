@@ -27,7 +27,7 @@ def wide_console(width: int = 160, **options: Any) -> "Console":
 
 
 def say(console: "Console", *lines: str) -> None:
-    """Prints ``lines`` as they are: not wrapped, and without markup or colours."""
+    """Prints ``lines`` as they are, without wrapping, markup or colours."""
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -112,8 +112,7 @@ def _use_slime_checkout() -> str | None:
 
 
 def _check_plugin() -> Iterator[dict[str, str]]:
-    """Yields a failed check if verl does not load rl-accel, because the environment variable ``VERL_USE_EXTERNAL_PLUGINS`` lacks
-    it."""
+    """Yields a failed check if the environment variable ``VERL_USE_EXTERNAL_PLUGINS`` lists plug-ins without rl-accel."""
     named = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     if is_installed("verl") and named != "auto" and "rl_accel" not in map(str.strip, named.split(",")):
         reason = f"VERL_USE_EXTERNAL_PLUGINS={named} leaves out rl_accel, and verl then ignores every flag of it"

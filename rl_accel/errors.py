@@ -10,10 +10,7 @@ class RlAccelError(Exception):
 
 
 class ConfigError(RlAccelError, ValueError):
-    """Error for an unknown flag, an invalid value, or a flag that conflicts with the framework's configuration.
-
-    The message names the key, the accepted values and the value found.
-    """
+    """Error for an unknown flag, an invalid value, or a flag that conflicts with the framework's configuration."""
 
 
 def refuse(flag: str, key: str, wanted: Any, found: Any, reason: str = "") -> NoReturn:
@@ -49,10 +46,8 @@ class RecipeError(RlAccelError, ValueError):
 
 
 class PatchRefused(RlAccelError, RuntimeError):
-    """Error for a framework function that rl-accel cannot replace safely, or cannot restore exactly.
-
-    For example, the function is absent, is wrapped by other code, or gives other results than our replacement.
-    """
+    """Error for a framework function that rl-accel cannot replace safely or restore exactly, such as an absent or wrapped
+    function."""
 
 
 class NotInThisVersion(PatchRefused):

@@ -24,9 +24,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes ``content`` (text in UTF-8) to ``path`` atomically.
-
-    Readers see either the complete old file or the complete new file, even after a crash. Missing folders are created.
+    """Writes ``content`` (text in UTF-8) to ``path`` atomically: readers see the complete old or new file. Creates missing folders.
 
     Raises:
         OSError: ``path`` cannot be written; the old file is unchanged.

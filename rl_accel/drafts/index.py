@@ -144,7 +144,7 @@ def _token(pool: Pool, position: int) -> Any:
 
 @compiled
 def _previous(pool: Pool, position: int) -> int:
-    """Returns the position of the token before ``position``; -1 if this token is not stored. ``position`` must be stored."""
+    """Returns the position of the token before ``position``, which must be stored; -1 if the token before it is not stored."""
     if position % BLOCK:
         return position - 1
     previous = _block(pool, position)[BEFORE]

@@ -230,7 +230,7 @@ def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
 def levels(runs: Curves, end: float) -> Array:
     """Returns float64 [2, runs]: for each run, the mean of the first fifth and the mean of the last fifth of the metric's values.
 
-    Only values at positions (steps, prompts or time) up to ``end`` count. Both means are NaN for a run with fewer than two values.
+    Uses only values at positions up to ``end``. Both means are NaN for a run with fewer than two values.
     """
     return np.array([before_and_after(y[x <= end]) or (math.nan, math.nan) for x, y in runs]).T
 

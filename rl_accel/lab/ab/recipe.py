@@ -132,13 +132,13 @@ class Rollout:
 
     report: bool = False
     faster: dict[str, float] = field(default_factory=dict)
-    """Mapping from arm to the smallest allowed rollout speedup: the baseline's mean rollout seconds divided by the arm's, over all
-    seeds."""
+    """Mapping from arm to the smallest allowed rollout speedup over all seeds: mean rollout seconds of the baseline / those of the
+    arm."""
     wasted_tokens: dict[str, float] = field(default_factory=dict)
     """Mapping from arm to the largest allowed share of wasted (generated, not trained on) tokens, over all steps and seeds."""
     prompts_lost: dict[str, float] = field(default_factory=dict)
-    """Mapping from arm to the largest allowed number of lost prompts in a run. A lost prompt was drawn from the data, but is
-    neither trained nor waiting for a later step."""
+    """Mapping from arm to the largest allowed number of lost prompts in a run: drawn from the data, but neither trained nor
+    waiting."""
     same_reward: float | None = None
     """Largest allowed difference in final reward between an arm and the baseline. The whole 95% interval of the difference must lie
     within it, which needs 3 seeds or more."""

@@ -105,8 +105,8 @@ class RunData:
         return sorted(self.folder.rglob(pattern)) if self.folder else []
 
     def training_steps(self, names: Metrics) -> dict[int, Mapping[str, float]]:
-        """Returns the metrics of all training steps, by step number. Steps without a finite total time are left out, such as a
-        validation before training."""
+        """Returns the metrics of all training steps, by step number. Leaves out steps without a finite total time, such as a
+        validation."""
         return {k: v for k, v in self.steps.items() if math.isfinite(v.get(names.step_metric, math.nan))}
 
 
@@ -154,8 +154,7 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
 def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
     """Returns the seconds of each stage in each measured step, as stage -> step -> seconds.
 
-    The whole step is also listed as a stage. The stage "other" is the rest of the step outside all stages. A step is left out if
-    the seconds of a stage are not finite.
+    Includes the whole step, and "other": the rest of the step outside all stages. Leaves out steps with a stage that is not finite.
     """
     times: dict[str, dict[int, float]] = {}
     for step in measured_steps(run, names):
@@ -265,7 +264,7 @@ def differences(base: RunData, other: RunData) -> dict[str, Any]:
 
 
 def compared(metrics: Iterable[str]) -> list[str]:
-    """Returns ``metrics`` without the metrics that may differ between arms: times, throughput, memory, and those of rl-accel."""
+    """Returns ``metrics`` without those that may differ between arms (see ``NOT_COMPARED``)."""
     return [m for m in metrics if not any(fnmatch.fnmatchcase(m, pattern) for pattern in NOT_COMPARED)]
 
 
@@ -383,9 +382,10 @@ def _token_statistics(runs: Sequence[RunData]) -> dict[str, float | None]:
 
 
 def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
-    """Returns the number of responses in ``files``, their mean length, and the quantiles 0%, 1%, ..., 100% of their lengths.
+    """Returns the number of responses, their mean length, and the quantiles 0%, 1%, ..., 100% of their lengths; None without
+    responses.
 
-    Lengths are in characters. ``files`` are verl's JSON Lines files of responses. Returns None if there are no responses.
+    Lengths are in characters. ``files`` are verl's JSON Lines files of responses.
     """
     lengths = [len(entry["output"]) for file in files for entry in _read_json_lines(file) if "output" in entry]
     if not lengths:

@@ -38,8 +38,8 @@ _ORPHANS_S = 5.0
 def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]:
     """Context manager that starts a :mod:`fork_server` with the interpreter ``python``, and ends the server afterwards.
 
-    Yields a command (list of words) to use in place of ``python``. This command asks the server, through the socket ``path``, to
-    run the program in a fork.
+    Yields a command (list of words) to use in place of ``python``. It runs a program in a fork of the server, through the socket
+    ``path``.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
@@ -80,13 +80,13 @@ def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
 
 
 def supervise(grace_s: float, temp: str, command: list[str]) -> int:
-    """Runs a command, and ends all its remaining processes when the command ends or has to stop.
+    """Runs a command, and ends all its remaining processes at the end.
 
-    The command has to stop when this process gets SIGTERM or its standard input closes.
+    The command is stopped if this process gets SIGTERM or its standard input closes.
 
     Args:
-        grace_s: seconds between SIGTERM and SIGKILL for a command that has to stop.
-        temp: folder that is removed if the command had to stop; "" for none.
+        grace_s: seconds between SIGTERM and SIGKILL for a stopped command.
+        temp: folder that is removed if the command was stopped; "" for none.
         command: words of the command.
 
     Returns:

@@ -36,7 +36,7 @@ GOAL_SHAPES = ((256, 32768), (256, 131072))
 GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
 COPY_GOAL = 1.5
 COPY = "plain copy"
-"""Name of the fastest possible measurement: a copy of as many bytes as GAE reads and writes."""
+"""Name of the lower bound of the time: a copy of as many bytes as GAE reads and writes."""
 LONGEST_S = 20.0
 """Maximum expected seconds of one call of a GAE implementation. Slower implementations are left out, except at shapes with a speed
 goal."""

@@ -123,7 +123,7 @@ class NotingWorker(TailAgentLoopWorker):
 
 
 class ReplicaStandIn:
-    """Replacement for verl's ``RolloutReplica``, with the two methods that rl-accel's trainer calls."""
+    """Replacement for verl's ``RolloutReplica``, with the two methods that rl-accel's trainer needs."""
 
     def __init__(self, server: Any) -> None:
         self._server = server

@@ -97,16 +97,16 @@ class SlotCache:
             memory[row] = 0
 
     def window(self, rows: int, positions: torch.Tensor) -> None:
-        """Selects rows 0 to ``rows`` - 1 for the next forward pass. Row i stores its new token at ``positions[i]``, and attends to
-        the positions up to and including this one."""
+        """Selects rows 0 to ``rows`` - 1 for the next forward pass. Row i stores its new token at ``positions[i]``, and attends up
+        to there."""
         self._width = round_up(int(positions.max()) + 1, BLOCK)
         self._reserve(self._width)
         self._rows = torch.arange(rows)
         self._positions = positions
 
     def mask(self) -> torch.Tensor:
-        """Returns the boolean attention mask [rows, 1, 1, positions] for the rows selected by :meth:`window`. True marks positions
-        that the row attends to."""
+        """Returns the attention mask [rows, 1, 1, positions] for the rows selected by :meth:`window`: True where the row
+        attends."""
         return (torch.arange(self._width) <= self._positions[:, None])[:, None, None, :]
 
     def update(

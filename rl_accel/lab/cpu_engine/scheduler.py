@@ -154,7 +154,7 @@ class Scheduler:
         return sum(bool(request.tokens) for request in self.waiting)
 
     def drop(self, chosen: Callable[[Request], bool]) -> list[Request]:
-        """Removes the requests for which ``chosen`` returns True from the queue, and returns these requests."""
+        """Removes the requests for which ``chosen`` returns True from the queue, and returns them."""
         dropped = [request for request in self.waiting if chosen(request)]
         self.waiting = deque(request for request in self.waiting if not chosen(request))
         return dropped
