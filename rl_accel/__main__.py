@@ -147,8 +147,8 @@ def flags() -> None:
 
 
 def main() -> None:
-    """Runs the command ``rl-accel``. On an RlAccelError, a missing optional package or a file error, prints one line and exits with
-    code 2."""
+    """Runs the command ``rl-accel``. Prints one line and exits with code 2 on an RlAccelError, a missing optional package or a file
+    error."""
     sys.stdout = sys.stdout or io.StringIO()  # None if the caller has closed standard output
     with contextlib.suppress(AttributeError, OSError):  # another kind of stream, or its file was replaced
         # a terminal's encoding may lack characters of a path or a table

@@ -44,8 +44,8 @@ class Flags:
         return section
 
     def requested(self, feature: Feature[Any]) -> Requested:
-        """Returns "by name" if the flag ``enable`` of ``feature`` is True, "automatically" if the flag ``auto`` turns the feature
-        on, else "off"."""
+        """Returns "by name" if the flag ``enable`` of ``feature`` is True, "automatically" if ``auto`` turns the feature on, else
+        "off"."""
         enable = self.sections[feature.name].enable
         if enable:
             return "by name"
@@ -98,8 +98,7 @@ def as_mapping(flags: Any, source: str) -> dict[str, Any]:
     """Returns ``flags`` as a dict with string keys; {} for None. OmegaConf configurations become dicts, nested ones too.
 
     Raises:
-        ConfigError: ``flags`` is not a mapping, or an OmegaConf interpolation cannot be resolved. The message begins with
-            ``source``.
+        ConfigError: ``flags`` is not a mapping, or an OmegaConf interpolation cannot be resolved. The message names ``source``.
     """
     if isinstance(flags, DictConfig):
         try:

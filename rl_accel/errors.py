@@ -46,8 +46,7 @@ class RecipeError(RlAccelError, ValueError):
 
 
 class PatchRefused(RlAccelError, RuntimeError):
-    """Error for a framework function that rl-accel cannot replace safely or restore exactly, such as an absent or wrapped
-    function."""
+    """Error for a framework function that rl-accel cannot replace safely or restore exactly, such as an absent function."""
 
 
 class NotInThisVersion(PatchRefused):

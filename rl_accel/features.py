@@ -341,8 +341,7 @@ TELEMETRY = Feature(
 
 @dataclass
 class TpReplanFlags:
-    """Flags of the feature ``tp_replan``, which advises on or changes the rollout's tensor-parallel size, by preemptions in the
-    engines."""
+    """Flags of the feature ``tp_replan``, which advises on or changes the rollout's tensor-parallel size."""
 
     enable: bool | None = flag(None, ENABLE)
     action: str = flag(
@@ -422,8 +421,7 @@ DRAFTS = Feature(
 class BalanceFlags:
     """Flags of the feature ``balance``, which routes requests to rollout replicas.
 
-    Requests wait for a free slot of a replica, and long requests start first. A running request may be preempted or may migrate
-    to another replica.
+    Requests wait for a free slot of a replica. Long requests start first. Running requests may be preempted or migrate.
     """
 
     enable: bool | None = flag(None, ENABLE)
@@ -458,8 +456,7 @@ FEATURES: tuple[Feature[Any], ...] = (
 """All features, in the order in which they are listed and configured."""
 
 FLAG_READERS = {"verl": "rl_accel.patches.verl.config_intake"}
-"""Mapping from framework to the module whose switches read flags from the framework's configuration. They are on without any
-feature."""
+"""Mapping from framework to the module whose switches read flags from the framework's configuration, even without any feature."""
 
 LOGGERS = {"verl": "rl_accel.patches.verl.trainer_metrics"}
 """Mapping from framework to the module that adds rl-accel's metrics to the framework's log while any feature is on."""

@@ -45,11 +45,9 @@ SETTINGS = "rl_accel_drafts"
 FLOOR = 0.2
 """Minimum estimated probability that all tokens of a draft are accepted. Longer drafts are cut."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
-"""Acceptance rates of draft tokens before any are measured: 0.5 for matches of up to 4 tokens, 0.6 for up to 8 tokens, and so
-on."""
+"""Initial acceptance rates of draft tokens: 0.5 for matches of up to 4 tokens, 0.6 for up to 8 tokens, and so on."""
 PRIOR = 4.0
-"""Weight of the acceptance rate over all prompts in the estimate for a single prompt, as a number of predicted tokens of that
-prompt."""
+"""Weight of the acceptance rate over all prompts in the estimate for one prompt, as a number of predicted tokens of this prompt."""
 REMEMBERED = 4096
 """Maximum number of requests that are remembered after they have left the batch, for ``take_finished`` and in case they return."""
 RATES, HEAD, TAKEN = range(NUMBER + 1, NUMBER + 4)

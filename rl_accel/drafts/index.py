@@ -34,8 +34,7 @@ earlier: a response to the same prompt, generated with other weights.
 other: another prompt or a response to another prompt."""
 OTHER = SOURCES.index("other")
 PROMPT = 2**62
-"""Value of the column VERSION for prompts: larger than every version of the weights, so that a prompt is never too old for a
-match."""
+"""Value of the column VERSION for prompts: larger than every version of the weights, so that a prompt is never too old."""
 
 
 LAST, LENGTH, OLDEST, KEY, VERSION, NUMBER = range(6)
@@ -48,7 +47,7 @@ KEY: hash of the prompt, see ``key_of`` in ``rollout/balance.py``.
 VERSION: version of the weights that generate the response; PROMPT for a prompt.
 NUMBER: unique number of the sequence."""
 BEFORE, AFTER, COUNT = range(3)
-"""Columns of ``Pool.blocks``. A block holds up to BLOCK tokens of one sequence. Columns 3 to 5: KEY, VERSION and NUMBER of the
+"""Columns of ``Pool.blocks``. A block holds up to BLOCK tokens of one sequence. Columns 3 to 5: KEY, VERSION, NUMBER of the
 sequence.
 
 BEFORE: position of the sequence's token before the block; -1 for none.
@@ -206,8 +205,7 @@ def _best_positions(
     Searches the chain of the prompt ``key`` (``chain`` 0), or the global chain without this prompt's positions (``chain`` 1).
     Ignores matches of fewer than ``least`` tokens, and responses of weights before version ``oldest``.
 
-    Returns three values: an array int64[CANDIDATES] that begins with the positions found, their number, and the length of their
-    match.
+    Returns an array int64[CANDIDATES] that begins with the positions found; their number; and the length of their match in tokens.
     """
     positions = np.zeros(CANDIDATES, np.int64)
     position = pool.buckets[chain, bucket_of(chain, key, context, end, pool.buckets.shape[1])] - 1

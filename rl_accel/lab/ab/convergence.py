@@ -35,8 +35,8 @@ Curves = Sequence[tuple[Array, Array]]
 
 EQUAL, DIFFERENT, NOT_ENOUGH, IDENTICAL = "equal within the margin", "different", "not enough runs", "identical"
 ALPHA, MIN_SEEDS = 0.05, 3
-"""``ALPHA``: largest probability of a wrong answer ``EQUAL`` or ``DIFFERENT``. ``MIN_SEEDS``: number of runs that each arm needs
-for one of these answers."""
+"""``ALPHA``: largest probability of a wrong answer ``EQUAL`` or ``DIFFERENT``. ``MIN_SEEDS``: runs of each arm that an answer
+needs."""
 AXES = {
     "steps": "training steps",
     "prompts": "prompts trained",
@@ -57,8 +57,7 @@ def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> di
         unit: unit of the time axis, "hours" or "minutes".
 
     Returns:
-        Mapping from axis to two arrays of equal length: positions, and finite values of the metric. An axis is left out if the run
-            lacks the data for it.
+        Mapping from axis to two arrays of equal length: positions, and finite values of the metric. Axes without data are left out.
     """
     steps, values = (np.array(numbers, dtype=float) for numbers in curve(run, metric).values())
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
@@ -89,8 +88,7 @@ def decide(base: Array, other: Array, margin: Array, paired: bool) -> npt.NDArra
 
     Args:
         base, other: float64 [..., runs], final metric values of the baseline's runs, and of the other arm's runs.
-        margin: float64, same shape as ``base``: largest difference that counts as equal, in units of the metric, for each baseline
-            run.
+        margin: float64, same shape as ``base``: largest difference that counts as equal, for each baseline run.
         paired: True if ``base`` and ``other`` have the same seeds in the same order (paired t tests instead of Welch's).
 
     Returns:

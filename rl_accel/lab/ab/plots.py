@@ -156,8 +156,7 @@ def _lengths(summary: dict[str, Any]) -> Any:
 
 
 def _first_seed(summary: dict[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Returns a tuple for each arm: name, plot colour, and result of :func:`~rl_accel.lab.ab.stats.series` for the arm's first
-    run."""
+    """Returns a tuple for each arm: name, plot colour, and :func:`~rl_accel.lab.ab.stats.series` of the arm's first run."""
     series = summary["rollout"]["series"]
     names = {run["arm"]: run["name"] for run in reversed(summary["runs"]) if run["name"] in series}
     return [(arm, colour, series[names[arm]]) for arm, colour in _arms(summary).items() if arm in names]

@@ -28,8 +28,8 @@ from rl_accel.runtime import is_installed
 
 TRIED_VERL = "0.9.1"
 Row = tuple[str, str, str]
-"""Result of one check: requirement, verdict (works, missing, wrong, unknown or idle) and reason. Idle: a feature is on but has no
-effect in this run."""
+"""Result of one check: requirement, verdict (works, missing, wrong, unknown, or idle: on, but without effect in this run), and
+reason."""
 
 _SLIME_MAINS = ("train.py", "train_async.py")
 _SLIME_NUMBERS = {

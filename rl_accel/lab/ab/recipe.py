@@ -91,16 +91,14 @@ class Metrics:
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     """Names of the timed, non-overlapping stages of a step. The report shows the remaining time of the step as stage "other"."""
     average: str = "median"
-    """Average over steps for stage times and their ratios: median or mean. A median would ignore tail batching's rare long
-    rounds."""
+    """Average over steps for stage times and their ratios: median or mean. A median ignores tail batching's rare long rounds."""
     warmup_steps: int = 2
     """Number of steps at the start of each run that do not count in stage times."""
     margin: str = "2%"
     """Largest difference in reward or validation at which two arms count as equal: a share of the baseline's gain (such as 2%), or
     a difference in units of the metric (such as 0.01)."""
     reach: float | None = None
-    """Reward for the comparison of training speed: the report shows when each arm first reaches it; null: 90% of the baseline's
-    gain."""
+    """Reward for the comparison of speed: the report shows when each arm first reaches it; null: 90% of the baseline's gain."""
 
     @property
     def step_metric(self) -> str:
@@ -120,8 +118,8 @@ class Checks:
     reward_gain: float | None = None
     """Smallest allowed gain of every run: mean reward of the last fifth of the steps minus mean reward of the first fifth."""
     faster: dict[str, float] = field(default_factory=dict)
-    """Mapping from stage, or the whole step, to the smallest allowed speedup: average seconds of the baseline divided by those of
-    the arm."""
+    """Mapping from stage, or the whole step, to the smallest allowed speedup: average seconds of the baseline / those of the
+    arm."""
     warn_only: list[str] = field(default_factory=list)
     """Names of checks that only warn: if they are red, ``rl-accel ab`` still ends with exit code 0."""
 
@@ -132,13 +130,11 @@ class Rollout:
 
     report: bool = False
     faster: dict[str, float] = field(default_factory=dict)
-    """Mapping from arm to the smallest allowed rollout speedup over all seeds: mean rollout seconds of the baseline / those of the
-    arm."""
+    """Mapping from arm to the smallest allowed rollout speedup: mean seconds of the baseline / those of the arm, over all seeds."""
     wasted_tokens: dict[str, float] = field(default_factory=dict)
     """Mapping from arm to the largest allowed share of wasted (generated, not trained on) tokens, over all steps and seeds."""
     prompts_lost: dict[str, float] = field(default_factory=dict)
-    """Mapping from arm to the largest allowed number of lost prompts in a run: drawn from the data, but neither trained nor
-    waiting."""
+    """Mapping from arm to the largest allowed number of lost prompts in a run: neither trained nor waiting for a later step."""
     same_reward: float | None = None
     """Largest allowed difference in final reward between an arm and the baseline. The whole 95% interval of the difference must lie
     within it, which needs 3 seeds or more."""
@@ -293,8 +289,8 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
-    """Converts ``values`` to an object of the dataclass ``schema``. Error messages name ``source`` and ``where``, the dotted key of
-    ``values`` in the recipe."""
+    """Converts ``values`` to an object of the dataclass ``schema``. ``source``, ``where``: file and dotted key for error
+    messages."""
     if not isinstance(values, Mapping):
         raise RecipeError(f"{source}: {where} wants a mapping with the keys {_keys(schema)}, found {values!r}")
     hints, converted = get_type_hints(schema), {}
@@ -485,8 +481,8 @@ def _environment(env: Mapping[str, Any], known: Mapping[str, str], where: str) -
 
 
 def _fill(text: str, known: Mapping[str, str], where: str, strict: bool = True) -> str:
-    """Fills in the placeholders of ``text`` from ``known``. An unknown placeholder is an error if ``strict``, and is kept
-    otherwise."""
+    """Fills in the placeholders of ``text`` from ``known``. Raises RecipeError for an unknown placeholder if ``strict``, else keeps
+    it."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]

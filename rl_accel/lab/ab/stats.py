@@ -32,8 +32,8 @@ KINDS = ("short", "long", "final")
 ALL = "all"
 """Kind of a step without tail batching; ``KINDS`` are the kinds with tail batching."""
 _PREFIXES = ("rollout/", METRICS_PREFIX)
-"""Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``: of the rollout engine, then of tail batching. The first
-prefix that was logged is used."""
+"""Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``, the preferred first: of the rollout engine, of tail
+batching."""
 _LOST = "rollout/prompts_lost"
 _BATCH = "data.train_batch_size="
 _DATA = {
@@ -94,8 +94,7 @@ class RunData:
 
     @property
     def batch_size(self) -> int | None:
-        """Number of prompts per step, from the last override ``data.train_batch_size=N`` in the command; None without this
-        override."""
+        """Number of prompts per step, from the last override ``data.train_batch_size=N`` in the command; None without it."""
         words = [word.lstrip("+") for word in self.command]
         sizes = [word.removeprefix(_BATCH) for word in words if word.startswith(_BATCH)]
         return int(sizes[-1]) if sizes and sizes[-1].isdigit() else None
@@ -105,14 +104,12 @@ class RunData:
         return sorted(self.folder.rglob(pattern)) if self.folder else []
 
     def training_steps(self, names: Metrics) -> dict[int, Mapping[str, float]]:
-        """Returns the metrics of all training steps, by step number. Leaves out steps without a finite total time, such as a
-        validation."""
+        """Returns the metrics of all training steps, by step number. A step without a finite total time is left out."""
         return {k: v for k, v in self.steps.items() if math.isfinite(v.get(names.step_metric, math.nan))}
 
 
 def measured_steps(run: RunData, names: Metrics) -> list[int]:
-    """Returns the numbers of the steps that time statistics use: all after ``names.warmup_steps`` steps, but at least the last
-    step."""
+    """Returns the numbers of the steps for time statistics: all after ``names.warmup_steps`` steps, but at least the last step."""
     steps = sorted(run.training_steps(names))
     return steps[min(names.warmup_steps, max(0, len(steps) - 1)) :]
 
@@ -382,8 +379,7 @@ def _token_statistics(runs: Sequence[RunData]) -> dict[str, float | None]:
 
 
 def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
-    """Returns the number of responses, their mean length, and the quantiles 0%, 1%, ..., 100% of their lengths; None without
-    responses.
+    """Returns number of responses, mean length, and the quantiles 0%, 1%, ..., 100% of their lengths; None without responses.
 
     Lengths are in characters. ``files`` are verl's JSON Lines files of responses.
     """

@@ -38,8 +38,7 @@ _ORPHANS_S = 5.0
 def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]:
     """Context manager that starts a :mod:`fork_server` with the interpreter ``python``, and ends the server afterwards.
 
-    Yields a command (list of words) to use in place of ``python``. It runs a program in a fork of the server, through the socket
-    ``path``.
+    Yields a command (list of words) to use in place of ``python``. It runs a program in a fork of the server. ``path``: socket.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)

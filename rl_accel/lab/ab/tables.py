@@ -112,8 +112,7 @@ def _ratio(row: Mapping[str, Any]) -> list[str]:
 def as_text(value: float | None, form: str) -> str:
     """Formats a number for a table cell; "" if ``value`` is None or not finite.
 
-    ``form``: a Python number format such as ``.2f``; ``.2fx`` for a text such as "1.50x"; ``s`` for a duration of ``value``
-    seconds.
+    ``form``: a Python number format such as ``.2f``; ``.2fx`` for a text such as "1.50x"; ``s`` for a duration in seconds.
     """
     if value is None or not math.isfinite(value):
         return ""

@@ -36,8 +36,7 @@ def patches() -> list[Any]:
 
 
 def batch(rows: int, tokens: int) -> dict[str, Any]:
-    """Returns random arguments for all replaced functions, by parameter name: tensors of shape [``rows``, ``tokens``], and a
-    config.
+    """Returns random arguments for all replaced functions, by parameter name. Tensors have the shape [``rows``, ``tokens``].
 
     The mask of each row ends at a random length.
     """

@@ -81,8 +81,7 @@ class Result:
 
 
 def schedule(seed: int) -> list[Kill]:
-    """Returns the planned kills for a seed, ordered by step. Over successive seeds, each kind in :data:`VICTIMS` gets its turn; the
-    other victims are random."""
+    """Returns the planned kills for a seed, ordered by step. The first victim rotates through :data:`VICTIMS` with the seed."""
     rng, victims = random.Random(seed), tuple(VICTIMS)
     chosen = [victims[seed % len(victims)], *rng.choices(victims, k=KILLS - 1)]
     # verl is still starting before step 1, and the run may be over after the last of these steps
@@ -91,11 +90,10 @@ def schedule(seed: int) -> list[Kill]:
 
 
 def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
-    """Launches the training run of ``plan``, kills processes by the schedule of ``seed``, and launches the run again after a
-    failure.
+    """Launches the run of ``plan``, kills processes by the schedule of ``seed``, and launches the run again after a failure.
 
-    There are at most :data:`LAUNCHES` launches, and none after a launch that hung or failed although nothing was killed. At the
-    end, checks the run's ledger.
+    There are at most :data:`LAUNCHES` launches, and none after a launch that hung or failed without a kill. Finally checks the
+    ledger.
     """
     folder.mkdir(parents=True)
     result, due, began = Result(seed), schedule(seed), time.monotonic()
@@ -136,8 +134,8 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
 
 
 def _problems_of_ledger(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the problems of a ledger, which must hold :data:`STEPS` steps of :data:`PROMPTS` trained prompts, no prompt twice and
-    no failed prompt."""
+    """Returns the problems of a ledger, which must hold :data:`STEPS` steps of :data:`PROMPTS` different trained prompts, none
+    failed."""
     problems = []
     if [line["step"] for line in ledger] != list(range(1, STEPS + 1)):
         problems.append(f"the ledger has the steps {[line['step'] for line in ledger]}")
@@ -157,8 +155,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _kill(victim: str, metrics: Path) -> bool:
-    """Sends SIGKILL to one process of kind ``victim`` in the run that logs to the file ``metrics``. Returns False if there is
-    none."""
+    """Sends SIGKILL to one process of kind ``victim`` in the run that logs to the file ``metrics``. Returns whether there was
+    one."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             name = " ".join(process.cmdline())

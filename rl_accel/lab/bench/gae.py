@@ -38,8 +38,7 @@ COPY_GOAL = 1.5
 COPY = "plain copy"
 """Name of the lower bound of the time: a copy of as many bytes as GAE reads and writes."""
 LONGEST_S = 20.0
-"""Maximum expected seconds of one call of a GAE implementation. Slower implementations are left out, except at shapes with a speed
-goal."""
+"""Maximum expected seconds of one call of a GAE implementation. Slower ones are left out, except at shapes with a speed goal."""
 GAMMA, LAM = 0.99, 0.95
 _TOLERANCE = 1e-4
 
@@ -359,8 +358,7 @@ def read_lengths(source: str) -> list[int]:
 
 
 def slime_padded(rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Lists:
-    """Computes GAE of separate sequences as slime does: pads the sequences to [B, longest], scans chunks, and removes the
-    padding."""
+    """Computes GAE of separate sequences as slime does: pads them to [B, longest], scans chunks, and removes the padding."""
     longest = max(map(len, values))
     padded_rewards, padded_values = (values[0].new_zeros(len(values), longest) for _ in range(2))
     for row, (reward, value) in enumerate(zip(rewards, values, strict=True)):

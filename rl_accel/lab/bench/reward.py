@@ -60,8 +60,7 @@ SHARES = (
 """Cumulative distribution of published durations, from the same figure as HANGING: ``SHARES[i]`` is the share of executions that
 take at most ``SECONDS[i]`` seconds."""
 CORRECT = (0.2, 1.0)
-"""Lowest and highest share of correct responses of a prompt; the other prompts have shares evenly in between. The range is our
-choice."""
+"""Lowest and highest share of correct responses of a prompt (our choice); the other prompts have shares evenly in between."""
 ANSWER = "42"
 
 Kind = Literal["sleep", "busy"]

@@ -58,8 +58,7 @@ LONGEST = 8.0
 def drawn(prompt: bytes, rng: random.Random) -> float:
     """Returns a random response time as a multiple of the median response time, at most :data:`LONGEST`.
 
-    The time is log-normal with sigma 1. Half of the variance is common to all responses to ``prompt``, so that long responses come
-    together.
+    The time is log-normal with sigma 1. Half of the variance is common to all responses to ``prompt``.
     """
     shared = random.Random(hashlib.sha256(prompt).digest()).gauss(0, math.sqrt(0.5))
     return min(math.exp(shared + rng.gauss(0, math.sqrt(0.5))), LONGEST)

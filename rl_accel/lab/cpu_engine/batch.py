@@ -35,8 +35,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class PromptCache:
-    """Cache of the keys and values of one prompt, per layer [1, H, L, D], with the methods of transformers' caches that models
-    use."""
+    """Cache of the keys and values of one prompt, per layer [1, H, L, D], with the methods of transformers' caches."""
 
     is_compileable = False
 
@@ -97,16 +96,14 @@ class SlotCache:
             memory[row] = 0
 
     def window(self, rows: int, positions: torch.Tensor) -> None:
-        """Selects rows 0 to ``rows`` - 1 for the next forward pass. Row i stores its new token at ``positions[i]``, and attends up
-        to there."""
+        """Selects rows 0 to ``rows`` - 1 for the next forward pass. Row i stores its new token at ``positions[i]``."""
         self._width = round_up(int(positions.max()) + 1, BLOCK)
         self._reserve(self._width)
         self._rows = torch.arange(rows)
         self._positions = positions
 
     def mask(self) -> torch.Tensor:
-        """Returns the attention mask [rows, 1, 1, positions] for the rows selected by :meth:`window`: True where the row
-        attends."""
+        """Returns the attention mask [rows, 1, 1, positions] of the selected rows: True for positions that a row attends to."""
         return (torch.arange(self._width) <= self._positions[:, None])[:, None, None, :]
 
     def update(
@@ -237,7 +234,7 @@ class Batch:
         return memory, token, logprob
 
     def join(self, request: Request, memory: PromptCache) -> None:
-        """Adds ``request`` to the batch, and copies ``memory``, its cache from :meth:`begin`, to the next row of the key-value
+        """Adds ``request`` to the batch. Copies ``memory``, its cache from :meth:`begin`, to the next row of the key-value
         cache."""
         self._cache.store(len(self.requests), memory)
         self.requests.append(request)
@@ -257,8 +254,7 @@ class Batch:
         return cache, output.logits[:, -1].float()
 
     def step(self) -> tuple[list[int], list[float]]:
-        """Draws the next token of every request. Returns token ids (-1 if the logits are not finite) and log-probabilities, by
-        row."""
+        """Draws the next token of every request. Returns token ids (-1 for logits that are not finite) and log-probabilities."""
         requests = self.requests
         count = len(requests)
         lengths = [request.length for request in requests]

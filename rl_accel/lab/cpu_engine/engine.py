@@ -107,8 +107,8 @@ class Engine:
         return self._call(lambda: self._abort(lambda request: request.request_id == request_id))
 
     def pause(self) -> "Future[int]":
-        """Ends every request as "aborted", and holds later requests until :meth:`resume`. The returned future gives the number of
-        ended requests."""
+        """Ends every request as "aborted", and holds later requests until :meth:`resume`. The future gives the number of ended
+        requests."""
         return self._call(self._pause)
 
     def resume(self) -> "Future[None]":

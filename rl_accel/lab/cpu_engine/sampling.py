@@ -106,8 +106,7 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -
 
 
 class BatchSampler:
-    """Sampler for the running requests of a batch. It is called at every decoding step, and replaced when a request joins or
-    leaves."""
+    """Sampler for the running requests of a batch, called at every decoding step and replaced when a request joins or leaves."""
 
     def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
         temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
@@ -151,8 +150,7 @@ class BatchSampler:
 
 
 def _truncate(logprobs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Keeps the ``top_k`` likeliest tokens, and of these the fewest, likeliest tokens that have at least ``top_p`` of the
-    probability mass.
+    """Keeps the ``top_k`` likeliest tokens, and of these the likeliest that together reach ``top_p`` of the probability mass.
 
     Returns log-probabilities [V], -inf for dropped tokens.
     """

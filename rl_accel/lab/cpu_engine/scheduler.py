@@ -104,8 +104,7 @@ class Scheduler:
         self._arrived = 0
 
     def check_fits(self, request: Request, longest: int) -> None:
-        """Raises ValueError if ``request``, with ``longest`` tokens of prompt and response, would exceed the cache budget even
-        alone."""
+        """Raises ValueError if ``request``, with ``longest`` tokens of prompt and response, exceeds the cache budget even alone."""
         if self.kv_tokens is not None and longest > self.kv_tokens:
             raise ValueError(
                 f"request {request.request_id}: a prompt of {len(request.prompt)} tokens and a response of up to "
@@ -119,7 +118,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def next(self, running: Sequence[Request]) -> Request | None:
-        """Removes and returns the request at the front of the queue; None if slots or cache budget do not allow it to join
+        """Removes and returns the request at the front of the queue; None if slots or cache budget leave no room beside
         ``running``."""
         if not self.waiting or len(running) >= self._slots:
             return None
@@ -130,8 +129,7 @@ class Scheduler:
         return self.waiting.popleft()
 
     def preempt(self, running: Sequence[Request]) -> list[int]:
-        """Moves the youngest of the ``running`` requests to the front of the queue until the cache budget suffices for a decoding
-        step.
+        """Moves the youngest of the ``running`` requests to the front of the queue until the cache suffices for a decoding step.
 
         Returns the rows of the requests that keep running.
         """
