@@ -31,30 +31,31 @@ from rl_accel.reward.worker import SIZES, Message, Start, WorkerRequest, encode
 logger = logging.getLogger("rl_accel")
 
 _LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
-"""Exceptions that :meth:`Worker.run` raises if the worker process has died or does not answer."""
+"""Exceptions that :meth:`Worker.run` raises if the worker has died or does not answer."""
 _GRACE_SECONDS = 10.0
-"""Seconds after the wall limit within which a worker must send a message. Otherwise, it is killed with all its descendants."""
+"""Seconds after the time limit of an execution by which the worker must have sent a message. Otherwise, the worker is killed."""
 _END_SECONDS = 8.0
-"""Seconds that :meth:`Worker.kill` waits for the end of a worker and its program before it kills :attr:`Worker.process`."""
+"""Seconds that :meth:`Worker.kill` waits until a worker has ended by itself."""
 _START_SECONDS = 300.0
-"""Seconds in which a new worker must be ready, including all imports of its grader."""
+"""Maximum seconds from the start of a worker until it is ready, including all imports of its grader."""
 _RETRY_PAUSE_SECONDS = 1.0
-"""Pause in seconds before a request whose worker died is run again. If other workers are dying too, they have ended by then."""
+"""Seconds to wait before a request whose worker died is sent to another worker."""
 _WAIT_SECONDS = 0.1
-"""Seconds that a call of a trusted grader waits for a busy worker before the pool starts another worker."""
+"""Seconds that a call of a grader without isolation waits for a busy worker before the pool starts another worker."""
 _EARLY_FACTOR, _EARLY_PROCESSES = 2.0, 9
-"""Constants of the extra time of a call in a new process of a trusted grader, see :meth:`WorkerPool._extra_seconds`.
-
-The extra time is ``_EARLY_FACTOR`` times a median over the last ``_EARLY_PROCESSES`` processes."""
+"""Constants of :meth:`WorkerPool._extra_seconds`: the result is ``_EARLY_FACTOR`` times the median over the last
+``_EARLY_PROCESSES`` processes."""
 _SCRIPT = Path(worker_files.__file__)
 
 
 class SandboxError(RlAccelError, RuntimeError):
-    """Untrusted code cannot be run with the requested isolation, or no worker can be started."""
+    """Raised if untrusted code cannot run with the requested isolation, or if no worker process can be started."""
 
 
 def choose_isolation(wanted: str) -> str:
-    """Returns the isolation to use: ``wanted``, or for "auto" either "bubblewrap" (if it works on this machine) or "process".
+    """Returns the isolation to use, "bubblewrap" or "process".
+
+    For "auto", returns "bubblewrap" if bubblewrap works on this machine, else "process". Otherwise returns ``wanted``.
 
     Raises:
         ValueError: ``wanted`` is not "auto", "process" or "bubblewrap".
@@ -78,7 +79,7 @@ def bubblewrap_problem() -> str:
 
 
 def installed_path() -> list[str]:
-    """Returns the entries of ``sys.path`` that belong to the interpreter or to installed packages, without the user's own code."""
+    """Returns the entries of ``sys.path`` that belong to the interpreter or to installed packages."""
     standard = os.path.dirname(os.__file__)
     return [
         path for path in sys.path if path.startswith(standard) or path.endswith(("-packages", f"{os.sep}lib-dynload"))
@@ -86,10 +87,10 @@ def installed_path() -> list[str]:
 
 
 def _bubblewrap(readable: Sequence[str]) -> list[str]:
-    """Returns the beginning of a command line: words that run the rest of the command line under bubblewrap.
+    """Returns the words to put before a command so that the command runs under bubblewrap.
 
-    The command sees only the interpreter, the system's programs and the paths in ``readable``. The command has a private /tmp, has
-    no network, and is the first process of a new PID namespace.
+    The command then sees only the interpreter, the system's programs and the paths in ``readable``. It has a private /tmp and no
+    network.
     """
     shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
     shown += [sys.base_prefix, sys.prefix, *installed_path(), *_library_folders(), str(_SCRIPT.parent), *readable]
@@ -103,14 +104,15 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
 
 
 def _library_folders() -> list[str]:
-    """Returns the folders in ``LD_LIBRARY_PATH``, from which the interpreter may load libraries."""
+    """Returns the folders in the environment variable ``LD_LIBRARY_PATH``."""
     return [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
 
 
 def _temporary_folder(isolation: str) -> str:
-    """Returns the folder for temporary files of workers: /tmp for bubblewrap, otherwise Python's default folder.
+    """Returns the folder for temporary files of workers.
 
-    If this process is root, programs run as another user. If other users cannot enter the default folder, returns /tmp then.
+    This is /tmp for bubblewrap, and if this process is root and other users cannot enter Python's default folder. Otherwise it is
+    Python's default folder.
     """
     folder = Path(tempfile.gettempdir()).resolve()
     is_closed = os.geteuid() == 0 and not all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
@@ -122,15 +124,14 @@ class Worker:
     """Client of one worker process, which executes requests one at a time.
 
     Attributes:
-        process: process that supervises the worker: its reaper, or bubblewrap. None for a worker that was forked from a template,
-            because the reaper of the template supervises such a worker.
+        process: process that supervises the worker (its reaper, or bubblewrap). None for a worker that was forked from a template.
         channel, reader, writer: this process's end of the socket to the worker, and the streams of this socket.
-        forks: True for the template of a grader: a process that has imported the grader, forks workers and takes no other requests.
-        renews: True while the worker starts or replaces its process and takes no request; see :meth:`wait_ready`.
-        waits: True if recent executions used or waited for a processor for less than half of their time, by the last message.
-        history: record of the calls of the current process of a trusted grader.
+        forks: True for the template of a grader, which forks workers and takes no other requests.
+        renews: True until the worker is ready, both after its start and while it replaces its process.
+        waits: True if recent executions mostly waited for something other than a processor, by the worker's last message.
+        history: record of the calls that the worker's current process has answered.
         answer: future with the return value of :meth:`run` for the latest execution; None before the first execution.
-        due: time of the event loop in seconds at which the worker counts as dead, unless it has sent another message by then.
+        due: time by which the worker must send its next message, in seconds of the event loop's clock.
     """
 
     process: "subprocess.Popen[bytes] | None"
@@ -148,7 +149,12 @@ class Worker:
     def launch(
         start: Start, payload: bytes, readable: Sequence[str]
     ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-        """Starts a worker for a pool with the same arguments. Returns its supervising process, and our end of the socket to it.
+        """Starts a worker process.
+
+        The arguments are those of :class:`WorkerPool`.
+
+        Returns:
+            The process that supervises the worker, and our end of the socket to the worker.
 
         Raises:
             SandboxError: the new process cannot be started.
@@ -184,13 +190,11 @@ class Worker:
 
     @classmethod
     async def of(cls, process: "subprocess.Popen[bytes] | None", channel: socket.socket) -> "Worker":
-        """Returns a client of the worker at the other end of the socket ``channel``. The caller then calls :meth:`wait_ready`."""
+        """Returns a client of the worker at the other end of the socket ``channel``. Call :meth:`wait_ready` next."""
         return cls(process, channel, *await asyncio.open_connection(sock=channel))
 
     async def fork(self) -> "Worker":
-        """Forks a new worker from this template (a process that has imported the grader). Returns the new worker.
-
-        The caller must then call :meth:`wait_ready` of the new worker.
+        """Forks a new worker from this template and returns it. Call :meth:`wait_ready` of the new worker next.
 
         Raises:
             SandboxError: the template has died.
@@ -206,14 +210,13 @@ class Worker:
         return await Worker.of(None, ours)
 
     async def wait_ready(self) -> list[str]:
-        """Waits until the worker is ready for a request.
+        """Waits until the worker is ready for requests.
 
         Returns:
             Names of the resources ("network", "processes", "files") that untrusted code in the worker shares with this process.
 
         Raises:
-            SandboxError: the worker cannot serve. The message gives the reason, such as an import error. The caller must then call
-                :meth:`kill`.
+            SandboxError: the worker cannot start, for example because an import fails. Call :meth:`kill` next.
         """
         try:
             message, _ = await asyncio.wait_for(self._read(), _START_SECONDS)
@@ -231,9 +234,10 @@ class Worker:
         return self.reader.at_eof() or (self.process is not None and self.process.poll() is not None)
 
     async def run(self, limits: Limits, request: WorkerRequest, payload: bytes) -> tuple[ExecutionResult, bytes]:
-        """Sends a request to the worker. Returns the result of the execution, and the pickled value or exception of the grader.
+        """Sends a request to the worker and waits for the answer. If cancelled, call :meth:`stop` or :meth:`kill` next.
 
-        The second value is b"" if there is none. If this call is cancelled, the caller must call :meth:`stop` or :meth:`kill` next.
+        Returns:
+            The result of the execution, and the pickled value or exception of the grader (b"" if there is none).
 
         Raises:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died or does not answer.
@@ -253,16 +257,13 @@ class Worker:
             return await asyncio.shield(self.answer)
 
     async def stop(self) -> None:
-        """Stops the current execution and waits until it has stopped. Raises the same exceptions as :meth:`run`."""
+        """Stops the current execution and waits for its end. Raises the same exceptions as :meth:`run`."""
         assert self.answer is not None  # future of the execution to stop
         self._send({"stop": True})
         await asyncio.wait_for(asyncio.shield(self.answer), _GRACE_SECONDS)
 
     async def kill(self) -> None:
-        """Ends the worker and its execution by closing the socket.
-
-        Kills the supervising :attr:`process` if it still runs after :data:`_END_SECONDS`.
-        """
+        """Ends the worker and its execution. Kills :attr:`process` if it still runs after :data:`_END_SECONDS`."""
         with contextlib.suppress(OSError):
             # close() would not suffice, because a fork of this process may hold the socket too. A worker that was forked from a
             # template closes its end of the socket when all its processes have ended.
@@ -288,7 +289,7 @@ class Worker:
         self.writer.write(encode(message, payload))
 
     def _expect_message(self, by: float) -> None:
-        """Sets :attr:`due` to :data:`_GRACE_SECONDS` after the time ``by`` or, if ``by`` has passed, after the current time."""
+        """Sets :attr:`due` to :data:`_GRACE_SECONDS` after ``by``, or after the current time if ``by`` has passed."""
         self.due = max(by, asyncio.get_running_loop().time()) + _GRACE_SECONDS
 
     async def _wait(self) -> tuple[ExecutionResult, bytes]:
@@ -303,7 +304,7 @@ class Worker:
             self._expect_message(by=self.due - _GRACE_SECONDS)
 
     async def _next_message(self) -> tuple[Message, bytes]:
-        """Returns the next message of the worker. Raises TimeoutError if none has come by :attr:`due`, which may still change."""
+        """Returns the next message of the worker. Raises TimeoutError if none has come by :attr:`due`."""
         reading, now = asyncio.ensure_future(self._read()), asyncio.get_running_loop().time
         try:
             while not reading.done():
@@ -321,11 +322,11 @@ class Worker:
 
 @dataclass
 class History:
-    """Record of the calls that one process of a trusted grader has answered.
+    """Record of the calls that one process of a grader has answered. The kind of a call is ``Limits.kind``.
 
     Attributes:
-        proven: kinds of calls (``Limits.kind``) for which the process has given a correct answer.
-        longest: wall seconds of the process's longest call of each kind, by kind.
+        proven: kinds of calls to which the process has given a correct answer.
+        longest: seconds of the longest call of each kind.
     """
 
     proven: set[str] = field(default_factory=set)
@@ -333,14 +334,12 @@ class History:
 
 
 class EarlyCall:
-    """Time limits of a call in a new process of a trusted grader. They are higher than the normal limits.
+    """Raised time limits of a call in a new process of a grader, which may first have to load something, such as a model.
 
-    A process is new until it has given a correct answer to a call of the same kind (``Limits.kind``). A call in a new process may
-    have to load something that later calls reuse, such as a model. The normal limits were learned from later calls, and would be
-    too short.
+    A process is new until it has given a correct answer to a call of the same kind (``Limits.kind``).
 
     Args:
-        limits: normal limits of the call. Only ``wall``, ``cpu`` and ``full``, the full budget in seconds, are used.
+        limits: normal limits of the call. Only ``wall``, ``cpu`` and ``full`` are used.
         extra: seconds by which ``wall`` and ``cpu`` are raised, up to ``full``.
     """
 
@@ -349,7 +348,7 @@ class EarlyCall:
         self.updates = LimitUpdates()
 
     def raised(self) -> tuple[float, float]:
-        """Returns the limits of wall seconds and of CPU seconds, each raised by the extra seconds up to the full budget."""
+        """Returns the raised limits: wall seconds and CPU seconds."""
         wall, cpu = (max(seconds, min(seconds + self._extra, self._full)) for seconds in self._seconds)
         return wall, cpu
 
@@ -363,16 +362,15 @@ class EarlyCall:
 
 
 class WorkerPool:
-    """Pool of at most ``size`` worker processes for one grader, or for programs. Use this class from one event loop.
+    """Pool of at most ``size`` worker processes for one grader, or for programs under test. Use it from one event loop only.
 
-    Workers are started on demand. A trusted grader keeps state, such as caches, in its worker. The pool therefore starts another
-    worker for a trusted grader only when a call has waited for 0.1 seconds, so that a grader that answers at once uses a single
-    worker. The next call gets the idle worker that was used most recently.
+    Workers are started when calls wait for them. A grader without isolation gets another worker only if a call has waited for 0.1
+    seconds, because each worker has caches of its own.
 
     Args:
         size: maximum number of workers; None: number of cores that this process may use.
-        computing: number of workers of a trusted grader that may be started in any case. Further workers, up to ``size``, are
-            started only while all workers mostly wait for something other than a processor (:attr:`Worker.waits`). None: ``size``.
+        computing: maximum number of workers for a grader without isolation that computes. More workers, up to ``size``, are started
+            only while all workers mostly wait for something other than a processor. None: ``size``.
         start, payload: first message to each worker, and the payload of this message; see :class:`~rl_accel.reward.worker.Start`.
         readable: files and folders that bubblewrap shows read-only, in addition to the interpreter and the system's programs.
 
@@ -414,7 +412,7 @@ class WorkerPool:
         self._warned = False
 
     def warm_up(self) -> None:
-        """Starts the first worker process. Waits until this worker is ready or has failed. Needs no event loop."""
+        """Starts the first worker and waits until it is ready or has failed. Needs no event loop."""
         self._launched = Worker.launch(self._start, self._payload, self._readable)
         poll = select.poll()
         poll.register(self._launched[1], select.POLLIN)
@@ -423,8 +421,7 @@ class WorkerPool:
     async def _run(self, limits: Limits, request: WorkerRequest, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
         """Runs a request on the next free worker. Returns the same as :meth:`Worker.run`.
 
-        If the worker dies, runs the request once more on another worker. If this worker dies too, the result has the verdict
-        "killed". Cancelling this call stops the execution.
+        If the worker dies, runs the request on another worker. If this worker dies, too, the verdict is "killed".
 
         Raises:
             SandboxError: no worker can be started, or the pool is closed.
@@ -457,7 +454,7 @@ class WorkerPool:
     async def _run_early(
         self, worker: Worker, limits: Limits, request: WorkerRequest, payload: bytes
     ) -> tuple[ExecutionResult, bytes]:
-        """Runs a request in a new process of a trusted grader, with the higher time limits of an :class:`EarlyCall`."""
+        """Runs a request with the higher time limits of an :class:`EarlyCall`. Returns the same as :meth:`Worker.run`."""
         kind, history = limits.kind, worker.history
         call = EarlyCall(limits, self._extra_seconds(kind))
         wall, cpu = call.raised()
@@ -472,9 +469,9 @@ class WorkerPool:
         return replace(result, prove=functools.partial(self._prove, kind, history)), body
 
     def _prove(self, kind: str, history: History) -> None:
-        """Records a process's first correct answer to a call of this kind. For this kind, the process is not new any more.
+        """Records that a process has given its first correct answer to a call of ``kind``.
 
-        Also updates the extra seconds of the running calls of this kind in other new processes.
+        Also updates the time limits of all running :class:`EarlyCall` of this kind.
         """
         history.proven.add(kind)
         self._early_seconds.setdefault(kind, deque(maxlen=_EARLY_PROCESSES)).append(history.longest[kind])
@@ -483,17 +480,16 @@ class WorkerPool:
                 call.set_extra(self._extra_seconds(kind))
 
     def _extra_seconds(self, kind: str) -> float:
-        """Returns the extra seconds for a call in a new process (see :class:`EarlyCall`); infinite before any correct answer.
+        """Returns the extra seconds for a call in a new process, see :class:`EarlyCall`; infinity before the first correct answer.
 
-        The extra time is for loading, which happens in one of the calls up to the first correct answer of a process. The longest of
-        these calls thus takes at least as long as loading. The result is twice the median of the longest calls of earlier
-        processes. The median ignores a few calls that were slow for another reason.
+        The result is twice the median over earlier processes. Each process counts with its longest call up to its first correct
+        answer.
         """
         seconds = self._early_seconds.get(kind)
         return _EARLY_FACTOR * statistics.median(seconds) if seconds else math.inf
 
     async def close(self) -> None:
-        """Ends all workers of the pool. Running executions are stopped, and their callers get a SandboxError."""
+        """Ends all workers. Stops running executions, whose callers get a SandboxError."""
         self._closed = True
         while self._workers or self._unready or self._tasks:
             ends = map(self._end, self._workers | self._unready)
@@ -508,17 +504,14 @@ class WorkerPool:
             waiter.set_exception(SandboxError("the sandbox is closed"))
 
     def abandon(self) -> None:
-        """Shuts down the sockets of all workers, which then end by themselves. For a pool whose event loop is closed already."""
+        """Shuts down the sockets of all workers, so that they end by themselves. For a pool whose event loop is closed already."""
         channels = [worker.channel for worker in (*self._workers, *self._unready, self._template) if worker]
         for channel in [*channels, self._launched[1]] if self._launched else channels:
             with contextlib.suppress(OSError):
                 channel.shutdown(socket.SHUT_RDWR)
 
     async def _stop(self, worker: Worker) -> None:
-        """Stops the execution of a worker whose caller was cancelled. If it does not stop in time, kills the worker.
-
-        Otherwise, the worker serves other calls, because starting another worker may take long.
-        """
+        """Stops the execution of a worker and frees the worker. Kills the worker if the execution does not stop in time."""
         try:
             await worker.stop()
         except _LOST:
@@ -527,7 +520,7 @@ class WorkerPool:
             self._free(worker)
 
     async def _take(self) -> Worker:
-        """Returns an idle worker. If there is none, waits until a worker is free."""
+        """Returns a free worker. Waits for one if all are busy."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         while self._idle:
@@ -547,9 +540,9 @@ class WorkerPool:
             raise
 
     def _free(self, worker: Worker) -> None:
-        """Gives a worker that has no request to the call that has waited longest. If no call waits, the worker becomes idle.
+        """Gives a worker to the call that has waited longest. If no call waits, the worker becomes idle.
 
-        If the worker is replacing its process, this happens later, when the new process is ready.
+        If the worker is replacing its process, does so when the new process is ready.
         """
         if worker.renews:
             self._do(self._welcome(worker))
@@ -560,17 +553,17 @@ class WorkerPool:
             self._idle.append(worker)
 
     def _next_waiting(self) -> "asyncio.Future[Worker] | None":
-        """Removes and returns the future of the call that has waited longest for a worker; None if no call waits."""
+        """Removes the call that has waited longest for a worker, and returns its future; None if no call waits."""
         while self._waiting:
             if not (waiter := self._waiting.popleft()).done():
                 return waiter
         return None
 
     def _handle_failed_start(self, error: SandboxError) -> None:
-        """Handles a worker that cannot start.
+        """Handles the ``error`` of a worker that cannot start.
 
-        If this is a further worker for a trusted grader, the pool keeps its present size from now on. Otherwise, the call that has
-        waited longest raises ``error``.
+        If a grader without isolation has other workers, starts no more workers from now on. Otherwise raises ``error`` in the call
+        that has waited longest.
         """
         if self._workers and not self._start.isolation:  # for example, a second import cannot bind the same port
             self.size = len(self._workers)
@@ -580,9 +573,8 @@ class WorkerPool:
             waiter.set_exception(error)
 
     def _grow_soon(self) -> None:
-        """Starts workers for the waiting callers.
-
-        If a trusted grader has a worker already, starts more only if callers still wait after :data:`_WAIT_SECONDS`.
+        """Starts workers for the waiting calls: at once, or for a grader without isolation that has a worker, after
+        :data:`_WAIT_SECONDS`.
         """
         if self._starting + len(self._workers) == 0 or self._start.isolation:
             self._grow()
@@ -607,7 +599,7 @@ class WorkerPool:
             self._grow_soon()
 
     async def _add(self) -> None:
-        """Starts a worker, as a fork of the template (a process that has imported the grader) if there is a template."""
+        """Starts a worker: a fork of the template if there is one, else a new process."""
         try:
             if self._template and self._template.gone:
                 await self._end(self._template)
@@ -628,7 +620,7 @@ class WorkerPool:
                 self._grow_soon()
 
     async def _welcome(self, worker: Worker) -> None:
-        """Waits until a worker is ready. Adds it to the pool or, if it is a template (see :class:`Worker`), keeps it for forks."""
+        """Waits until a new worker is ready. Keeps a template for later forks, and adds any other worker to the pool."""
         try:
             shared = await worker.wait_ready()
         except BaseException as error:

@@ -14,21 +14,18 @@ class AdaptiveWait:
     """Decides the pause between two polls for finished responses. Takes times as arguments and has no clock.
 
     There are two goals. Delay: a poll should find a finished response within ``max_delay_s`` seconds. CPU: polls should use at most
-    ``max_cpu_share`` of one core, so a poll of ``cost`` seconds needs a pause of ``cost * (1 / max_cpu_share - 1)`` seconds. The
-    duration of a poll decides which goals can be reached:
+    ``max_cpu_share`` of one core. The duration of a poll decides which goal counts:
 
-    - Up to ``max_cpu_share * max_delay_s`` seconds (1 ms by default): both goals.
-    - Up to ``max_delay_s / 4`` seconds (5 ms by default): the delay goal, while a budget of CPU time lasts; without budget, the CPU
-      goal. The budget grows by ``max_cpu_share`` seconds each second, up to ``max_cpu_share * 10`` seconds. Each poll reduces it by
-      ``cost``. The budget recovers when no polls run, as in a training step.
+    - Up to ``max_cpu_share * max_delay_s`` seconds (1 ms by default): both goals can be reached.
+    - Up to ``max_delay_s / 4`` seconds (5 ms by default): the delay goal, while a budget of CPU time lasts; then the CPU goal. The
+      budget grows by ``max_cpu_share`` seconds each second, up to ``max_cpu_share * 10`` seconds.
     - Longer: the CPU goal.
 
-    Over any ``t`` seconds, polls thus use at most ``max_cpu_share * (t + 10)`` seconds plus one poll. Exception: the pauses after
-    the first two polls are at most ``longest``, the framework's own pause (see :meth:`next_wait`).
+    Over any ``t`` seconds, polls thus use at most ``max_cpu_share * (t + 10)`` seconds plus one poll. Only the pauses after the
+    first two polls are never longer than the framework's own pause.
 
-    Near the end of a rollout, pauses are shorter. If at most an eighth of the prompts is unfinished, and a poll finds that another
-    prompt has finished since the last poll, the next pause is a quarter of ``max_delay_s``. Each poll without a change doubles the
-    pause, up to ``max_delay_s``.
+    Pauses are shorter near the end of a rollout. If at most an eighth of the prompts is unfinished and a poll finds a change, the
+    next pause is a quarter of ``max_delay_s``. Each poll without a change doubles the pause, up to ``max_delay_s``.
 
     Args:
         max_cpu_share: maximum share of one core for polling, in (0, 1].
@@ -53,19 +50,19 @@ class AdaptiveWait:
 
     @property
     def cost(self) -> float:
-        """Duration of a poll in seconds: the median of recent polls, so that a single outlier has no effect."""
+        """Typical duration of a poll in seconds: the median of the last five polls."""
         return median_low(self._costs) if self._costs else 0.0
 
     def next_wait(self, now: float, poll_s: float, outstanding: int, settled: int, longest: float) -> float:
         """Returns the seconds to pause between the last poll and the next poll.
 
         Args:
-            now: monotonic time in seconds at the end of the poll.
-            poll_s: duration of the poll in seconds.
+            now: monotonic time in seconds at the end of the last poll.
+            poll_s: duration of the last poll in seconds.
             outstanding: number of prompts that the poll showed as unfinished.
             settled: number of prompts that the poll showed as finished or failed.
-            longest: pause in seconds that the framework would make by itself. The result is longer only if at least three polls
-                have shown that pauses of ``longest`` seconds would use more than ``max_cpu_share`` of a core.
+            longest: seconds that the framework itself would pause. From the third poll on, the result may be longer to save CPU
+                time.
         """
         self._costs.append(max(poll_s, 0.0))
         earned = 0.0 if self._last is None else self.max_cpu_share * max(now - self._last, 0.0)

@@ -21,38 +21,32 @@ from numpy.typing import NDArray
 from rl_accel.features import BalanceFlags
 
 HOME_MARGIN = 4
-"""Maximum number of requests that a response's preferred replica has in excess of the least loaded replica. If the excess is
-larger, the response goes to the least loaded replica. The preferred replica has the cache of the response's conversation or prompt.
-"""
+"""Maximum number of requests that a response's preferred replica may have more than the least loaded replica.
+
+With more, the response goes to the least loaded replica."""
 AHEAD_SECONDS = 0.5
-"""A request is sent to an engine up to this number of seconds before a slot is expected to be free. The request waits inside the
-engine, so that the slot is not empty during a round trip to the router."""
+"""Seconds from sending a request to an engine until a slot is expected to be free. The engine queues the request until then."""
 PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
 """PROMPTS: maximum number of prompts whose response lengths are kept.
 PER_PROMPT: maximum number of response lengths kept for each prompt.
 RECENT: maximum number of recent response lengths kept, over all prompts."""
 PARTS, FEWEST = 512, 16
-"""PARTS: maximum number of measurements kept to fit the speed of the engines. A measurement is one uninterrupted run of a response
-on a replica.
+"""PARTS: maximum number of measurements to which the speed of the engines is fitted (see :class:`_Speed`).
 FEWEST: minimum number of measurements for a fit."""
 PREEMPTED_SHARE = 1 / 16
-"""Maximum share of the unfinished responses that are preempted, which means stopped until all other responses have started."""
+"""Maximum share of the unfinished responses that are preempted: stopped until all other responses have started."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
-"""READ_SHARE: time to prefill a token, divided by the time to generate a token, as assumed until measurements tell better.
-READ_WEIGHT: weight of this assumption in the least-squares fit of the engines' speed. It counts like a prefill of so many tokens.
-"""
+"""READ_SHARE: time to prefill a token, divided by the time to generate a token. A guess, which measurements correct.
+READ_WEIGHT: weight of this guess in the fit of the engines' speed, as a number of prefilled tokens."""
 
 
 def key_of(prompt: NDArray[np.int32]) -> int:
-    """Returns a 64-bit hash of the tokens of a prompt, int32[T]. The hash is equal in all processes."""
+    """Returns a 64-bit hash of the tokens of a prompt, int32[T]. The hash is the same in all processes."""
     return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 class Instruction(NamedTuple):
-    """Order to start the response ``ticket`` on the replica ``replica`` or, if ``stop`` is true, to stop this response there.
-
-    A stopped response continues later, possibly on another replica.
-    """
+    """Order to start the response ``ticket`` on ``replica`` or, if ``stop`` is True, to stop it there. It continues later."""
 
     ticket: str
     replica: str
@@ -63,8 +57,8 @@ class Instruction(NamedTuple):
 class _Replica:
     """A replica of the rollout engine. ``cache_tokens`` is the capacity of the key-value cache in tokens.
 
-    ``area`` is the integral of the number of running responses over time, in response-seconds, up to the time ``changed``. Its
-    growth in a period gives the mean number of running responses."""
+    ``area`` is the sum of the seconds that all responses have run on the replica, up to the time ``changed``.
+    """
 
     name: str
     cache_tokens: float
@@ -76,7 +70,7 @@ class _Replica:
         return len(self.running)
 
     def count(self, now: float) -> float:
-        """Adds the time from ``changed`` to ``now`` to the integral ``area`` (see the class), and returns ``area``."""
+        """Brings ``area`` (see the class) up to the time ``now``, and returns it."""
         self.area += len(self.running) * (now - self.changed)
         self.changed = now
         return self.area
@@ -84,10 +78,10 @@ class _Replica:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Unfinished responses to one prompt: ``count`` of them. ``lengths``: numbers of tokens of the prompt's finished responses.
+    """The ``count`` unfinished responses to one prompt.
 
-    ``home`` is the replica on which a response to the prompt started last. Groups start their waiting responses by ascending
-    ``order``.
+    ``lengths`` are the numbers of tokens of the prompt's finished responses. ``home`` is the replica on which a response to the
+    prompt started last. Groups with lower ``order`` start their waiting responses first.
     """
 
     prompt: str
@@ -101,8 +95,9 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Response:
-    """An unfinished response. ``replica`` is None while the response waits. ``tokens`` and ``seconds`` are the generated tokens and
-    the duration of the response's earlier runs on replicas, without the current run."""
+    """An unfinished response. ``replica`` is None while it waits. ``tokens`` and ``seconds`` do not include the current run on a
+    replica.
+    """
 
     ticket: str
     group: _Group
@@ -123,14 +118,14 @@ class _Response:
 
 
 class _Speed:
-    """Speed model of the replicas. It is fitted to measured parts of responses. A part is one uninterrupted run on a replica.
+    """Speed model of the replicas, fitted to measurements. Each measurement is one uninterrupted run of a response on a replica.
 
-    The model says that a part takes ``start + tokens * (token + request * running) + again * read`` seconds.
+    The model of the seconds of a run is ``start + tokens * (token + request * running) + again * read``.
 
-    Three numbers are measured for each part: the generated tokens (``tokens``), the mean number of requests on the replica
-    (``running``), and the tokens prefilled again because the response was stopped before (``again``). Four coefficients are fitted:
-    seconds of any part (``start``), seconds for a generated token (``token``), further seconds for a generated token and each
-    running request (``request``), and seconds for a token prefilled again (``read``).
+    - Measured for each run: generated tokens (``tokens``), mean number of requests on the replica (``running``), and tokens that
+      were prefilled again because the response had been stopped (``again``).
+    - Fitted: seconds of any run (``start``), for a generated token (``token``), for a generated token and another running request
+      (``request``), and for a token prefilled again (``read``).
     """
 
     def __init__(self) -> None:
@@ -144,7 +139,7 @@ class _Speed:
         self._new += 1
 
     def fit(self) -> None:
-        """Fits the coefficients of the speed model by least squares, if enough new measurements have come."""
+        """Fits the coefficients of the speed model by least squares. Does nothing if too few measurements are new."""
         if len(self._parts) >= FEWEST and self._new * 8 >= len(self._parts):
             self._new = 0
             prior = (-READ_SHARE * READ_WEIGHT, 0.0, 0.0, READ_WEIGHT, 0.0)
@@ -161,11 +156,11 @@ class _Speed:
 class Balance:
     """State machine that decides where and when responses are generated. It has no I/O and no clock.
 
-    A response waits until a replica has a free slot. A slot is free if fewer responses run on the replica than ``slots`` plus the
-    number of responses that are expected to end within :data:`AHEAD_SECONDS`. If the size of the replica's key-value cache is
-    known, the cache must also have room for the expected peak of all responses on the replica.
+    **Start.** A response waits until a replica has a free slot. A slot is free if fewer responses run on the replica than ``slots``
+    plus the number of responses that are expected to end within :data:`AHEAD_SECONDS`. If the size of the replica's key-value cache
+    is known, the cache must also have room for the expected peak of all responses on the replica.
 
-    The queue starts with responses that have begun (next turns, migrated responses, responses whose replica died). One response of
+    **Order.** Responses that have begun come first (next turns, migrated responses, responses whose replica died). One response of
     each prompt follows, then the responses with the highest expected length. The expected length of a response that has n tokens so
     far is the mean of
 
@@ -173,21 +168,22 @@ class Balance:
     - the mean of all recent lengths above n, over all prompts,
     - for each running response of the prompt that has m > n tokens so far, the mean of all recent lengths above m.
 
-    A long response that starts last delays the step, and long responses cannot be recognised early. While some responses have not
-    started, long running responses are therefore preempted: they stop until all other responses have started, and then run side by
-    side. Preempted responses are at most as many as all slots, and at most the share :data:`PREEMPTED_SHARE` of the unfinished
-    responses. For a share of 1/16, a response is preempted when it is longer than 15/16 of the recent responses.
+    **Preemption.** While some responses have not started, long running responses are stopped. They continue after all other
+    responses have started. Stopped responses are at most as many as all slots, and at most the share :data:`PREEMPTED_SHARE` of the
+    unfinished responses.
 
-    A response goes to its preferred replica, if this has at most :data:`HOME_MARGIN` more requests than the replica with the
-    fewest; otherwise to the latter. The next turn of a conversation prefers the replica of the last turn, a migrating response
-    prefers the target of the migration. When no response waits, the response with the most expected tokens left migrates from the
-    fullest replica to the emptiest, if the expected saving of time is at least ``flags.margin`` times the time that the migration
-    costs. Preemptions and migrations together stop a response at most ``flags.max_moves`` times.
+    **Replica.** A response goes to its preferred replica, if this has at most :data:`HOME_MARGIN` more requests than the replica
+    with the fewest; otherwise to the latter. The next turn of a conversation prefers the replica of the last turn, a migrating
+    response the target of the migration.
 
-    The router, which is the code that drives this class, calls ``request`` for each new response, ``over`` when a response has
-    ended, ``again`` when a response was stopped or its replica died, and ``tick`` a few times a second. The router carries out the
-    instructions that each call returns. The argument ``now`` is the time in seconds of one clock. Events about finished responses
-    are ignored. Impossible events raise ValueError and change nothing.
+    **Migration.** When no response waits, the response with the most expected tokens left migrates from the fullest replica to the
+    emptiest, if the expected saving of time is at least ``flags.margin`` times the time that the migration costs. Preemptions and
+    migrations together stop a response at most ``flags.max_moves`` times.
+
+    **Router.** The router, which drives this class, calls ``request`` for each new response, ``over`` when a response has ended,
+    ``again`` when a response was stopped or its replica died, and ``tick`` a few times a second. It carries out the instructions
+    that each call returns. The argument ``now`` is the time in seconds of one clock. Events about finished responses are ignored.
+    Impossible events raise ValueError and change nothing.
 
     Args:
         slots: number of slots of a replica, the maximum number of requests that it runs at once.
@@ -222,23 +218,28 @@ class Balance:
         return len(self._responses)
 
     def learn(self, lengths: Mapping[str, Sequence[int]]) -> None:
-        """Takes over response lengths from an earlier run, given as a mapping from prompt to lengths in tokens."""
+        """Takes over response lengths from an earlier run, in tokens, by prompt."""
         for prompt, observed in lengths.items():
             self.lengths[prompt] = deque(observed, PER_PROMPT)
             self._recent += observed
             self._new += len(observed)
 
     def running(self) -> dict[str, int]:
-        """Returns the number of responses that are assigned to each replica and have not ended, by replica name."""
+        """Returns the number of unfinished responses on each replica, by replica name."""
         return {name: len(replica) for name, replica in self._replicas.items()}
 
     def add_replica(self, name: str, now: float, cache_tokens: float = math.inf) -> list[Instruction]:
-        """Adds a replica, or updates the capacity of a known replica's key-value cache (``cache_tokens``, in tokens)."""
+        """Adds a replica, or changes the capacity of a known replica. Returns the instructions that the router must carry out now.
+
+        ``cache_tokens`` is the capacity of the key-value cache in tokens.
+        """
         self._replicas.setdefault(name, _Replica(name, cache_tokens, now)).cache_tokens = cache_tokens
         return self._fill(now)
 
     def remove_replica(self, name: str) -> None:
-        """Removes a replica. For each response on it, the router must still call ``over`` or, if the replica crashed, ``again``."""
+        """Removes a replica. For each response on it, the router must then call :meth:`over` or, if the replica crashed,
+        :meth:`again`.
+        """
         self._replicas.pop(name, None)
 
     def request(
@@ -270,7 +271,8 @@ class Balance:
     def over(self, ticket: str, now: float, tokens: int | None = None) -> list[Instruction]:
         """Removes a response that is complete or no longer wanted. Returns the instructions that the router must carry out now.
 
-        ``tokens`` is the number of tokens that a complete response has generated since its last start; None: not wanted."""
+        ``tokens`` is the number of tokens that a complete response has generated since its last start; None: no longer wanted.
+        """
         response = self._responses.get(ticket)
         if response is None:
             return []
@@ -296,8 +298,9 @@ class Balance:
     def again(self, ticket: str, now: float, tokens: int | None = None) -> list[Instruction] | None:
         """Queues a response again that was stopped or whose replica died. Returns the instructions that the router must carry out.
 
-        ``tokens`` is the number of tokens that a stopped response has generated since its last start; None: the replica died. If
-        the response has ended already, or was stopped without an instruction to stop, changes nothing and returns None.
+        ``tokens`` is the number of tokens that a stopped response has generated since its last start; None: the replica died.
+
+        Does nothing and returns None if the response has ended, or was stopped without an instruction.
         """
         response = self._responses.get(ticket)
         if response is None or (tokens is not None and not response.stopping):
@@ -313,7 +316,7 @@ class Balance:
         return self._fill(now)
 
     def tick(self, now: float) -> list[Instruction]:
-        """Updates the speed model and the expected lengths. Returns instructions to start, preempt or migrate responses."""
+        """Updates the speed model and the expected lengths. Returns instructions to start or to stop responses."""
         self._speed.fit()
         for replica in self._replicas.values():
             for response in replica.running.values() if replica.cache_tokens < math.inf else ():
@@ -360,7 +363,7 @@ class Balance:
         return (sum(samples) + self._mean_length_above(tokens)) / (len(samples) + 1)
 
     def _mean_length_above(self, tokens: float) -> float:
-        """Returns the mean length of the recent responses longer than ``tokens``; twice ``tokens`` if there is no such response."""
+        """Returns the mean length of the recent responses longer than ``tokens``; if there are none, ``2 * tokens``."""
         if self._new > len(self._ascending) // 16:
             self._ascending, self._new = sorted(self._recent), 0
             self._sums = [*accumulate(reversed(self._ascending))][::-1]
@@ -368,7 +371,7 @@ class Balance:
         return self._sums[at] / (len(self._ascending) - at) if at < len(self._ascending) else 2 * tokens
 
     def _tokens(self, response: _Response, now: float) -> float:
-        """Returns the estimated number of tokens that a response has at the time ``now``."""
+        """Returns the estimated number of tokens of a response at the time ``now``."""
         replica, seconds = response.replica, now - response.since
         if replica is None or not self._speed.of(1) or seconds <= 0:
             return response.tokens
@@ -376,7 +379,7 @@ class Balance:
         return response.tokens + max(seconds - self._speed.start, 0.0) / self._speed.of(running)
 
     def _fill(self, now: float) -> list[Instruction]:
-        """Assigns waiting responses to replicas while there are free slots. Returns an instruction for each response to start."""
+        """Assigns waiting responses to replicas with free slots. Returns the instructions to start these responses."""
         instructions: list[Instruction] = []
         while self.waiting:
             if self._begun:
@@ -404,8 +407,7 @@ class Balance:
         return next((replica for replica in free if self._fits(response, replica, now)), None)
 
     def _fits(self, response: _Response, replica: _Replica, now: float) -> bool:
-        """Returns whether the key-value cache of ``replica`` is expected to hold ``response`` and all running responses until they
-        end. Each response is assumed to generate one token per step."""
+        """True if the key-value cache of ``replica`` is expected to hold ``response`` and all running responses until they end."""
         if replica.cache_tokens == math.inf or not replica.running:
             return True
         response.expected = self._expect(response.group, response.tokens, now)
@@ -447,10 +449,7 @@ class Balance:
         response.seconds += seconds
 
     def _stop_long(self, now: float) -> list[Instruction]:
-        """Returns instructions to stop long responses, which continue after all other responses have started.
-
-        Returns [] until enough lengths of complete responses are known: as many as there are responses that run or have not
-        started, but never more than :data:`RECENT`."""
+        """Returns instructions to preempt long responses; [] if too few lengths of complete responses are known."""
         if not (self._queue and self.ordered and self.flags.max_moves and self._speed.of(1)):
             return []
         under_way = len(self._responses) - len(self._begun) - len(self._preempted)
@@ -469,7 +468,7 @@ class Balance:
         return [_stop(response, replica) for response, replica in long[:room]]
 
     def _migrate(self, now: float) -> list[Instruction]:
-        """Returns an instruction to stop a response that should migrate; [] if none should, or if one waits or is being stopped."""
+        """Returns the instruction to stop the response that should migrate next; [] if none should migrate now."""
         speed, flags, replicas = self._speed, self.flags, self._replicas.values()
         if self.waiting or not replicas or not (speed.of(1) or flags.margin == 0):
             return []
@@ -493,7 +492,7 @@ class Balance:
     def _stoppable(self, replica: _Replica, now: float) -> dict[_Response, float]:
         """Returns the responses on ``replica`` that may be stopped, each with its estimated number of tokens so far.
 
-        These are movable, are not being stopped already, and have been stopped fewer than ``flags.max_moves`` times.
+        A response may be stopped if it is movable, is not being stopped, and has been stopped fewer than ``flags.max_moves`` times.
         """
         most = self.flags.max_moves
         return {
@@ -543,10 +542,11 @@ class _Numbers:
 
 
 def end_bound_at_arrival(responses: Sequence[tuple[float, float]], replicas: int, slots: int) -> float:
-    """Returns the time at which all responses would have ended if each response went to a replica on arrival, as in verl.
+    """Returns the time at which the last response would have ended if each response had gone to a replica on arrival, as in stock
+    verl.
 
     Args:
-        responses: arrival time and duration of each response, both in seconds, in the order of arrival.
+        responses: arrival time and duration of each response in seconds, in the order of arrival.
         replicas: number of replicas.
         slots: number of slots of each replica.
     """

@@ -29,11 +29,10 @@ from rl_accel.rollout.tail_decisions import (
 logger = logging.getLogger("rl_accel")
 
 REPORT_SECONDS = 60.0
-"""Seconds without a generated, scored, failed or aborted response after which a log line lists the unfinished responses."""
+"""Seconds without a change of any response's state after which a log line lists the unfinished responses."""
 
 REPORT_PROMPTS = 8
-"""Maximum number of prompts that the log line about unfinished responses names for each state of a response (such as "being
-scored"). It names the prompts that have been in this state longest."""
+"""Maximum number of prompts that the log line about unfinished responses names for each state of a response."""
 
 METRICS_PREFIX = "rl_accel/tail_batching/"
 
@@ -43,7 +42,7 @@ class Job:
     """Order to a worker to generate the responses ``response_ids`` to one prompt.
 
     Attributes:
-        payload: row of the data set that holds the prompt.
+        payload: data row of the prompt.
         step: number of the training step.
     """
 
@@ -57,16 +56,15 @@ class Job:
 class Event:
     """Change of the state of a response, reported by a worker to the driver of tail batching.
 
-    A response becomes ``generated`` first, then ``scored``. Until the response is scored, it can also become ``failed`` or
-    ``aborted``. Nothing of a failed or aborted response runs any more.
+    A response becomes ``generated``, then ``scored``. At any time before ``scored``, it may instead become ``failed`` or
+    ``aborted``, and nothing of it runs any more.
 
     Attributes:
         kind: new state of the response.
-        tokens: number of tokens of the response generated so far.
-        result: data of the response in the framework's format, which the driver only passes on. For a failed or aborted response,
-            data that the framework still holds and that the driver must have removed. None if there is no data.
+        tokens: number of tokens generated so far.
+        result: data of the response in the framework's format; None if there is none.
         error: error message of one line; empty unless the response failed.
-        lost: whether the response failed because a server or worker died.
+        lost: True if the response failed because a server or worker died.
     """
 
     kind: Literal["generated", "scored", "failed", "aborted"]
@@ -78,15 +76,15 @@ class Event:
 
 
 class ResponseLost(RuntimeError):
-    """Error of a response whose server or worker has died. Such a response is generated again without a limit on retries."""
+    """Error of a response whose server or worker has died. There is no limit on retries for this error."""
 
 
 @contextlib.asynccontextmanager
 async def agent_loop_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Cancels the code in the ``async with`` block after ``seconds``; None: never. Yields the timeout, whose end can be moved.
+    """Cancels the code in the ``async with`` block after ``seconds``; None: never. Yields the timeout, which can be rescheduled.
 
     Raises:
-        TimeoutError: the block was cancelled. The message is one line that names the flag ``agent_loop_limit``.
+        TimeoutError: the block was cancelled. The message names the flag ``agent_loop_limit``.
     """
     limit = asyncio.timeout(seconds)
     try:
@@ -99,25 +97,25 @@ async def agent_loop_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeo
 
 
 class ResponseWorkers(Protocol):
-    """Interface to the workers of a framework that generate and score responses for tail batching."""
+    """Interface of the driver of tail batching to the workers that generate and score responses."""
 
     def launch(self, job: Job) -> None:
         """Starts to generate the responses of ``job`` with the current weights."""
 
     def cancel(self, response_ids: Iterable[int]) -> None:
-        """Stops responses in any state (waiting, generating, being scored). Reports ``aborted`` for each that had not ended."""
+        """Stops responses in any state. Then reports ``aborted`` for each response that had not ended."""
 
     def begin_round(self) -> None:
-        """Prepares the workers for a round, which is the rollout of one training step. The engines already have the new weights."""
+        """Prepares the workers for the rollout of a training step. The engines already have the new weights."""
 
     def end_round(self) -> None:
-        """Stops all unfinished responses as fast as possible, because the batch is complete. All of them were cancelled before."""
+        """Stops all unfinished responses as fast as possible. All of them were cancelled before."""
 
     def wait(self, seconds: float) -> list[Event]:
-        """Returns the events since the last call. Waits up to ``seconds`` for the first event; returns [] if none comes."""
+        """Returns the events since the last call. If there are none, waits up to ``seconds`` for the first event."""
 
     def outside_engines(self) -> Collection[int]:
-        """Returns the ids of responses that are neither in an engine nor being scored now, such as those in a tool call."""
+        """Returns the ids of unfinished responses that are neither in an engine nor being scored, such as those in a tool call."""
 
 
 @dataclass
@@ -125,8 +123,8 @@ class _Open:
     """A response that was launched and has not ended.
 
     Attributes:
-        since: time in seconds at which the response was launched or, if it is being scored, at which its generation ended.
-        doing: word that completes "the response is being ...": generated, scored or stopped.
+        since: time in seconds at which the response was launched. For a response that is being scored: end of its generation.
+        doing: state of the response, as in "the response is being ...": generated, scored or stopped.
     """
 
     prompt_id: str
@@ -136,7 +134,7 @@ class _Open:
 
 @dataclass
 class TokenRate:
-    """Mean token rate of complete responses. Estimates the tokens of cancelled responses if the engine does not report them."""
+    """Mean number of tokens per second of complete responses. Used to estimate the tokens of cancelled responses."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -151,15 +149,14 @@ class TokenRate:
         self.tokens, self.seconds = 0, 0.0
 
     def estimate(self, seconds: float) -> int:
-        """Returns the estimated number of tokens of a response after ``seconds`` of generation: ``seconds`` times the mean rate.
-
-        Returns 0 if no complete response was added.
+        """Returns the estimated number of tokens of a response after ``seconds`` of generation; 0 if no complete response was
+        added.
         """
         return int(seconds * self.tokens / self.seconds) if self.seconds else 0
 
 
 class FailureLog:
-    """Logs one line for each failed response, and a traceback for the first failure of each exception type."""
+    """Logs one line for each failed response, with a traceback for the first failure of each exception type."""
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()
@@ -167,7 +164,7 @@ class FailureLog:
     def event_of(
         self, response_id: int, task: "asyncio.Task[None]", tokens: int, result: Any, cancelled: bool
     ) -> Event:
-        """Returns the final event (scored, failed or aborted) of a response whose ``task`` is done. Logs the error if it failed.
+        """Returns the final event (scored, failed or aborted) of a response whose ``task`` is done. Logs a failure.
 
         Args:
             tokens: number of tokens of the response.
@@ -192,14 +189,14 @@ class PromptSupply:
     """Source of new prompts for a training run. Reads data rows and names them ``"epoch:row"``; both numbers count from 1.
 
     Args:
-        run: parameters of the run; the domain quotas are used.
-        fetch: function that returns the next data row; after the last row of an epoch, the first row of the next epoch.
+        run: parameters of the run; only the domain quotas are used.
+        fetch: function that returns the next data row. After the last row, it begins again with the first.
         rows_per_epoch: number of rows in an epoch.
         domain_key: column that names the domain of a row. Rows without this column have the domain ``""``.
 
     Attributes:
         fetched: number of rows fetched so far, over all epochs.
-        payloads: data rows of the prompts that are not yet trained, rejected or failed, by prompt id.
+        payloads: data rows of the prompts that are not settled, by prompt id.
     """
 
     def __init__(
@@ -215,8 +212,8 @@ class PromptSupply:
     def take(self, counts: Mapping[str, int]) -> dict[str, str]:
         """Fetches at least ``counts[domain]`` data rows of each domain. Returns a mapping from new prompt id to domain.
 
-        The data mixes domains, so the result may also have further rows, of domains with enough rows. Without domain quotas,
-        ``counts`` has one key, ``""``, for which rows of all domains count.
+        The data mixes domains, so that the result may have further rows. If the run has no quota for each domain, ``counts`` is
+        ``{"": number of rows}``.
 
         Raises:
             ConfigError: the domain of a row has no quota, or the data has no row of a requested domain.
@@ -251,25 +248,24 @@ class PromptSupply:
         return taken
 
     def settle(self, prompt_id: str) -> Any:
-        """Forgets a prompt that is trained, rejected or failed. Returns the value ``index`` of its data row; None if missing."""
+        """Forgets a settled prompt. Returns the value ``index`` of its data row; None if the row has none."""
         return self.payloads.pop(prompt_id).get("index")
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
-        """Continues a saved run. ``fetched``: rows fetched so far. ``payloads``: data rows of unfinished prompts, by prompt id."""
+        """Continues a saved run with its number of fetched rows and the data rows of its unsettled prompts, by prompt id."""
         self.fetched, self.payloads = fetched, dict(payloads)
 
 
 @dataclass
 class StepResult:
-    """Batch of a training step, and a record of the round of tail batching that produced the batch.
+    """Batch of a training step, and a record of the round of tail batching that produced it.
 
     Attributes:
         batch: batch to train on.
-        results: data of the responses in the batch (see ``Event.result``), prompt by prompt, in the order of ``batch``.
+        results: data of the responses (see ``Event.result``), in the order of ``batch``.
         round: metrics of the round.
-        trained: prompts of the batch, as a mapping from prompt id to the value ``index`` of the prompt's data row.
-        rejected: prompts that the group filter rejected, as the same kind of mapping.
-        failed: prompts that were given up after the last retry of a response, as the same kind of mapping.
+        trained, rejected, failed: prompts of the batch, prompts that the group filter rejected, and prompts that were given up.
+            Each is a mapping from prompt id to the value ``index`` of the data row.
         errors: last error message of each failed prompt, by prompt id.
     """
 
@@ -282,10 +278,9 @@ class StepResult:
     errors: dict[str, str] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the round that are known, by log name ``rl_accel/tail_batching/<name>``.
+        """Returns the known metrics of the round, by log name ``rl_accel/tail_batching/<name>``.
 
-        ``short_round``, ``long_round`` and ``final_round`` are 1 for the kind of this round and 0 otherwise. No name contains
-        ``max``, ``min``, ``sum`` or ``total``, because verl would not average metrics with such names.
+        ``short_round``, ``long_round`` and ``final_round`` are 1 for the kind of this round and 0 otherwise.
         """
         values = asdict(self.round)
         number, kind = values.pop("number"), values.pop("kind")
@@ -303,10 +298,10 @@ class RolloutDriver:
         core: state machine of tail batching.
         supply: source of new prompts.
         workers: interface to the workers that generate and score responses.
-        discard: function that removes the data of responses from the framework. It gets the ``Event.result`` of each response that
-            is not trained. Called at most once a round, when no response runs any more.
-        passes: group filter. From the prompt id and the ``Event.result`` of each response, returns whether the prompt is trained.
-            None: every prompt is. Called only if ``core.run.filter_groups`` is set.
+        discard: function that removes data of responses from the framework. Gets the ``Event.result`` of all responses that are not
+            trained.
+        passes: group filter: from a prompt id and the ``Event.result`` of each response, returns whether to train the prompt. Used
+            only if ``core.run.filter_groups`` is True. None: every prompt is trained.
         now: function that returns the time in seconds.
     """
 
@@ -335,12 +330,11 @@ class RolloutDriver:
             logger.warning("rl-accel: tail_batching.%s", rounded)
 
     def play(self, step: int, steps_left: int) -> StepResult:
-        """Runs one round and returns the batch of training step ``step``. When it returns, no response of the round is running.
+        """Runs one round and returns the batch of a training step. When it returns, no response is running.
 
         Args:
             step: number of the training step.
-            steps_left: number of remaining training steps, including this step. Only so many prompts are started that these steps
-                can train all of them.
+            steps_left: number of remaining training steps, including this step.
 
         Raises:
             RuntimeError: as many prompts as a batch holds were given up, and no response was scored in between.
@@ -367,7 +361,7 @@ class RolloutDriver:
         return self._result
 
     def _waits_for(self) -> str:
-        """Returns a text for the log about the unfinished responses: their states, prompts, and ages in seconds."""
+        """Returns a text for the log about the unfinished responses: their states, prompts and waiting times."""
         no_request, kinds = set(self._workers.outside_engines()), defaultdict(list)
         for response_id, response in sorted(self._open.items(), key=lambda item: item[1].since):
             tool = response.doing == "generated" and response_id in no_request

@@ -23,11 +23,11 @@ _STATE = "state.pt"
 
 
 class ResumeError(ConfigError):
-    """Raised if a checkpoint lacks the saved state of tail batching, or if the state does not fit the resumed run."""
+    """Raised if a checkpoint lacks the state of tail batching, or if this state does not fit the resumed run."""
 
 
 def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: dict[str, dict[str, Any]]) -> None:
-    """Writes the state of tail batching to ``folder`` in a checkpoint. A crash leaves the old or the new state, never a part.
+    """Writes the state of tail batching to ``folder`` in a checkpoint. A crash leaves either the old or the new state.
 
     Args:
         folder: folder for the state; created if missing.
@@ -44,7 +44,7 @@ def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: 
 
 
 def packed(content: Any) -> bytes:
-    """Returns ``content`` (such as a data row) serialised for a checkpoint. Loading the returned bytes cannot run any code.
+    """Returns ``content``, such as data rows, as bytes for a checkpoint. Loading these bytes cannot run code.
 
     Raises:
         ConfigError: ``content`` holds an object that is no standard Python type, tensor, NumPy array or Pillow image.
@@ -59,7 +59,7 @@ def packed(content: Any) -> bytes:
 
 
 def _row_types() -> list[Any]:
-    """Returns the types that a saved data row may hold in addition to the types that ``torch.load`` trusts by default."""
+    """Returns the types of objects that a saved data row may hold besides those that ``torch.load`` always allows."""
     types: list[Any] = [datetime.datetime, datetime.date, datetime.timedelta, decimal.Decimal, np.ndarray, np.dtype]
     types += [value.__reduce__()[0] for value in (np.empty(0), np.float64(0))]
     types += {type(np.dtype(code)) for code in np.typecodes["All"]}
@@ -88,11 +88,11 @@ def find(folder: Path) -> Path:
 
 
 def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
-    """Resumes a run: loads the state that :func:`save` wrote to ``folder``, and updates ``core`` and ``supply`` with it.
+    """Loads the state that :func:`save` wrote to ``folder``, and updates ``core`` and ``supply`` with it.
 
     Raises:
-        ResumeError: the saved state is missing or damaged, or is of another version or training step. Or the saved run had another
-            batch size, number of responses per prompt, data set or row order. ``core`` and ``supply`` stay unchanged then.
+        ResumeError: the saved state is missing, damaged, or of another version or training step, or the saved run had another batch
+            size, number of responses per prompt, data set or row order. Nothing is updated then.
     """
     file = find(folder)
     try:
@@ -123,18 +123,18 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
 
 
 class Ledger:
-    """Log of the prompts that each training step trained or gave up: ``tail_batching/ledger.jsonl`` next to the checkpoints.
+    """Log of the prompts that each training step trained, rejected or gave up: ``tail_batching/ledger.jsonl`` next to the
+    checkpoints.
 
-    Each training step has one line, a JSON object. The keys ``trained``, ``rejected`` (by the group filter) and ``failed``
-    (after the last retry) hold mappings from prompt id (``epoch:row`` of the data) to the value ``index`` of the data row. The
-    key ``errors`` holds the last error of each failed prompt.
+    Each training step has one line, a JSON object. Its keys ``trained``, ``rejected`` and ``failed`` hold mappings from prompt id
+    (``epoch:row``) to the value ``index`` of the data row. The key ``errors`` holds the last error of each failed prompt.
     """
 
     def __init__(self, root: Path) -> None:
         self.path = root / FOLDER / "ledger.jsonl"
 
     def rewind(self, step: int) -> None:
-        """Drops the log lines of training steps after ``step``, because the run resumes from the checkpoint of this step."""
+        """Drops the lines of training steps after ``step``. For a run that resumes from the checkpoint of ``step``."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         kept = []
         for line in lines:
@@ -146,7 +146,7 @@ class Ledger:
         write_atomically(self.path, "".join(kept))
 
     def add(self, step: int, result: StepResult) -> None:
-        """Appends a log line with the prompts that training step ``step`` trained, rejected or gave up."""
+        """Appends the line of training step ``step``."""
         line = {"step": step, "round": result.batch.number, "kind": result.batch.kind}
         line |= {name: getattr(result, name) for name in ("trained", "rejected", "failed", "errors")}
         self.path.parent.mkdir(parents=True, exist_ok=True)

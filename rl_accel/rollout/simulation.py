@@ -46,8 +46,8 @@ class EngineModel:
     """Speed and capacity of one replica of the rollout engine. All times are in seconds.
 
     Args:
-        step_seconds: mapping from number of running requests to the duration of a decoding step. The duration is linear between
-            the given numbers and constant below the first number. The last slope continues above the last number.
+        step_seconds: duration of a decoding step, by number of running requests. Between the given numbers, the duration is linear.
+            Below the first number, it is constant. Above the last number, the last slope continues.
         cached_token_seconds: additional duration of a step for each token in the key-value cache.
         prompt_token_seconds: time to prefill one token of a prompt or of a preempted request. All other requests wait meanwhile.
         request_seconds: host time to start a request. All other requests wait meanwhile.
@@ -56,8 +56,8 @@ class EngineModel:
         cache_tokens: capacity of the key-value cache in tokens. When the cache is full, the request that started last is preempted.
 
     Raises:
-        ValueError: ``slots`` or ``cache_tokens`` is below 1, a time is negative, a key of ``step_seconds`` is below 1, or
-            a value of ``step_seconds`` is not finite and above 0.
+        ValueError: ``slots``, ``cache_tokens`` or a key of ``step_seconds`` is below 1, a time is negative, or a value of
+            ``step_seconds`` is not finite and above 0.
     """
 
     step_seconds: Mapping[int, float]
@@ -90,24 +90,24 @@ class EngineModel:
 
 
 class Workload(Protocol):
-    """Interface of the source of simulated response lengths and reward times. Prompts are numbered from 0, in data order."""
+    """Interface to a source of response lengths and reward times for a simulation. Prompts are numbered from 0."""
 
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens in each prompt."""
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Draws the lengths in tokens, at least 1, of ``responses`` new responses per prompt. Returns shape [P, R]."""
+        """Draws the lengths of ``responses`` new responses to each of ``prompts``: tokens, at least 1, shape [P, R]."""
 
     def reward_seconds(self, count: int, rng: np.random.Generator) -> Floats | None:
-        """Draws the durations of ``count`` reward computations in seconds, shape [count]. Returns None if rewards take no time."""
+        """Draws the durations of ``count`` rewards in seconds, shape [count]. Returns None if rewards take no time."""
 
 
 class Request:
     """A response of ``length`` tokens in a simulated engine.
 
-    While a request waits, ``tokens`` is its number of tokens so far, and ``began`` is 0. While it runs, ``began`` is its number in
-    the order of starts on its replica (from 1 on), and ``end`` is the decoding step of the replica at which the request ends.
+    Waiting: ``tokens`` is its number of tokens so far, ``began`` is 0. Running: ``began`` is its number in the order of starts on
+    its replica (from 1), and ``end`` is the number of the decoding step at which it ends.
     """
 
     __slots__ = ("began", "end", "id", "length", "replica", "tokens")
@@ -124,8 +124,8 @@ _by_end, _by_begin = attrgetter("end"), attrgetter("began")
 class _Replica:
     """One simulated replica of the engine at the time ``time`` in seconds, after ``steps`` decoding steps.
 
-    The replica's next event is ``ahead`` decoding steps away. If ``fills`` is True, the key-value cache is full then; otherwise a
-    request ends. ``serial`` is a number that no other event has.
+    Its next event comes after ``ahead`` more steps: the key-value cache is full (``fills`` is True), or a request ends. Each event
+    has a unique number ``serial``.
     """
 
     __slots__ = (
@@ -143,7 +143,7 @@ class _Replica:
         self.fills = False
 
     def next_event(self) -> float:
-        """Returns the time of the replica's next event (a request ends or the cache is full); infinity if no request runs."""
+        """Returns the time at which the next request ends or the cache is full; infinity if no request runs."""
         running, cached = self.running, self.cached
         if not running:
             return math.inf
@@ -156,7 +156,7 @@ class _Replica:
         return self.time + self.stall + ahead * (self.pace[count] + self.rate * (cached + count * ahead / 2))
 
     def advance(self, now: float) -> None:
-        """Advances the decoding of all running requests to the time ``now``, which must not be later than the next event."""
+        """Decodes until the time ``now``, which must not be later than the next event."""
         left = now - self.time - self.stall
         self.time, self.stall = now, max(-left, 0.0)
         if left > 0 and self.running:
@@ -167,10 +167,7 @@ class _Replica:
             self.cached += steps * count
 
     def happen(self, now: float) -> Request:
-        """Moves on to the replica's next event, which is at the time ``now``, and carries this event out.
-
-        Returns the request that ended or, if the key-value cache is full, the request that was preempted.
-        """
+        """Decodes until the next event, which is at the time ``now``. Ends or preempts a request, and returns this request."""
         running = self.running
         self.time, self.stall = now, 0.0
         self.steps += self.ahead
@@ -193,14 +190,14 @@ class _Replica:
         return request
 
     def stop(self, request: Request, tokens: float) -> None:
-        """Removes a running request from the replica. ``tokens`` is the number of tokens that the request has generated."""
+        """Removes a running request that has generated ``tokens`` tokens."""
         self.running.remove(request)
         self.peak = max(self.peak, self.cached)
         self.cached -= self.prompt + tokens
         request.began = 0
 
     def start(self) -> None:
-        """Starts waiting requests while the replica has free slots and room in its key-value cache."""
+        """Starts waiting requests while there are free slots and room in the key-value cache."""
         engine, queue, running, prompt = self.engine, self.queue, self.running, self.prompt
         cached, stall, steps, begun = self.cached, self.stall, self.steps, self.begun
         host, reading = engine.request_seconds, engine.prompt_token_seconds
@@ -220,10 +217,10 @@ class _Replica:
 
 
 class Cluster:
-    """Several simulated replicas of an engine with their requests. ``now`` is the time of the last event in seconds, from 0 on.
+    """Simulated replicas of an engine, and their requests. ``now`` is the time of the last event in seconds, from 0 on.
 
-    A new request goes to the replica with the fewest requests, as in verl's load balancer. A subclass can implement another
-    router: it overrides :meth:`launch` to choose the replica of each request, and :meth:`happen` to learn which requests ended.
+    A new request goes to the replica with the fewest requests, as in stock verl. A subclass can choose replicas in another way in
+    :meth:`launch`, and learn in :meth:`happen` which requests ended.
 
     Raises:
         ValueError: ``replicas`` is below 1.
@@ -247,7 +244,7 @@ class Cluster:
 
     @property
     def loads(self) -> list[int]:
-        """Number of requests, running or waiting, on each replica."""
+        """Number of running and waiting requests on each replica."""
         return [len(replica.running) + len(replica.queue) for replica in self._replicas]
 
     @property
@@ -256,14 +253,14 @@ class Cluster:
         return sum(replica.preemptions for replica in self._replicas)
 
     def take_peak_tokens(self) -> float:
-        """Returns the highest number of tokens that any replica's key-value cache held since the last call."""
+        """Returns the highest number of tokens in the key-value cache of any replica since the last call."""
         peak = max(replica.peak for replica in self._replicas)
         for replica in self._replicas:
             replica.peak = replica.cached
         return peak
 
     def tokens_of(self, request_id: int) -> float:
-        """Returns the number of tokens that an unfinished request has so far."""
+        """Returns the number of tokens of an unfinished request so far."""
         request = self._requests[request_id]
         if not request.began:
             return request.tokens
@@ -278,14 +275,14 @@ class Cluster:
         prompts: Sequence[int] | None = None,
         replicas: Iterable[int] | None = None,
     ) -> None:
-        """Adds requests to the replicas.
+        """Adds requests.
 
         Args:
             ids: id of each request.
             lengths: final number of tokens of each request.
-            tokens: number of tokens that each request already has; the engine only prefills these tokens. None: no request has any.
-            prompts: index of the prompt of each request. Only subclasses that route requests by prompt use this argument.
-            replicas: index of the replica for each request. If None, each request goes to the replica with the fewest requests.
+            tokens: number of tokens that each request already has, and that are only prefilled. None: 0.
+            prompts: index of the prompt of each request. Only subclasses use this argument.
+            replicas: index of the replica for each request. None: the replica with the fewest requests at that moment.
         """
         if not self._requests:
             self._heap.clear()
@@ -305,7 +302,9 @@ class Cluster:
             self._go_on(replica)
 
     def _fewest(self) -> Iterator[int]:
-        """Yields, endlessly, the index of the replica with the fewest requests. Counts each yielded index as a request there."""
+        """Yields, endlessly, the index of the replica with the fewest requests. Each yielded index counts as one more request
+        there.
+        """
         loads = [(load, index) for index, load in enumerate(self.loads)]
         heapq.heapify(loads)
         while True:
@@ -314,7 +313,7 @@ class Cluster:
             yield index
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
-        """Stops unfinished requests and removes them. Returns the number of tokens of each request, in the order of ``ids``."""
+        """Removes unfinished requests. Returns the number of tokens of each of them so far, in the order of ``ids``."""
         touched: dict[_Replica, None] = {}
         tokens = []
         for request_id in ids:
@@ -339,9 +338,10 @@ class Cluster:
         return heap[0][0] if heap else math.inf
 
     def happen(self) -> Request | None:
-        """Moves on to the next event of any replica, and carries this event out. At least one request must run.
+        """Advances the simulation to the next event on any replica. At least one request must run.
 
-        Returns the request that ended. Returns None if the event was the preemption of a request."""
+        Returns the request that ended; None if a request was preempted.
+        """
         heap = self._heap
         while heap[0][1] != heap[0][2].serial:
             heapq.heappop(heap)
@@ -355,7 +355,7 @@ class Cluster:
         return request
 
     def _go_on(self, replica: _Replica) -> None:
-        """Starts waiting requests on a replica and computes its next event, after requests were added or removed."""
+        """Starts waiting requests on a replica and computes its next event. Call it after requests were added or removed."""
         if replica.queue:
             replica.start()
         self._serial = replica.serial = self._serial + 1
@@ -367,11 +367,11 @@ class Round:
     """Results of one simulated round of tail batching.
 
     Attributes:
-        metrics: metrics of the round as reported by :class:`TailBatching`, with ``rollout_seconds`` and token counts.
-        ends: seconds from the start of the round to the end of generation, for each completely generated response, ascending.
+        metrics: metrics of the round, as from :class:`TailBatching`.
+        ends: seconds from the start of the round to the last token of each completely generated response, ascending.
         peak_tokens: highest number of tokens in the key-value cache of any replica.
         preemptions: number of preemptions over all replicas.
-        unfinished: number of responses that were still in an engine when the batch was complete, and were cancelled then.
+        unfinished: number of responses that were cancelled in an engine when the batch was complete.
     """
 
     metrics: RoundMetrics = field(default_factory=lambda: RoundMetrics(0, "short", 1.0))
@@ -401,10 +401,10 @@ def play_rounds(
         workload: source of response lengths and reward times.
         rounds: number of rounds.
         seed: seed of all random draws.
-        timeout: policy that learns the time limits of reward computations, here from simulated rewards. A reward that ends within
-            its limit counts as a correct execution. None: no limits.
+        timeout: policy that learns time limits for the simulated rewards. A reward within its limit counts as correct. None: no
+            limits.
         ends: whether training ends with the last round. If so, only prompts are started that can be trained by then.
-        cluster: class of the cluster. A subclass of :class:`Cluster` can route requests in another way.
+        cluster: class of the cluster; a subclass of :class:`Cluster` can choose replicas in another way.
     """
     player = Player(run, cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
     with gc_disabled():
@@ -413,8 +413,6 @@ def play_rounds(
 
 class Player:
     """Simulates rounds of tail batching: carries out the decisions of :class:`TailBatching` on a simulated cluster.
-
-    :class:`~rl_accel.rollout.round_driver.RolloutDriver` has the same role for the workers of a framework.
 
     Attributes:
         cluster: simulated cluster for the next round; may be replaced between two rounds.
@@ -435,7 +433,7 @@ class Player:
     def play(self, steps_left: int = ENDLESS_STEPS) -> Round:
         """Simulates one round and returns its results.
 
-        ``steps_left`` is the number of remaining training steps, including the step of this round.
+        ``steps_left`` is the number of remaining training steps, including this one.
         """
         core, cluster, rewarding, rewards = self._core, self.cluster, self._rewarding, self._rewards
         generated, scored, happen = core.response_generated, core.response_scored, cluster.happen

@@ -28,7 +28,7 @@ from rl_accel.rollout.tail_decisions import (
 from rl_accel.rollout.tail_ratio import CompletionTimes
 
 FIRST_RATIO = 1.25
-"""Initial ratio of started to trained prompts with ``prompt_ratio=auto``, used until enough completion times are known."""
+"""Ratio of started to trained prompts with ``prompt_ratio=auto`` until enough completion times are known."""
 
 _FORMAT = "rl_accel.tail_batching"
 _VERSION = 2
@@ -40,10 +40,10 @@ class TailRun:
     """Fixed parameters of a training run with tail batching.
 
     Args:
-        prompts_per_step: number of prompts in a training batch (P0 in the documentation).
-        responses_per_prompt: number of responses per prompt in a training batch (R0 in the documentation).
+        prompts_per_step: number of prompts in a batch (P0).
+        responses_per_prompt: number of trained responses per prompt (R0).
         flags: the user's flags of tail batching.
-        filter_groups: whether a filter accepts or rejects each prompt with its complete responses (as in DAPO).
+        filter_groups: whether a group filter accepts or rejects each complete prompt.
         data_id: any identifier of the data set and its row order. A saved state with another identifier is refused.
 
     Raises:
@@ -69,27 +69,24 @@ class TailRun:
 
     @property
     def domain_quotas(self) -> Mapping[str, int]:
-        """Mapping from domain (a category of prompts) to the number of its prompts in each batch; empty without quotas."""
+        """Number of prompts in a batch of each domain (category of prompts), by domain; {} if not fixed."""
         return self.flags.domain_quotas or {}
 
     @property
     def surplus_prompts(self) -> int:
-        """Number of prompts that a short round (which cuts off slow prompts) starts. Not for ``flags.prompt_ratio="auto"``."""
+        """Number of prompts that a short round starts. Not available for ``flags.prompt_ratio="auto"``."""
         return _scaled(self.prompts_per_step, float(self.flags.prompt_ratio))
 
     @property
     def surplus_responses(self) -> int:
-        """Number of responses that a short round (a round that cuts off slow prompts) starts for each prompt.
-
-        Equals ``responses_per_prompt * flags.response_ratio``, rounded up.
-        """
+        """Number of responses that a short round starts for each prompt."""
         return _scaled(self.responses_per_prompt, self.flags.response_ratio)
 
     @property
     def rounding_warnings(self) -> list[str]:
-        """Warnings, one for each of ``prompt_ratio`` and ``response_ratio`` that grows by more than 10% by rounding up.
-
-        Numbers of prompts and responses are whole: a ratio of 1.2 launches 2 prompts for 1."""
+        """Warnings about ``prompt_ratio`` or ``response_ratio``, if rounding up to whole numbers makes the ratio more than 10%
+        larger.
+        """
         counts = {"prompt_ratio": self.prompts_per_step, "response_ratio": self.responses_per_prompt}
         ratios = {name: ratio for name in counts if not isinstance(ratio := getattr(self.flags, name), str)}
         launched = {name: _scaled(counts[name], ratio) for name, ratio in ratios.items()}
@@ -102,11 +99,11 @@ class TailRun:
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt that is not yet trained, rejected by the filter, or given up after failures.
+    """A prompt that is not settled.
 
     Attributes:
-        deferrals: number of rounds that cut off the prompt because it was too slow.
-        deferred_in: number of the first round that cut off the prompt; 0: none has.
+        deferrals: number of rounds that deferred the prompt.
+        deferred_in: number of the first round that deferred the prompt; 0: none has.
     """
 
     id: str
@@ -117,21 +114,21 @@ class _Prompt:
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """A prompt in the open round, with the states of its responses.
+    """A prompt in the current round, with the states of its responses.
 
-    Each response is listed in ``generating``, ``generated`` or ``cancelled``. A response that has failed, or that was cancelled and
-    has stopped, is in none of these.
+    A response is in ``generating``, then in ``generated``. A cancelled response is in ``cancelled`` until it has stopped. Failed
+    and stopped responses are in none of these.
 
     Attributes:
         launched_at: time of the launch in seconds.
-        is_refill: whether the prompt was started after the start of the round, in place of a rejected or failed prompt.
-        from_queue: whether the prompt comes from the queue of prompts that earlier rounds cut off.
+        is_refill: whether the prompt was started later than the round, in place of a rejected or failed prompt.
+        from_queue: whether the prompt comes from the queue of deferred prompts.
         generating: ids of the responses that are being generated, in the order of launch.
-        generated: number of tokens of each generated response, by response id, in the order of completion.
-        scored_at: time of the score in seconds, by id of the scored response.
-        cancelled: number of tokens of each cancelled response that has not stopped, by response id; -1: still being generated.
-        retries: number of failed responses that each response replaces, one after the other, by response id. No entry means 0.
-        surplus_tokens: number of tokens of each cancelled response that is reported as stopped.
+        generated: number of tokens of each generated response, by id, in the order of completion.
+        scored_at: time in seconds at which each response was scored, by id.
+        cancelled: number of tokens of each cancelled response that has not stopped, by id; -1 if it is still being generated.
+        retries: number of earlier attempts that failed, by id of the new response. No entry means 0.
+        surplus_tokens: number of tokens of each cancelled response that has stopped.
     """
 
     prompt: _Prompt
@@ -151,14 +148,13 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Domain:
-    """Prompts of one domain, or all prompts if there are no domain quotas.
+    """Prompts of one domain, or all prompts if the run has no quota for each domain.
 
     Attributes:
         quota: number of prompts of the domain in a batch.
-        target: number of prompts that the current round aims to have in ``active`` and ``kept`` together.
+        target: wanted number of prompts in ``active`` and ``kept`` together in the current round.
         fresh: waiting prompts that are new or were deferred fewer than ``max_deferrals`` times.
-        queue: waiting prompts that were deferred ``max_deferrals`` times. They run in long and final rounds, which wait for all
-            responses. A short round starts them only in place of rejected and failed prompts.
+        queue: waiting prompts that were deferred ``max_deferrals`` times. They run in long and final rounds.
         active: running prompts, by prompt id.
         kept: complete prompts, which go into the batch of the current round.
     """
@@ -172,17 +168,17 @@ class _Domain:
 
     @property
     def going(self) -> int:
-        """Number of prompts of the domain that are running, or complete and kept for the batch."""
+        """Number of prompts of the domain that are running or complete in this round."""
         return len(self.active) + len(self.kept)
 
     @property
     def is_full(self) -> bool:
-        """True if all prompts of this domain that the batch needs are complete."""
+        """True if as many prompts of the domain are complete as the batch needs."""
         return len(self.kept) == self.quota
 
 
 class Phase(Enum):
-    """Phase of a round of tail batching. Each value is a clause that ends an error message ("..., but no round is open")."""
+    """Phase of a round of tail batching. The values complete error messages ("..., but no round is open")."""
 
     BETWEEN_ROUNDS = "no round is open"
     FILLING = "the round waits for prompts"
@@ -195,38 +191,37 @@ class TailBatching:
 
     P0 is the number of prompts in a batch. R0 is the number of trained responses per prompt.
 
-    A **short** round launches more than P0 prompts, and more than R0 responses of each prompt. The first R0 responses of a prompt
-    to finish *generating* form the group of this prompt. The other responses of the prompt are cancelled at once. The choice does
-    not wait for rewards, so a slow reward cannot make a response look long. A prompt is complete when its R0 responses are scored.
-    The first P0 complete prompts are the batch. All other prompts are deferred: their responses are cancelled, and the prompts are
-    launched anew in a later round, so training stays strictly on-policy. A prompt that was deferred ``flags.max_deferrals`` times
-    waits in a queue. When this queue holds enough prompts, a **long** round runs P0 prompts with R0 responses each and waits for
-    all responses. No prompt is started that the remaining batches could not train. When a short round would have to start such a
-    prompt, **final** rounds run instead and train the remaining prompts. A final round runs like a long round. Long and final
-    rounds take prompts from the queue first.
+    **Short round.** Launches more than P0 prompts, and more than R0 responses of each prompt. The first R0 responses of a prompt to
+    finish *generating* are its group; the other responses are cancelled at once. A prompt is complete when its R0 responses are
+    scored. The first P0 complete prompts are the batch. All other prompts are deferred: their responses are cancelled, and the
+    prompts are launched anew in a later round, so training stays strictly on-policy. A prompt that was deferred
+    ``flags.max_deferrals`` times waits in a queue.
+
+    **Long round.** When the queue holds enough prompts, a long round runs P0 prompts with R0 responses each and waits for all
+    responses.
+
+    **Final round.** No prompt is started that the remaining batches could not train. When a short round would have to start such a
+    prompt, final rounds run instead, in the same way as long rounds.
 
     Every prompt is trained, rejected or reported as failed exactly once, and every batch has P0 groups of R0 responses.
 
-    **Driver.** The driver is the code that calls this class and has the responses generated. It calls ``begin_round``,
-    carries out the decisions that each call returns, in their order, and reports events. The argument ``now`` is the time
-    of an event in seconds, of one clock of the driver's choice. The driver answers the decisions as follows.
+    **Driver.** The driver is the code that calls this class and has the responses generated. It calls ``begin_round``, carries out
+    the decisions that each call returns, in their order, and reports events. The argument ``now`` is the time of an event in
+    seconds, of one clock of the driver's choice. The driver answers the decisions as follows.
 
-    - ``RequestPrompts``: ``offer`` new ids. The driver finds the payload of a prompt by the id of the prompt. Each epoch and
-      row has a unique id, for example ``"2:1017"``.
-    - ``Launch``: report each response in one of three ways. ``response_generated``, then ``response_scored``. Or
-      ``response_failed`` (in the engine, the agent loop or the reward); a retry may follow. Or, after a cancel,
-      ``response_aborted``. Report this event for each cancelled response that was not scored before, even if the server of the
-      response is gone.
+    - ``RequestPrompts``: ``offer`` new ids. Each epoch and row of the data has a unique id, for example ``"2:1017"``.
+    - ``Launch``: for each response, ``response_generated`` and later ``response_scored``; or ``response_failed``, after which a
+      retry may follow; or, after a cancel, ``response_aborted``.
+    - ``Cancel``: ``response_aborted`` for each response that was not scored before, even if its server is gone.
     - ``CheckGroup`` (only with ``filter_groups``): ``group_checked``, before any other event.
     - ``TrainBatch``: train on exactly these groups. ``RoundEnded``: begin the next round after the weight update.
 
-    A late event, about a response that has already ended, is ignored. Response ids never recur. An impossible event (a
-    response that was never launched, a negative number of tokens, a repeated event) raises ValueError and changes nothing.
+    Late events, about responses that have ended, are ignored. Impossible events, such as a repeated event, raise ValueError and
+    change nothing.
 
-    **Save and resume.** ``state_dict`` works at any time. The state holds prompts, not responses. A batch counts as trained
-    from ``TrainBatch`` on, so save the state with the checkpoint that contains the update. Also save the payloads of
-    ``unsettled_prompts`` and the position in the data. After ``load_state_dict`` no round is open. Prompts that were
-    running at the time of saving wait again. These prompts are neither lost nor deferred, and must not be offered again.
+    **Save and resume.** ``state_dict`` works at any time. A batch counts as trained from ``TrainBatch`` on, so save the state with
+    the checkpoint that contains the update. Also save the data rows of ``unsettled_prompts`` and the position in the data. After
+    ``load_state_dict``, no round is open, and prompts that were running at the time of saving wait again. Do not offer them again.
 
     Attributes:
         run: parameters of the run.
@@ -263,7 +258,7 @@ class TailBatching:
             now: current time in seconds.
 
         Raises:
-            ValueError: the last round has not ended, or ``steps_left`` is below 1.
+            ValueError: a round is open, or ``steps_left`` is below 1.
         """
         if self.phase is not Phase.BETWEEN_ROUNDS:
             raise ValueError(f"begin_round must come between rounds, but {self.phase.value}")
@@ -277,7 +272,7 @@ class TailBatching:
         return self._fill(now)
 
     def offer(self, prompts: Mapping[str, str], now: float) -> list[Decision]:
-        """Adds new prompts, given as a mapping from prompt id to domain. Allowed at any time, with any number of prompts.
+        """Adds new prompts, given as a mapping from prompt id to domain. Allowed at any time.
 
         Raises:
             TypeError, ValueError: a prompt id is no string or is already known, or a domain has no quota. No prompt is added then.
@@ -298,9 +293,9 @@ class TailBatching:
     # Responses and groups
 
     def response_generated(self, response_id: int, tokens: int) -> list[Decision]:
-        """Records that a response is generated, with ``tokens`` tokens. Its reward may still be in progress.
-
-        If its prompt now has enough generated responses, the returned decision cancels the other responses of the prompt."""
+        """Records that a response is generated, with ``tokens`` tokens. The other responses of its prompt are cancelled if R0 are
+        generated.
+        """
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -315,9 +310,9 @@ class TailBatching:
         return []
 
     def response_scored(self, response_id: int, now: float) -> list[Decision]:
-        """Records that a generated response was scored, at the time ``now``. A cancelled response counts as stopped from then on.
+        """Records that a generated response was scored at the time ``now``.
 
-        When all responses of the prompt are scored, keeps the prompt for the batch or, with a group filter, asks for a check of it.
+        If all responses of its prompt are scored, keeps the prompt for the batch or, with a group filter, asks for a check.
         """
         attempt = self._find(response_id)
         if attempt is None:
@@ -337,10 +332,10 @@ class TailBatching:
         return [CheckGroup(attempt.group())]
 
     def response_failed(self, response_id: int, tokens: int, now: float, lost: bool = False) -> list[Decision]:
-        """Replaces a response that failed in the engine, the agent loop or the reward, after ``tokens`` generated tokens.
+        """Records that a response failed after ``tokens`` tokens. Launches a new response in its place.
 
-        Each response is launched again at most ``max_retries`` times. Failures because a process died (``lost``) do not count.
-        After the last retry, the prompt is given up if too few of its responses are left.
+        There are at most ``max_retries`` new responses in a row. Failures because a process died (``lost``) do not count. After
+        that, the prompt is given up if too few of its responses are left.
         """
         attempt = self._find(response_id, tokens)
         if attempt is None:
@@ -364,9 +359,10 @@ class TailBatching:
         return [*cancelled, PromptFailed(attempt.prompt.id), *self._replace(attempt, now)]
 
     def response_aborted(self, response_id: int, tokens: int) -> list[Decision]:
-        """Records that a cancelled response has stopped, after ``tokens`` tokens, and that its data is removed everywhere.
+        """Records that a cancelled response has stopped after ``tokens`` tokens and that its data is removed.
 
-        If the batch is complete and no other cancelled response still runs, the round ends."""
+        The round ends if the batch is complete and no other cancelled response runs.
+        """
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -379,7 +375,7 @@ class TailBatching:
         return self._end_if_stopped()
 
     def group_checked(self, prompt_id: str, passes: bool, now: float) -> list[Decision]:
-        """Keeps a prompt for the batch if the prompt ``passes`` the group filter. Otherwise drops it and starts another prompt."""
+        """Keeps a prompt for the batch if it ``passes`` the group filter. Otherwise drops it and starts another prompt."""
         attempt = self._unchecked
         if attempt is None or attempt.prompt.id != prompt_id:
             raise ValueError(f"prompt_id must be of the group to check, found {prompt_id!r}")
@@ -392,7 +388,7 @@ class TailBatching:
     # Saving
 
     def unsettled_prompts(self) -> list[str]:
-        """Returns the ids of all prompts passed to ``offer`` that are not yet trained, rejected or failed."""
+        """Returns the ids of all prompts passed to :meth:`offer` that are not trained, rejected or failed."""
         return list(self._unsettled)
 
     def state_dict(self) -> dict[str, Any]:
@@ -415,11 +411,11 @@ class TailBatching:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the current state by a saved state. Ratios, thresholds and quotas may differ from those of the saved run.
+        """Replaces the current state by a saved state. The flags may differ from those of the saved run.
 
         Raises:
-            ValueError: ``state`` is damaged, or has another format, version, batch size, number of responses per prompt or data
-                id than this run. The current state stays unchanged then.
+            ValueError: ``state`` is damaged, or has another version, batch size, number of responses per prompt, data id or
+                domains. The current state stays unchanged then.
         """
         ours = self.state_dict()
         for key in _MUST_AGREE:
@@ -443,7 +439,7 @@ class TailBatching:
     # Filling, refilling and ending a round
 
     def _plan(self) -> RoundKind:
-        """Chooses the kind of the next round (short, long or final) and the number of prompts of each domain to run in it."""
+        """Returns the kind of the next round, and sets the number of prompts of each domain to run in it."""
         flags, domains = self.run.flags, self._domains.values()
         ratio = flags.prompt_ratio
         if isinstance(ratio, str):
@@ -464,11 +460,11 @@ class TailBatching:
         return kind
 
     def _room(self, domain: _Domain) -> int:
-        """Returns the number of places in the remaining batches that are left for new prompts of a domain."""
+        """Returns the number of places for new prompts of a domain in the remaining batches."""
         return max(self._steps_left * domain.quota - domain.going - len(domain.fresh) - len(domain.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
-        """Starts the round if enough prompts wait for it. Otherwise returns a request for the missing prompts."""
+        """Starts the round if there are enough prompts. Otherwise requests the missing prompts."""
         missing = {}
         for name, domain in self._domains.items():
             available = len(domain.fresh) if self._kind == "short" else len(domain.fresh) + len(domain.queue)
@@ -488,11 +484,9 @@ class TailBatching:
         return decisions
 
     def _refill(self, now: float) -> list[Decision]:
-        """Starts new prompts in place of rejected and failed prompts.
+        """Starts new prompts in place of rejected and failed prompts, if the remaining batches have room for them.
 
-        If the remaining batches have no room for new prompts, none is started, and the round continues with fewer extra prompts. If
-        it then has fewer prompts than the batch needs, deferred prompts are started. There are enough of them: without room, the
-        prompts that are not settled fill all remaining batches.
+        Otherwise starts deferred prompts, but only if the round has too few prompts for the batch.
         """
         decisions: list[Decision] = []
         missing = {}
@@ -522,10 +516,7 @@ class TailBatching:
         return decisions + self._train(now) if all(other.is_full for other in self._domains.values()) else decisions
 
     def _cut_off(self, attempt: _Attempt, now: float) -> None:
-        """Records that a prompt was too slow for this round.
-
-        A prompt that replaced a rejected or failed prompt does not count as deferred: it started late and had no fair chance.
-        """
+        """Records that a prompt is deferred. Does not count for a prompt that was started late, in place of another prompt."""
         prompt = attempt.prompt
         if self._kind == "short" and not prompt.deferrals and self._warm:
             self._times.add_short(now - attempt.launched_at, completed=False)
@@ -535,10 +526,10 @@ class TailBatching:
             prompt.deferrals += 1
 
     def _put_back(self, prompts: Iterable[_Prompt]) -> None:
-        """Puts prompts back into the waiting lists of their domains.
+        """Makes prompts wait in their domains.
 
-        A prompt that was cut off at least ``max_deferrals`` times goes to the end of the queue for long rounds. Any other
-        prompt goes ahead of the new prompts.
+        A prompt that was deferred ``max_deferrals`` times goes to the end of the queue for long rounds, any other prompt ahead of
+        the new prompts.
         """
         early = []
         for prompt in prompts:
@@ -609,7 +600,7 @@ class TailBatching:
         return Launch(attempt.prompt.id, tuple(new))
 
     def _cancel(self, attempt: _Attempt, generated: bool = False) -> list[Decision]:
-        """Cancels the responses of a prompt that are being generated and, with ``generated=True``, those that are generated."""
+        """Cancels the unfinished responses of a prompt and, with ``generated=True``, the generated responses."""
         stopped = dict.fromkeys(attempt.generating, -1)
         attempt.generating.clear()
         response_ids = [*stopped]
@@ -628,7 +619,7 @@ class TailBatching:
         return [Cancel(attempt.prompt.id, tuple(response_ids))] if response_ids else []
 
     def _settle(self, attempt: _Attempt) -> None:
-        """Forgets a prompt that is trained, rejected or failed, and the prompt's generated responses."""
+        """Forgets a settled prompt and its generated responses."""
         del self._unsettled[attempt.prompt.id]
         self.settled += 1
         for response_id in attempt.generated:
@@ -641,11 +632,9 @@ class TailBatching:
         return self._refill(now)
 
     def _observe(self, attempt: _Attempt) -> None:
-        """Records the completion time of a prompt, whose responses are all scored. ``prompt_ratio=auto`` uses these times.
+        """Records the completion time of a prompt for ``prompt_ratio=auto``.
 
-        Leaves out the first round after a start, because engines warm up in it. Also leaves out two kinds of prompts that
-        :class:`CompletionTimes` does not model: deferred prompts in short rounds, and prompts from outside the queue in other
-        rounds.
+        Ignores the first round after a start, deferred prompts in short rounds, and prompts from outside the queue in other rounds.
         """
         if not self._warm:
             return
@@ -658,7 +647,7 @@ class TailBatching:
             self._times.add_long(times[-1], times[max(rank, 1) - 1])
 
     def _find(self, response_id: int, tokens: int = 0) -> _Attempt | None:
-        """Returns the prompt of this round that a response belongs to; None if the response has already ended.
+        """Returns the prompt of this round to which a response belongs; None if the response has ended.
 
         Raises:
             ValueError: the response was never launched, ``tokens`` is negative, or :meth:`group_checked` must come first.
@@ -674,5 +663,5 @@ class TailBatching:
 
 
 def _scaled(count: int, ratio: float) -> int:
-    """Returns ``count * ratio`` rounded up. Ignores tiny floating-point errors, so that ``10 * 1.1`` gives 11 and not 12."""
+    """Ceiling of ``count * ratio`` without floating-point surprises."""
     return math.ceil(count * ratio - 1e-9)
