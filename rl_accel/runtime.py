@@ -27,22 +27,23 @@ from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus, forget_
 logger = logging.getLogger("rl_accel")
 
 SOURCES_VAR = "RL_ACCEL_SOURCES"
-"""Environment variable that passes the driver process's flags, as JSON, to child processes. Users should not set this variable."""
+"""Environment variable that passes the driver process's flags, as JSON, to child processes. Not for users."""
 FLAG_VARIABLES = (cfg.NAMES_VAR, cfg.ENV_VAR, SOURCES_VAR)
-"""All environment variables from which a process takes flags."""
+"""Names of all environment variables from which a process takes flags."""
 
 NAMES, ENVIRONMENT = f"environment {cfg.NAMES_VAR}", f"environment {cfg.ENV_VAR}"
 FRAMEWORK, KEYWORDS = "framework config", "rl_accel.enable()"
 _PRECEDENCE = (NAMES, ENVIRONMENT, FRAMEWORK, KEYWORDS)
 FlagSources = dict[str, dict[str, Any]] | None
-"""Mapping from the name of a source (such as an environment variable) to its flags. None after :func:`disable`: all features are
-off, and flags in the environment and the framework's configuration are ignored."""
+"""Mapping from the name of a source (such as an environment variable) to its flags.
+
+None: :func:`disable` was called, so that all features are off and no source counts."""
 _FLAG_READER, _LOGGER = "reading flags", "logging"
 
 
 @dataclass(eq=False)
 class _WantedSwitch:
-    """A switch (one change to a framework) that the flags ask for in this process, whether it could be applied or not."""
+    """A switch (a reversible change to a framework) that the flags ask for in this process, applied or not."""
 
     switch: Switch
     owner: str  # name of the feature, or _FLAG_READER or _LOGGER
@@ -59,7 +60,7 @@ class _WantedSwitch:
 
 
 class _ImportFirst(Exception):
-    """Exception that asks the caller to import ``module`` after releasing the runtime's lock, and then to try again.
+    """Asks the caller to release the runtime's lock, import ``module`` and try again.
 
     An import under the lock could deadlock, because import hooks in other threads need the lock.
     """
@@ -74,7 +75,7 @@ R = TypeVar("R")
 
 
 def _retried(method: Callable[P, R]) -> Callable[P, R]:
-    """Wraps ``method``. On :class:`_ImportFirst`, imports the missing module without the lock and calls ``method`` again."""
+    """Wraps ``method`` so that :class:`_ImportFirst` imports the missing module and calls ``method`` again."""
 
     @functools.wraps(method)
     def retrying(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -93,7 +94,9 @@ def _import_first(module: str) -> NoReturn:
 
 
 class Runtime:
-    """Flags and switches (changes to frameworks) of one process. Thread-safe. A method that fails restores the previous state."""
+    """Flags and switches (reversible changes to frameworks) of one process. Thread-safe. A method that fails restores the previous
+    state.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -109,7 +112,7 @@ class Runtime:
 
     @_retried
     def set_source(self, source: str, flags: Any) -> None:
-        """Replaces the flags of ``source``. Changes the frameworks to match, and passes all flags on to Ray processes.
+        """Replaces the flags of ``source``. Turns features on or off to match, and passes all flags on to Ray processes.
 
         Raises:
             ConfigError: a flag is unknown or invalid.
@@ -123,14 +126,14 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Applies the flags of the run to which this process belongs.
+        """Applies the flags of the run to which this process belongs. Does nothing after :func:`disable`.
 
-        From now on, flags in the framework's configuration are read, too. Does nothing after :func:`disable`.
+        From now on, flags in the framework's configuration count, too.
 
         Args:
             payload: flags of the Ray job's driver process, by source, as JSON. ``null``: the driver process has called
-                :func:`disable`. None or ``{}``: it has published no flags. Flags in this process's own environment count only if
-                ``payload`` has no flags of the same source.
+                :func:`disable`. None or ``{}``: it has no flags. For each source that is missing here, the environment of this
+                process counts.
         """
         with self._lock:
             if self._sources is None:
@@ -147,13 +150,13 @@ class Runtime:
             self._replace_sources(sources, publish=bool(sources) and payload is None)
 
     def sources(self) -> FlagSources:
-        """Returns a copy of the mapping from source name to flags, for a later :meth:`restore`. None after :func:`disable`."""
+        """Returns a copy of the mapping from source to flags, for a later :meth:`restore`. None after :func:`disable`."""
         with self._lock:
             return None if self._sources is None else dict(self._sources)
 
     @_retried
     def restore(self, sources: FlagSources) -> None:
-        """Sets the flags of all sources to those that :meth:`sources` returned earlier. None: turns all features off."""
+        """Sets the flags of all sources to an earlier result of :meth:`sources`. None: turns all features off."""
         with self._lock:
             self._replace_sources(sources, publish=True)
 
@@ -248,7 +251,7 @@ class Runtime:
                 wanted.refusal = f"reverted, because {refused.switch.name} was refused"
 
     def status(self) -> Status:
-        """Returns the status of all features and switches in this process, as it shows in the frameworks' objects in memory."""
+        """Returns the status of all features and switches in this process, read from the frameworks' objects in memory."""
         with self._lock:
             features = [
                 FeatureStatus(feature.name, self._flags.requested(feature), self._status_of(feature.name))
@@ -267,23 +270,22 @@ class Runtime:
 
 
 def switches_of(module: str) -> tuple[Switch, ...]:
-    """Imports the module named ``module`` and returns the switches in the tuple ``SWITCHES`` of that module."""
+    """Imports the module named ``module`` and returns its tuple ``SWITCHES``."""
     switches: tuple[Switch, ...] = importlib.import_module(module).SWITCHES
     return switches
 
 
 def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
-    """Returns the flags in the environment variables ``RL_ACCEL`` and ``RL_ACCEL_CONFIG``, by source name, without empty variables.
+    """Returns the flags in the environment variables ``RL_ACCEL`` and ``RL_ACCEL_CONFIG``, by source. Leaves out empty variables.
 
-    A variable whose source is in ``known`` is not read, because another process has read it and passed its flags on. A file path in
-    the variable could be wrong here: it may be relative or belong to another node.
+    Does not read variables whose source is in ``known``, because another process has read them and passed the flags on.
     """
     readers: dict[str, Callable[[], dict[str, Any]]] = {NAMES: cfg.read_names, ENVIRONMENT: cfg.read_environment}
     return {source: flags for source, read in readers.items() if source not in known and (flags := read())}
 
 
 def _imported_switches(module: str) -> tuple[Switch, ...]:
-    """Returns ``SWITCHES`` of rl-accel's module ``module``. Raises :class:`_ImportFirst` if this module is not imported yet."""
+    """Returns ``SWITCHES`` of the module named ``module``. Raises :class:`_ImportFirst` if the module is not imported yet."""
     loaded = sys.modules.get(module)
     if loaded is None or (is_being_imported(loaded) and not hasattr(loaded, "SWITCHES")):
         raise _ImportFirst(module)
@@ -292,7 +294,7 @@ def _imported_switches(module: str) -> tuple[Switch, ...]:
 
 
 def is_installed(framework: str) -> bool:
-    """Returns whether the package ``framework`` can be imported in this environment. Does not import the package."""
+    """Returns whether the package ``framework`` can be imported. Does not import it."""
     if sys.modules.get(framework) is not None:  # None: the import is blocked
         return True
     try:
@@ -308,10 +310,11 @@ log.set_up()
 def enable(*names: str, **features: Any) -> Status:
     """Turns features on in this process and in Ray processes that this program starts from now on.
 
-    Without arguments, turns on all lossless features, which cannot change training results. A lossless feature that cannot work
-    here stays off with a warning. With arguments such as ``"gae"``, ``gae=True`` or ``gae=dict(backend="numba")``, turns on the
-    named features. ``auto=True`` adds the lossless features, and ``gae=False`` turns a feature off. A second call replaces the
-    arguments of the first call. Features that the environment or the framework's configuration turns on
+    - ``enable()`` turns on all lossless features. A lossless feature that cannot work here stays off with a warning.
+    - ``enable("gae")``, ``enable(gae=True)`` and ``enable(gae=dict(backend="numba"))`` turn on the named feature.
+    - ``auto=True`` adds the lossless features. ``gae=False`` turns a feature off.
+
+    A second call replaces the arguments of the first call. Features that the environment or the framework's configuration turns on
     stay on.
 
     Args:
@@ -339,28 +342,30 @@ def enable(*names: str, **features: Any) -> Status:
 
 
 def disable() -> Status:
-    """Restores every original object in this process, and turns all features off in Ray processes started later.
+    """Turns all features off in this process and in Ray processes that are started later. Restores every original object.
 
-    Features stay off until :func:`enable` is called. Until then, flags in the environment or in verl's configuration are not read.
+    Features stay off until :func:`enable` is called, even if the environment or the framework's configuration turns them on.
 
     Returns:
         The status of all features after the call.
 
     Raises:
-        PatchRefused: other code has wrapped a function that we had patched, so that the original cannot be restored exactly.
+        PatchRefused: other code has wrapped a function that we had patched, so that the original cannot be restored.
     """
     RUNTIME.restore(None)
     return RUNTIME.status()
 
 
 def status() -> Status:
-    """Returns the state of all features and switches in this process. ``print(rl_accel.status())`` prints this state as a table."""
+    """Returns the status of all features and switches in this process. ``print(rl_accel.status())`` prints it as a table."""
     return RUNTIME.status()
 
 
 @contextmanager
 def enabled(*names: str, **features: Any) -> Iterator[Status]:
-    """Turns features on inside a block, ``with rl_accel.enabled("gae"):``. Restores the previous flags at the block's end."""
+    """Context manager that turns features on inside the block: ``with rl_accel.enabled("gae"):``. The arguments are those of
+    :func:`enable`.
+    """
     before = RUNTIME.sources()
     try:
         yield enable(*names, **features)

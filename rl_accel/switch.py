@@ -9,15 +9,15 @@ from rl_accel import __version__
 from rl_accel.console import aligned
 
 forget_when_off: list[Callable[[], object]] = []
-"""Functions to call when the last enabled feature has been turned off. Each clears state that a module keeps globally."""
+"""Functions to call when the last enabled feature is turned off. Each clears global variables of a module."""
 
 
 class SwitchState(enum.Enum):
-    """State of a switch (one reversible change to a framework), read from the framework's objects in memory.
+    """State of a switch (a reversible change to a framework), read from the framework's objects in memory.
 
     WAITING: not applied, for example because the framework's module is not imported yet.
     APPLIED: in force.
-    FOREIGN: other code has wrapped or replaced our object, or has taken the name under which we register it.
+    FOREIGN: other code has wrapped or replaced our object, or uses the name under which we register it.
     """
 
     WAITING = "waiting"
@@ -26,7 +26,7 @@ class SwitchState(enum.Enum):
 
 
 class Switch(Protocol):
-    """One reversible change that a feature makes to a framework. Modules list their switches in the tuple ``SWITCHES``."""
+    """A reversible change that a feature makes to a framework. A module lists its switches in the tuple ``SWITCHES``."""
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class Switch(Protocol):
 
     @property
     def target(self) -> str:
-        """Location of the change, as ``"pkg.mod:name"``. The switch can be applied once the module ``pkg.mod`` is imported."""
+        """Place of the change, as ``"pkg.mod:name"``. The switch is applied when the module ``pkg.mod`` has been imported."""
 
     def state(self) -> SwitchState:
         """Returns the state of the switch, read from the framework's objects in memory. Imports nothing."""
@@ -42,17 +42,24 @@ class Switch(Protocol):
     def apply(self, settings: Any) -> None:
         """Applies the switch with the feature's flags ``settings``. A second call does nothing.
 
-        Raises PatchRefused if the switch cannot be applied; nothing is changed then."""
+        Raises:
+            PatchRefused: the switch cannot be applied. Nothing is changed then.
+        """
 
     def revert(self) -> None:
-        """Undoes the change by putting the original objects back. Raises PatchRefused if other code has wrapped our object."""
+        """Puts the original objects back. Raises PatchRefused if other code has wrapped our object."""
 
 
 @dataclass(frozen=True)
 class SwitchStatus:
-    """Status of one switch (a reversible change to a framework). ``state`` is one of: applied, waiting (the target's module is not
-    imported yet), refused, foreign (other code has wrapped our object), unsupported (the switch does not fit this framework
-    version; the feature's other switches stay on)."""
+    """Status of one switch (a reversible change to a framework). The values of ``state`` are:
+
+    - applied: in force.
+    - waiting: the module to change is not imported yet.
+    - refused: the switch cannot be applied; ``reason`` says why.
+    - foreign: other code has wrapped our object.
+    - unsupported: the switch does not fit this framework version. The feature's other switches stay on.
+    """
 
     name: str
     target: str
@@ -62,7 +69,7 @@ class SwitchStatus:
 
 @dataclass(frozen=True)
 class FeatureStatus:
-    """Status of one feature. ``requested`` says how the feature was enabled: ``by name``, ``automatically`` or ``off``."""
+    """Status of one feature. ``requested`` is ``by name``, ``automatically`` or ``off``: how the feature was turned on."""
 
     name: str
     requested: str
@@ -70,21 +77,21 @@ class FeatureStatus:
 
     @property
     def applied(self) -> bool:
-        """True if at least one switch of the feature is applied, and no switch of the feature is refused or foreign."""
+        """True if a switch of the feature is applied, and none is refused or foreign."""
         states = {switch.state for switch in self.switches}
         return "applied" in states and not states & {"refused", "foreign"}
 
 
 @dataclass(frozen=True)
 class Status:
-    """Status of rl-accel in one process. A switch is one reversible change to a framework.
+    """Status of rl-accel in one process.
 
     Attributes:
         pid: ID of the process.
         sources: names of the sources that set flags; a later source overrides the earlier ones.
-        features: status of every feature of rl-accel.
-        flag_readers: status of switches that read flags from a framework's configuration; on in verl even without flags.
-        loggers: status of switches that add our metrics to a framework's log while any feature is on.
+        features: status of every feature.
+        flag_readers: status of the switches that read flags from a framework's configuration.
+        loggers: status of the switches that add our metrics to a framework's log.
     """
 
     pid: int
@@ -100,7 +107,7 @@ class Status:
         raise KeyError(feature)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the status as nested dicts and lists that ``json.dumps`` accepts."""
+        """Returns the status as dicts and lists for ``json.dumps``."""
         return {"version": __version__, **asdict(self)}
 
     def __str__(self) -> str:

@@ -121,7 +121,7 @@ class _Attempt:
 
     Attributes:
         launched_at: time of the launch in seconds.
-        is_refill: whether the prompt was started later than the round, in place of a rejected or failed prompt.
+        is_refill: whether the prompt was started during the round, in place of a rejected or failed prompt.
         from_queue: whether the prompt comes from the queue of deferred prompts.
         generating: ids of the responses that are being generated, in the order of launch.
         generated: number of tokens of each generated response, by id, in the order of completion.
@@ -293,8 +293,8 @@ class TailBatching:
     # Responses and groups
 
     def response_generated(self, response_id: int, tokens: int) -> list[Decision]:
-        """Records that a response is generated, with ``tokens`` tokens. The other responses of its prompt are cancelled if R0 are
-        generated.
+        """Records that a response is generated, with ``tokens`` tokens. If R0 responses of its prompt are generated, cancels the
+        others.
         """
         attempt = self._find(response_id, tokens)
         if attempt is None:
@@ -334,7 +334,7 @@ class TailBatching:
     def response_failed(self, response_id: int, tokens: int, now: float, lost: bool = False) -> list[Decision]:
         """Records that a response failed after ``tokens`` tokens. Launches a new response in its place.
 
-        There are at most ``max_retries`` new responses in a row. Failures because a process died (``lost``) do not count. After
+        Each response is replaced at most ``max_retries`` times, not counting failures because a process died (``lost``). After
         that, the prompt is given up if too few of its responses are left.
         """
         attempt = self._find(response_id, tokens)
@@ -414,8 +414,8 @@ class TailBatching:
         """Replaces the current state by a saved state. The flags may differ from those of the saved run.
 
         Raises:
-            ValueError: ``state`` is damaged, or has another version, batch size, number of responses per prompt, data id or
-                domains. The current state stays unchanged then.
+            ValueError: ``state`` is damaged, has another version, batch size, number of responses per prompt or data id, or holds a
+                domain without a quota. The current state stays unchanged then.
         """
         ours = self.state_dict()
         for key in _MUST_AGREE:
@@ -516,7 +516,7 @@ class TailBatching:
         return decisions + self._train(now) if all(other.is_full for other in self._domains.values()) else decisions
 
     def _cut_off(self, attempt: _Attempt, now: float) -> None:
-        """Records that a prompt is deferred. Does not count for a prompt that was started late, in place of another prompt."""
+        """Records that a prompt is deferred. A prompt that was started in place of another prompt does not count as deferred."""
         prompt = attempt.prompt
         if self._kind == "short" and not prompt.deferrals and self._warm:
             self._times.add_short(now - attempt.launched_at, completed=False)

@@ -9,8 +9,8 @@ RoundKind = Literal["short", "long", "final"]
 """Kind of a round of tail batching.
 
 short: starts more prompts and responses than needed and trains on the first prompts to complete.
-long: runs prompts that earlier rounds cut off, and waits for all responses.
-final: runs the remaining prompts near the end of the run, and waits for all responses."""
+long: runs deferred prompts and waits for all responses.
+final: runs the remaining prompts near the end of the run and waits for all responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +23,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompts:
-    """Request to pass at least ``counts[domain]`` new prompts of each domain to ``TailBatching.offer``.
-    Without domain quotas, the only domain is ``""``."""
+    """Request to pass at least ``counts[domain]`` new prompts of each domain to ``TailBatching.offer``. If the run has no quota for
+    each domain, ``counts`` is ``{"": number of prompts}``.
+    """
 
     counts: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundStarted:
-    """Start of a round. The ``Launch`` decisions that follow start ``prompts`` prompts, with ``responses`` responses each."""
+    """Start of a round. The ``Launch`` decisions that follow start ``prompts`` prompts with ``responses`` responses each."""
 
     number: int
     kind: RoundKind
@@ -41,8 +42,9 @@ class RoundStarted:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Order to generate new responses of a prompt with the current weights. If the prompt is already running, the new responses
-    replace failed responses."""
+    """Order to generate new responses of a prompt with the current weights. They are added to responses of the prompt that run
+    already.
+    """
 
     prompt_id: str
     response_ids: tuple[int, ...]
@@ -50,8 +52,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Order to stop responses, in any state, and to drop their data from all buffers. The driver must report ``response_aborted``
-    for each of these responses that was not scored yet. The prompt itself may be launched again in a later round."""
+    """Order to stop responses in any state and to drop their data. The driver must report ``response_aborted`` for each of them
+    that was not scored yet.
+    """
 
     prompt_id: str
     response_ids: tuple[int, ...]
@@ -59,24 +62,23 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class CheckGroup:
-    """Request to let the group filter accept or reject a prompt whose responses are all scored. The driver answers with
-    ``TailBatching.group_checked``."""
+    """Request to let the group filter accept or reject a complete prompt. The driver answers with ``TailBatching.group_checked``."""
 
     group: Group
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFailed:
-    """Report that a prompt is given up and will not be trained: responses failed after the last retry, and too few are left."""
+    """Report that a prompt is given up, because too many of its responses failed."""
 
     prompt_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Batch to train on: exactly ``prompts_per_step`` groups of exactly ``responses_per_prompt`` responses each.
+    """Batch to train on: exactly P0 groups of exactly R0 responses each.
 
-    ``TailBatching`` counts these prompts as trained from now on. ``number`` and ``kind`` are the number and the kind of the round.
+    ``number`` and ``kind`` are those of the round. ``TailBatching`` counts the prompts as trained from now on.
     """
 
     number: int
@@ -86,20 +88,17 @@ class TrainBatch:
 
 @dataclass(slots=True)
 class RoundMetrics:
-    """Metrics of one round of tail batching, complete when the round has ended. The value ``None`` means unknown so far.
+    """Metrics of one round of tail batching, complete at the end of the round. None: unknown.
 
     The table of metrics in ``docs/tail-batching.md`` explains each metric.
 
     Attributes:
-        seconds_saved: estimated seconds of a round without tail batching (one batch of prompts, all responses), minus
-            ``rollout_seconds``.
-        oldest_deferral_rounds: number of rounds since the earliest deferral of a prompt that is still unsettled; 0 if there is
-            none.
-        tokens_wasted: number of tokens of cancelled and failed responses. Groups rejected by the filter do not count as waste.
-        accepted_tokens_mean: mean length in tokens of the trained responses, over the trained prompts with cancelled responses.
-        cancelled_tokens_mean: mean number of tokens at which these prompts' cancelled responses were stopped, a lower bound of
-            their full length. Both means are taken within each prompt first, then over prompts. Their difference measures the
-            length bias of training on the first responses to finish.
+        seconds_saved: estimated seconds of a round without tail batching, minus ``rollout_seconds``.
+        oldest_deferral_rounds: number of rounds since the first deferral of any prompt that is not settled; 0 if there is none.
+        tokens_wasted: number of tokens of cancelled and failed responses.
+        accepted_tokens_mean: mean length in tokens of the trained responses of prompts with cancelled responses.
+        cancelled_tokens_mean: mean number of tokens of the cancelled responses of the same prompts when they were stopped. Both
+            means are taken within each prompt first, then over prompts.
     """
 
     number: int
@@ -125,7 +124,7 @@ class RoundMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """End of a round. All cancelled responses are confirmed as stopped, and the next round may begin."""
+    """End of a round: all cancelled responses have stopped, and the next round may begin."""
 
     metrics: RoundMetrics
 

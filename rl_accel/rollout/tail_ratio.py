@@ -19,31 +19,28 @@ _GOOD_ENOUGH = 1.01
 class CompletionTimes:
     """Estimates completion times of prompts, and chooses the ratio of started to trained prompts with the lowest cost.
 
-    P0 is the number of prompts in a batch, R0 the number of trained responses per prompt. The completion time of a prompt
-    is the time from launch until R0 responses are scored. A short round starts n >= P0 prompts and ends when P0 prompts are
-    complete. The other prompts are deferred to a long round, which waits for all responses. The prompt ratio is n / P0.
+    P0 is the number of prompts in a batch, R0 the number of trained responses per prompt. The completion time of a prompt is the
+    time from launch until R0 responses are scored. A short round starts n >= P0 prompts and ends when P0 prompts are complete. The
+    other prompts are deferred to a long round, which waits for all responses. The prompt ratio is n / P0.
 
-    **Observations.** In a short round, a prompt either completes after ``x`` seconds or is cut off after ``c`` seconds. A prompt
-    that was cut off takes longer than ``c``. The Kaplan-Meier estimator turns both kinds of observations into a distribution F,
-    valid up to the longest completion time ``m`` of short rounds. The estimator requires that the end of a round depends only on
-    times already seen, which is the case. Beyond ``m``, F gets the shape of the completion times above ``m`` in long rounds, which
-    run deferred prompts once more. Prompts that are long by nature are long again. Prompts that were slow by chance have ordinary
-    times now, but only times above ``m`` are used. The shape is right in both cases. A long round starts R0 responses per prompt, a
-    short round r responses. The completion time with r responses is therefore estimated from the R0 responses: it is the time at
-    which R0 * (R0 + 1) / (r + 1) of these were scored.
+    **Observations.** In a short round, a prompt either completes after ``x`` seconds or is cut off after ``c`` seconds, so that it
+    takes longer than ``c``. The Kaplan-Meier estimator turns both kinds of observations into a distribution F, valid up to the
+    longest completion time ``m`` of short rounds. Beyond ``m``, F gets the shape of the completion times above ``m`` in long
+    rounds, which run deferred prompts once more. A long round starts R0 responses per prompt, a short round r responses. The
+    completion time with r responses is estimated as the time at which R0 * (R0 + 1) / (r + 1) of the R0 responses were scored.
 
-    **Objective.** A short round with n prompts lasts S(n) seconds, the mean of the P0-th smallest of n draws from F. It
-    defers n - P0 prompts, and each deferred prompt costs 1/P0 of a long round. A long round lasts L seconds, the mean of the
-    largest of P0 draws from the times of long rounds. All n prompts are trained in the end, so a trained prompt costs
+    **Objective.** A short round with n prompts lasts S(n) seconds, the mean of the P0-th smallest of n draws from F. It defers
+    n - P0 prompts, and each deferred prompt costs 1/P0 of a long round. A long round lasts L seconds, the mean of the largest of P0
+    draws from the times of long rounds. All n prompts are trained in the end, so a trained prompt costs
 
         (S(n) + (n - P0) / P0 * L) / n
 
-    seconds of rollout. Training and weight updates cost the same for any n. Among the ratios n / P0 whose cost
-    is within 1% of the lowest cost, the smallest ratio is chosen, because it wastes the fewest tokens.
+    seconds of rollout. The result is the smallest ratio n / P0 whose cost is within 1% of the lowest cost, because a small ratio
+    wastes fewer tokens.
 
-    **Simplifications.** More prompts at once slow generation down, but times observed at one ratio are assumed to hold at
-    another. L is assumed not to depend on n, although the prompts deferred at a small ratio are longer. These two errors
-    shrink as the ratio converges, because the ratio is chosen again before each round.
+    **Simplifications.** More prompts at once slow generation down, but times observed at one ratio are assumed to hold at another.
+    L is assumed not to depend on n, although the prompts deferred at a small ratio are longer. These two errors shrink as the ratio
+    converges, because the ratio is chosen again before each round.
 
     For each kind of round, the latest prompts are kept: 16 batches, but at least 256 and at most 4096 prompts.
 
@@ -58,23 +55,25 @@ class CompletionTimes:
         self._long: deque[tuple[float, float]] = deque(maxlen=window)
 
     def add_short(self, seconds: float, completed: bool) -> None:
-        """Adds a prompt of a short round: ``seconds`` from its launch until it was complete or, if not ``completed``, cut off."""
+        """Adds a prompt of a short round. ``seconds`` is the time from its launch until it was complete or, if not ``completed``,
+        deferred.
+        """
         self._short.append((_rounded(seconds), completed))
 
     def add_long(self, seconds: float, with_surplus: float) -> None:
-        """Adds a prompt that an earlier round cut off and that is complete now, in a round that waits for all responses.
+        """Adds a deferred prompt that has now completed in a long or final round.
 
         Args:
             seconds: seconds from the launch of the prompt until its last response was scored.
-            with_surplus: estimate of these seconds for a short round, which starts extra responses and waits for the first R0.
+            with_surplus: estimated seconds if the prompt had run in a short round, which waits only for R0 of more responses.
         """
         self._long.append((_rounded(seconds), _rounded(with_surplus)))
 
     def full_wait(self) -> float | None:
-        """Returns the expected seconds of a round that starts one batch of prompts and waits until all prompts are complete.
+        """Returns the expected seconds of a round that starts one batch of prompts and waits for all of them.
 
-        Returns None while too few times are known. Short rounds must have yielded the times of as many prompts as a batch holds. If
-        short rounds have cut off a prompt, long rounds (which wait for all prompts) must have yielded as many times, too.
+        Returns None if fewer prompts of short rounds are known than a batch holds. Once a short round has deferred a prompt, as
+        many prompts of long rounds must be known, too.
         """
         wanted = self.prompts_per_step
         tail_is_known = len(self._long) >= wanted or all(completed for _, completed in self._short)
@@ -83,12 +82,12 @@ class CompletionTimes:
         return _mean_order_statistic(*self._distribution(), wanted, wanted)
 
     def best_ratio(self, default: float, limit: float = 2.0) -> float:
-        """Returns the ratio of started to trained prompts in [1, limit] with the lowest expected seconds per trained prompt.
+        """Returns the ratio of started to trained prompts, from 1 to ``limit``, with the lowest expected seconds per trained
+        prompt.
 
         Args:
-            default: result while too few times are known. Short rounds (which cut off slow prompts) and long rounds (which wait for
-                all prompts) must each have yielded the times of as many prompts as a batch holds.
-            limit: largest ratio to consider. The key-value cache memory needed grows with the ratio.
+            default: result if fewer prompts of short rounds, or of long rounds, are known than a batch holds.
+            limit: largest ratio to consider.
         """
         wanted = self.prompts_per_step
         if min(len(self._long), len(self._short)) < wanted:
@@ -120,7 +119,7 @@ class CompletionTimes:
         self._long.extend((float(seconds), float(with_surplus)) for seconds, with_surplus in state["long"])
 
     def _distribution(self) -> tuple[_Floats, _Floats]:
-        """Returns the distribution of completion times: sorted times in seconds, and the cumulative probability at each time."""
+        """Returns the distribution of completion times: sorted times in seconds, and the cumulative probability at each of them."""
         seconds, done = _columns(self._short)
         # At equal times, completed prompts come first: a prompt that was cut off takes longer than this time.
         order = np.lexsort((done == 0, seconds))
@@ -138,7 +137,7 @@ class CompletionTimes:
 
 
 def _rounded(seconds: float) -> float:
-    """Rounds a non-negative time to microseconds, which keeps a saved state short. Negative times become 0."""
+    """Rounds seconds to microseconds. Negative seconds become 0."""
     return round(max(seconds, 0.0), 6)
 
 
@@ -150,7 +149,7 @@ def _columns(pairs: Iterable[tuple[float, float]]) -> _Floats:
 def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) -> float:
     """Returns the mean of the ``k``-th smallest of ``n`` random draws from a discrete distribution.
 
-    The distribution is given by its sorted ``points`` and the ``cumulative`` probability at each point.
+    ``points`` are the sorted values of the distribution, ``cumulative`` the cumulative probability at each of them.
     """
     quantiles, weights = _order_statistic(k, n)
     at = np.searchsorted(cumulative, quantiles)
@@ -159,10 +158,10 @@ def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) 
 
 @lru_cache(maxsize=512)
 def _order_statistic(k: int, n: int) -> tuple[_Floats, _Floats]:
-    """Returns the distribution of the ``k``-th smallest of ``n`` random draws: quantile levels and the probability of each level.
+    """Returns the distribution of the rank of the ``k``-th smallest of ``n`` random draws: ranks from 0 to 1, and their
+    probabilities.
 
-    A level of 0.9 stands for the 90% quantile of the distribution from which the numbers are drawn. The level of the k-th smallest
-    number follows Beta(k, n - k + 1). The levels cover eight standard deviations of this distribution to either side of the mean.
+    A draw of rank 0.9 is the 90% quantile of the values that are drawn from. The rank follows Beta(k, n - k + 1).
     """
     a, b = k, n - k + 1
     mean = a / (a + b)

@@ -26,12 +26,11 @@ from rl_accel.files import BAD_RECORD
 from rl_accel.rollout.simulation import Floats, Ints
 
 PUBLISHED = {"math16k": "math", "code16k": "code", "judge16k": "judge"}
-"""Mapping from the name of a published length distribution to its domain in the data file (RollPacker, NSDI'26, Fig. 2a; 14B model,
-limit of 16,384 tokens)."""
+"""Names of the published workloads, each with its domain in RollPacker (NSDI'26), Fig. 2a."""
 PUBLISHED_LIMIT = 16384
 _POINTS = 20_000
 _MAX_NUMBER = 1_000_000_000
-"""Largest number that is accepted in a file of response lengths (tokens, or seconds of a reward)."""
+"""Largest number of tokens, or of seconds of a reward, that is accepted in a file."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +38,16 @@ class Lengths:
     """Workload that draws random response lengths. Responses to one prompt have similar lengths (see the module's docstring).
 
     Args:
-        tokens: equally likely response lengths in tokens (quantiles of all lengths), ascending.
+        tokens: equally likely response lengths in tokens, ascending.
         alike: intraclass correlation of the response lengths within a prompt, from 0 (independent) to below 1.
-        known: what is known of the random score that the responses of a prompt share: its mean and standard deviation, for each
-            prompt with observed responses, in the order of the data, shape [P, 2]. None: no prompt was observed, and any number can
-            be drawn.
-        seen: number of tokens of each observed response of the known prompts, shape [P, R]; 0: no response. The first call of
-            :meth:`lengths` for a prompt returns the observed numbers, and draws only the missing responses.
+        known: mean and standard deviation of the shared score of each observed prompt, in the order of the data, shape [P, 2].
+            None: no prompt was observed.
+        seen: number of tokens of each observed response, shape [P, R]; 0: no response. The first draw for a prompt returns these
+            numbers, and draws only the responses that are missing.
         prompt_tokens: number of tokens in each prompt.
         rewards: equally likely durations of a reward in seconds; empty: rewards take no time.
-        source: source of the data, in words for the report.
-        alternatives: workloads that all fit the run, if its log does not tell which is right; :meth:`drawn` selects one by the
-            seed.
+        source: description of the source of the data, for reports.
+        alternatives: other workloads that fit the data as well; see :meth:`drawn`.
     """
 
     tokens: Ints
@@ -64,10 +61,9 @@ class Lengths:
     _scores: "array[float]" = field(default_factory=lambda: array("d"), init=False)  # by prompt; NaN: not drawn yet
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Draws the lengths of new responses in tokens, shape [P, R].
+        """Draws the lengths of ``responses`` new responses to each of ``prompts`` in tokens, shape [P, R].
 
-        The responses of a prompt share a random score, which makes their lengths similar. The score is drawn at the first call for
-        the prompt, and reused in later calls.
+        Later draws for the same prompt use the same shared score, so that the lengths are similar.
         """
         from scipy.special import ndtr
 
@@ -93,10 +89,9 @@ class Lengths:
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns a copy of this workload that has drawn no scores yet. With a ``seed``, the observed prompts are shuffled.
+        """Returns a copy of this workload that has drawn nothing yet. With a ``seed``, its observed prompts are shuffled.
 
-        If the workload has ``alternatives``, a ``seed`` selects one of these instead: the one at index ``seed`` modulo their
-        number.
+        If there are ``alternatives``, a ``seed`` selects one of these instead: the one at index ``seed`` modulo their number.
         """
         if self.alternatives and seed is not None:
             other = self.alternatives[seed % len(self.alternatives)]
@@ -107,7 +102,7 @@ class Lengths:
         return replace(self, known=self.known[order], seen=self.seen[order])
 
     def limited(self, limit: int) -> "Lengths":
-        """Returns a copy with another length limit, in tokens. Responses that reached the old limit reach the new limit, too."""
+        """Returns a copy with another length limit in tokens. Responses as long as the old limit become as long as the new limit."""
 
         def cut(tokens: Ints) -> Ints:
             return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
@@ -118,19 +113,18 @@ class Lengths:
 
     @property
     def limit(self) -> int:
-        """Limit of the response length in tokens. The longest response is assumed to have reached the limit."""
+        """Length limit in tokens: the length of the longest response, because the data do not state it."""
         return int(self.tokens[-1])
 
 
 def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> Lengths:
     """Returns a workload that is fitted to the response lengths of a run.
 
-    The intraclass correlation (``alike`` of :class:`Lengths`) is estimated from the covariance of the logarithms of the lengths
-    within prompts.
+    The intraclass correlation within prompts is that of the logarithms of the lengths.
 
     Args:
         groups: number of tokens of each response, one non-empty list per prompt, in the order of the data.
-        source: source of the lengths, in words.
+        source: description of the source of the lengths, for reports.
         more: values of further fields of :class:`Lengths`, such as ``rewards``.
     """
     from scipy.special import ndtri
@@ -155,9 +149,8 @@ def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> 
 def published(name: str, alike: float | None = None) -> Lengths:
     """Returns the published workload ``math16k``, ``code16k`` or ``judge16k``.
 
-    The published figure shows lengths up to a quarter of the length limit. Between this length and the limit, all lengths are
-    assumed equally likely. ``alike`` is the correlation of lengths within a prompt. Its default was fitted, see
-    docs/benchmarks/plan.md.
+    The published figure ends at a quarter of the length limit. All lengths above are assumed equally likely. ``alike`` is the
+    intraclass correlation of the lengths within a prompt; None: the value in the data file ``h800.json``.
 
     Raises:
         RlAccelError: no published workload has this name.
@@ -189,16 +182,18 @@ _TOKENS: number of tokens of the response. _TEXTS: text of the response. _PROMPT
 
 
 def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
-    """Reads the response lengths of a run, and returns a workload that is fitted to them (see :func:`from_groups`).
+    """Reads the response lengths of a run. Returns a workload that is fitted to them (see :func:`from_groups`).
 
-    A file has lines ``{"prompt": id, "tokens": n}`` in the order of the data, optionally with the duration of the reward,
-    ``reward_seconds``. A folder holds such files, files of responses that verl saved (``trainer.rollout_data_dir``), or rollouts
-    that slime saved (``--save-debug-rollout-data FOLDER/{rollout_id}.pt``).
+    A file has lines ``{"prompt": id, "tokens": n}`` in the order of the data, optionally with ``reward_seconds``. A folder holds
+    one of
+
+    - files of this form,
+    - files of responses that verl saved (``trainer.rollout_data_dir``),
+    - rollouts that slime saved (``--save-debug-rollout-data FOLDER/{rollout_id}.pt``).
 
     Args:
         path: file or folder.
-        tokenizer: name or folder of the tokenizer that counts the tokens of texts. Without one, texts are counted in characters,
-            and the source of the workload says so.
+        tokenizer: name or folder of the tokenizer that counts the tokens of texts. None: counts characters instead of tokens.
 
     Raises:
         RlAccelError: a file or the tokenizer cannot be read, or the content of a file has another format.
@@ -237,7 +232,7 @@ def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
 
 
 def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
-    """Returns a function that counts the tokens of a text, and a phrase for reports that names the unit of the counts."""
+    """Returns a function that counts the tokens of a text, and a text that names the unit of the counts."""
     if tokenizer is None:
         return len, "in characters instead of tokens (--tokenizer counts tokens)"
     from transformers import AutoTokenizer
@@ -250,7 +245,11 @@ def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
 
 
 def _number(entry: dict[str, Any], field: str, least: int) -> float:
-    """Returns the number in ``entry[field]``. Raises ValueError if the value is not a number from ``least`` to ``_MAX_NUMBER``."""
+    """Returns the number in ``entry[field]``.
+
+    Raises:
+        ValueError: the value is not a number from ``least`` to ``_MAX_NUMBER``.
+    """
     value = entry[field]
     try:
         number = math.nan if isinstance(value, bool) else float(value)
@@ -262,7 +261,7 @@ def _number(entry: dict[str, Any], field: str, least: int) -> float:
 
 
 def _rollouts_of_slime(folder: Path) -> list[list[float]]:
-    """Returns the number of tokens of each response in slime's saved rollouts, one list per prompt, in the order of rollouts."""
+    """Returns the numbers of tokens of the responses in slime's saved rollouts, one list per prompt, in the order of the rollouts."""
     import torch
 
     wanted = "a rollout of slime, as --save-debug-rollout-data FOLDER/{rollout_id}.pt saves it"

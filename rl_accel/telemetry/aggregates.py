@@ -22,24 +22,25 @@ from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.rollout.workload import PUBLISHED, PUBLISHED_LIMIT, Lengths, published
 
 POLL_SECONDS = 2.0
-"""Seconds between two times at which verl's V1 trainer checks whether a rollout is done."""
+"""Seconds between two polls of verl's V1 trainer."""
 DRAWS = 36
 LEAST_STEPS = 4
 """Minimum number of logged steps for an estimate."""
 SMALLEST_GAIN = 0.02
-"""Smallest saving that is reported, as a share of a step's seconds."""
+"""Smallest saving that is reported, as a share of a step's duration."""
 _GROUPS = (4, 8, 16)
-"""Assumed numbers of responses per prompt if the log does not tell the number, one for each draw of an estimate."""
+"""Assumed numbers of responses per prompt, used in turn if the log does not tell the number."""
 _ALIKE = (0.0, 0.15, 0.3, 0.45)
-"""Assumed intraclass correlations of the lengths within a prompt, one for each draw of an estimate. Measured: 0.13 to 0.30."""
+"""Assumed intraclass correlations of the response lengths within a prompt, used in turn. Measured: 0.13 to 0.30."""
 _UNEXPLAINED = 0.25
-"""Maximum error of a fit of rollout times to response lengths, as a share of the mean rollout time. If the root mean square error
-is larger, rollout times depend on something else, such as tools or rewards."""
+"""Largest error with which response lengths still explain the rollout times: root mean square, as a share of the mean rollout time.
+"""
 _SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
-"""Seconds that a very slow engine takes. A longer rollout must have another cause than the lengths of its responses.
+"""Seconds that a very slow engine takes.
 
-_SLOWEST_TOKEN: for a token of the longest response. _SLOWEST_READING: for a token of a prompt. _SLOWEST_START: for the beginning
-and the end of a rollout."""
+_SLOWEST_TOKEN: for a token of the longest response.
+_SLOWEST_READING: for a token of a prompt.
+_SLOWEST_START: for the beginning and the end of a rollout."""
 _ROUND_RESPONSES = 15_000
 _FIELDS = {
     "seconds": ("timing_s/gen", 0.0),
@@ -49,16 +50,16 @@ _FIELDS = {
     "prompts": ("prompt_length/mean", 0.0),
     "generating": ("timing_s/agent_loop/generate_sequences/mean", math.nan),
 }
-"""Name of verl's metric for each array of :class:`Rollouts`, and the default for a step without this metric."""
+"""Name of verl's metric for each array of :class:`Rollouts`, and the value for a step without this metric."""
 V1 = "training/off_policy/trajectory_"
 """Prefix of metrics that only verl's V1 trainer logs."""
 STALENESS = "training/off_policy/trajectory_staleness/mean"
-"""verl's metric for the number of updates between the weights that generated a response and the weights that are trained."""
+"""Name of verl's metric for the staleness of responses."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """An estimate (``mean``) and its 95% interval from ``low`` to ``high``, which holds the central 95% of random draws."""
+    """An estimate (``mean``) with its 95% interval (``low`` to ``high``)."""
 
     mean: float
     low: float
@@ -66,29 +67,29 @@ class Range:
 
     @classmethod
     def of(cls, draws: Sequence[float] | Floats, mean: float | None = None) -> "Range":
-        """Returns the estimate ``mean`` (default: the mean of ``draws``) with the central 95% of ``draws`` as its interval."""
+        """Returns an estimate whose interval holds the central 95% of ``draws``. ``mean``: the estimate; None: the mean of
+        ``draws``.
+        """
         low, high = np.quantile(draws, (0.025, 0.975)).tolist()
         return cls(float(np.mean(draws)) if mean is None else mean, low, high)
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Rollouts of a run, as far as a log without telemetry describes them. Arrays have one number per step, shape [S].
+    """Rollouts of a run, as described by a log without telemetry. Arrays have one number per step, shape [S].
 
     Attributes:
-        seconds: duration of the rollout stage ``gen``.
+        seconds: duration of the stage ``gen``.
         mean, longest: mean and maximum of the response lengths in tokens.
         prompts: mean number of tokens in a prompt.
-        clipped: share of responses that are cut off at the length limit, by verl's metric.
-        generating: mean generation time of a response in seconds; NaN if verl does not log this time.
+        clipped: share of responses that are cut off at the length limit.
+        generating: mean generation time of a response in seconds; NaN if unknown.
         responses: number of responses in a step; 0 if unknown.
         group: number of responses per prompt; None if unknown.
-        polls: whether the trainer only looks from time to time whether a rollout has ended, and so notices the end late.
-        on_policy: whether all responses were generated with the weights that are trained on them. Otherwise, the effects of polling
-            and tail batching are not estimated.
+        polls: whether the trainer polls, and so notices the end of a rollout late.
+        on_policy: whether all responses were generated with the weights that are trained on them.
         is_v1: whether the trainer is verl's V1 trainer.
-        limit: assumed length limit in tokens: the length of the run's longest response, or infinity if only one step reached this
-            length.
+        limit: assumed length limit in tokens: the length of the longest response, or infinity if only one step reached this length.
     """
 
     seconds: Floats
@@ -110,10 +111,13 @@ class Rollouts:
     ) -> "Rollouts | None":
         """Returns the rollouts of ``steps``, a list with the metrics of each step.
 
-        Returns None if fewer than :data:`LEAST_STEPS` steps have the rollout seconds and the mean and maximum of the lengths.
+        Returns None if fewer than :data:`LEAST_STEPS` steps have the duration of the rollout and the mean and maximum of the
+        lengths.
 
-        ``group``, ``prompts``: number of responses per prompt and of prompts in a batch, if known. ``polls``: False if the features
-        sampler or tail_batching are on, with which verl's V1 trainer does not poll for the end of a rollout.
+        Args:
+            group: number of responses per prompt, if known.
+            prompts: number of prompts in a batch, if known.
+            polls: False if a feature is on with which verl's V1 trainer does not poll.
         """
         needed = [name for name, _ in (_FIELDS["seconds"], _FIELDS["mean"], _FIELDS["longest"])]
         known = [step for step in steps if all(0 < step.get(name, 0) < math.inf for name in needed)]
@@ -140,19 +144,18 @@ class Rollouts:
 
     @property
     def is_measured(self) -> bool:
-        """True if every step of the log has the mean generation time of a response."""
+        """True if the mean generation time of a response is known for every step."""
         return bool(np.isfinite(self.generating).all())
 
     def drawn(self, rng: np.random.Generator) -> "Rollouts":
-        """Returns a bootstrap sample: the same number of steps, drawn from this object's steps with replacement."""
+        """Returns a bootstrap sample: the same number of steps, drawn from these steps with replacement."""
         rows = rng.integers(len(self.seconds), size=len(self.seconds))
         return replace(self, **{name: getattr(self, name)[rows] for name in _FIELDS})
 
     def phase(self) -> float:
         """Returns the seconds from the poll that finds a rollout done to the end of the stage ``gen``.
 
-        Polling makes the durations of ``gen`` differ by about whole multiples of the interval between polls. Returns 0 if they do
-        not.
+        Returns 0 if the durations of ``gen`` do not differ by about whole multiples of the interval between polls.
         """
         direction = np.exp(2j * np.pi * self.seconds / POLL_SECONDS).mean()
         if abs(direction) < 0.8:
@@ -162,15 +165,14 @@ class Rollouts:
         return max(float((off - np.round(off / POLL_SECONDS) * POLL_SECONDS).min() + usual), 0.0)
 
     def timed(self, phase: float, rng: np.random.Generator) -> tuple[float, float, Floats, Floats]:
-        """Fits the model ``seconds = base + pace * longest`` to the rollouts, and draws the true duration of each rollout.
+        """Fits the model ``seconds = base + pace * longest`` to the rollouts.
 
-        If the trainer polls, the log only tells the two polls between which a rollout ended. The end is then drawn at random from
-        the time between them, by the fitted model. Fits and draws alternate (data augmentation). ``phase``: result of
-        :meth:`phase`.
+        If the trainer polls, the log only tells the two polls between which a rollout ended. The end is then drawn at random
+        between them. Fits and draws alternate (data augmentation). ``phase`` is the result of :meth:`phase`.
 
         Returns:
-            ``base`` in seconds; ``pace`` in seconds per token; drawn duration of each rollout in seconds, shape [S]; seconds of a
-            rollout that response lengths do not explain, shape [S] (0 if the model fits well).
+            ``base`` in seconds; ``pace`` in seconds per token; duration of each rollout in seconds, shape [S]; seconds of each
+                rollout that response lengths do not explain, shape [S].
         """
         from scipy.optimize import linprog, nnls
         from scipy.special import ndtr, ndtri
@@ -202,7 +204,7 @@ class Rollouts:
     def lengths(self, shape: str, alike: float) -> Lengths:
         """Returns the published length distribution ``shape`` (a key of PUBLISHED), stretched to fit this run.
 
-        The stretch is fitted to the run's mean length, maximum length and share of responses at the length limit. ``alike`` is the
+        It is fitted to the run's mean length, maximum length and share of responses at the length limit. ``alike`` is the
         intraclass correlation of the lengths within a prompt.
         """
         from scipy.optimize import least_squares
@@ -234,7 +236,9 @@ class Rollouts:
 
 @functools.cache
 def _uncut(shape: str) -> Floats:
-    """Returns quantiles of the logarithm of the length, for a published length distribution without the responses at the limit."""
+    """Returns quantiles of the logarithm of the length, for the published distribution ``shape`` without the responses at the
+    limit.
+    """
     tokens = published(shape).tokens
     free = np.log(tokens[tokens < PUBLISHED_LIMIT])
     return np.interp((np.arange(len(tokens)) + 0.5) / len(tokens), (np.arange(len(free)) + 0.5) / len(free), free)
@@ -243,15 +247,15 @@ def _uncut(shape: str) -> Floats:
 def in_rounds(
     lengths: Lengths, prompts: int, responses: int, launched: int, each: int, seed: int = 0
 ) -> tuple[float, float, float]:
-    """Compares simulated rollouts with and without tail batching. A response takes one time unit per token.
+    """Simulates rollouts with and without tail batching. A response takes one time unit per token.
 
-    A short round launches ``launched`` prompts with ``each`` responses per prompt. The round ends when ``prompts`` prompts have
-    ``responses`` complete responses each. All other prompts start again in long rounds. A long round runs ``prompts`` prompts with
-    ``responses`` responses per prompt, and waits for all responses.
+    A short round launches ``launched`` prompts with ``each`` responses per prompt. It ends when ``prompts`` prompts have
+    ``responses`` complete responses each. All other prompts run again in long rounds of ``prompts`` prompts with ``responses``
+    responses each.
 
     Returns:
-        Three numbers. The mean duration of a rollout with tail batching, in time units. The same without tail batching, where each
-        rollout waits for its longest response. The number of trained tokens with tail batching, divided by the number without.
+        Mean duration of a rollout with tail batching; the same without tail batching; number of trained tokens with tail batching,
+            divided by the number without. Durations are in time units.
     """
     rng, rounds = np.random.default_rng(seed), max(_ROUND_RESPONSES // (launched * each), 20)
     drawn = np.sort(lengths.lengths(range(rounds * launched), each, rng).reshape(rounds, launched, each), axis=2)
@@ -271,9 +275,10 @@ def in_rounds(
 
 
 def launched_by(prompts: int, responses: int) -> tuple[int, int]:
-    """Returns the number of prompts, and of responses to each, that tail batching launches by default in a short round.
+    """Returns the number of prompts that tail batching launches by default in a short round, and the number of responses to each.
 
-    The arguments are these two numbers for a training batch."""
+    ``prompts`` and ``responses`` are these numbers for a batch.
+    """
     run = TailRun(prompts, responses)
     return run.surplus_prompts, run.surplus_responses
 
@@ -284,16 +289,16 @@ class Estimate:
 
     Attributes:
         rollouts: data from the log.
-        lengths: for each random draw, a distribution of response lengths that fits the log.
+        lengths: distributions of response lengths that fit the log, one for each draw.
         base, pace: fixed seconds of a rollout, and further seconds per token of the longest response.
-        polling: seconds from the true end of a rollout to the poll that finds the rollout done; 0 if the trainer does not poll.
+        polling: seconds from the end of a rollout to the poll that finds it done; 0 if the trainer does not poll.
         storing: seconds from this poll to the end of the stage ``gen``; 0 if the trainer does not poll.
         waiting: seconds in which only the longest tenth of the responses are still running.
         unexplained: seconds that response lengths do not explain, such as slow rewards.
         idle: idle share of the slots, if all responses begin together.
-        tail: seconds of generation that tail batching saves; None if unknown. It also saves ``polling``, which is not included.
-        trained: number of trained tokens with tail batching, divided by the number without tail batching.
-        over: seconds of ``unexplained`` beyond the time limit of a reward. The feature reward_timeout may save them.
+        tail: seconds of generation that tail batching saves, without ``polling``; None if unknown.
+        trained: number of trained tokens with tail batching, divided by the number without.
+        over: seconds of ``unexplained`` that exceed the time limit of a reward.
     """
 
     rollouts: Rollouts
@@ -311,9 +316,9 @@ class Estimate:
 
 
 def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
-    """Estimates the parts of the time of ``rollouts``, and the seconds that tail_batching and reward_timeout would save.
+    """Estimates the parts of the time of ``rollouts``, and the savings by tail_batching and reward_timeout.
 
-    ``limit_seconds``: time limit of a reward with the feature reward_timeout.
+    ``limit_seconds`` is the time limit of a reward with reward_timeout.
     """
     rng, phase = np.random.default_rng(0), rollouts.phase() if rollouts.polls else 0.0
     groups = [rollouts.group] if rollouts.group else [n for n in _GROUPS if n <= rollouts.responses] or [1]

@@ -13,22 +13,21 @@ from rl_accel.files import BAD_RECORD
 from rl_accel.telemetry.stage_clock import PREFIX
 
 LogRecord = tuple[int, dict[str, float]]
-"""Number of a step, and the metrics that verl logged for this step, by name."""
+"""Number of a step and the metrics that were logged for it, by name."""
 
 ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
-"""Pattern of a terminal's control sequence, such as a colour, a hidden cursor or the title of a window."""
+"""Pattern of a terminal's control sequence, such as a colour."""
 PROCESS = re.compile(r"\([\w:]+[^()]*pid=[^()]*\)\s?")
-"""Pattern of the prefix of each line from a Ray worker, such as ``(TaskRunner pid=3165)``."""
+"""Pattern of the prefix that Ray writes before each line of a worker, such as ``(TaskRunner pid=3165)``."""
 _FOREIGN = re.compile(r"(?:^|\s)\[|\(\w+ pid=|(?:[A-Z][\w ]{0,80}:\s*|^|\s)\d+%\|")
-"""Pattern of the beginning of another program's text in a line of metrics: Ray's ``[repeated 3x across cluster]``, another worker,
-a progress bar."""
+"""Pattern of the beginning of another program's text in a line of metrics: a note of Ray, another worker, or a progress bar."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
 _VALUE = r"\s*(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?:,[^()]*)?\)?\s*"
 """Pattern of a value, such as ``0.5``, ``np.float64(0.5)`` or ``tensor(0.5, device='cuda:0')``."""
 _METRIC = re.compile(f"(.*):{_VALUE}")
 _BEGUN = re.compile(r"[^:]*(?::\s*(?:[a-z][\w.]{0,15}(?:\([^()]*)?|[-+\d.einfa]*)\)?(?:\s+-?\s*)?)?")
-"""Pattern of a logged metric whose end may be cut off, such as the last metric in a line."""
+"""Pattern of a logged metric that may be cut off at the end."""
 _WIDEST = 1000
 """Maximum number of columns of a terminal. If the console has a longer line, no terminal has wrapped its lines."""
 _OLD_PREFIX = "timing/"
@@ -36,7 +35,7 @@ _OLD_PREFIX = "timing/"
 
 
 def read_log(path: Path) -> dict[int, dict[str, float]]:
-    """Returns the metrics of each step in a file of verl's file logger, by step number, as :func:`merged` merges records.
+    """Returns the metrics of each step in a file of verl's file logger, by step number.
 
     Raises:
         OSError: the file cannot be read.
@@ -46,14 +45,11 @@ def read_log(path: Path) -> dict[int, dict[str, float]]:
 
 
 def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], list[int]]:
-    """Merges the log records of a run. Returns the metrics of each step, and the steps at which the run was restarted.
+    """Merges the log records of a run. Returns the metrics by step number, and the steps at which the run was restarted.
 
-    A step may have several records, such as training and validation, which are merged.
-
-    A restart shows when a metric has been logged for step 7, say, and comes again for step 5. Step 5 is then the restart step. If
-    this record holds only validation metrics, which are of the loaded weights, step 6 is the restart step. Metrics that were logged
-    before, for the restart step or later steps, are discarded, because the restarted run continued with other weights. slime's
-    ``train/*`` metrics are left out, because slime logs them for each optimizer step.
+    If a metric is logged for step 7 and then again for step 5, the run was restarted at step 5 (at step 6 if the second record
+    holds only validation metrics). Earlier metrics of the restart step and later steps are discarded. slime's ``train/*`` metrics
+    are left out, because slime logs them for each optimizer step.
     """
     steps: dict[int, dict[str, float]] = {}
     last: dict[str, int] = {}
@@ -72,9 +68,9 @@ def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], l
 
 
 def parse_log_line(line: str | bytes) -> LogRecord | None:
-    """Returns the step number and the numeric metrics in a line of the form ``{"step": int, "data": {name: value}}``.
+    """Returns the step and the numeric metrics in a line ``{"step": int, "data": {name: value}}``; None for any other line.
 
-    The value null is returned as NaN. Returns None for any other line.
+    The value null is returned as NaN.
     """
     try:
         entry: Any = json.loads(line)
@@ -91,11 +87,10 @@ def parse_log_line(line: str | bytes) -> LogRecord | None:
 def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iterator[LogRecord]:
     """Yields the number and the metrics of each step in console output, in the order of the lines.
 
-    A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. Colours, Ray's
-    prefixes and text of other programs at the end are removed. Lines that a terminal has wrapped are joined, even if lines of other
-    processes lie between the parts. All other lines are skipped. If the last line has no line end, the last metric of this line may
-    be cut off and is left out. Appends Ray's prefix of the process that logged a step to ``workers``, unless the previous step has
-    the same prefix.
+    A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. All other lines are
+    skipped. Lines that a terminal has wrapped are joined. If the last line has no line end, its last metric is left out.
+
+    ``workers``, if given, receives Ray's prefix of the process that logged each step. Equal prefixes in a row count once.
     """
     steps: list[_Step] = []
     is_open, longest = False, 0
@@ -133,11 +128,11 @@ class _Step:
     """Log line of a training step in a console. A terminal may have wrapped the line into several rows.
 
     Attributes:
-        text: the joined rows of the line, without text of other programs.
+        text: the joined rows, without text of other programs.
         process: Ray's prefix of the line.
-        is_ended: False if the console ends with the last row, without a line end.
+        is_ended: False if the console ends without a line end after the last row.
         rows: number of characters of each row.
-        doubtful: text of the first row, if there are two rows and the second names no metric and may thus be other output; else "".
+        doubtful: text of the first row, if a second row may be output of another program; else "".
     """
 
     text: str
@@ -147,9 +142,9 @@ class _Step:
     doubtful: str = ""
 
     def add(self, row: str, width: int, is_ended: bool) -> bool:
-        """Adds the next row of the console to this line. Returns False, and changes nothing, if it belongs to another line.
+        """Adds the next row of the console. Returns False, and changes nothing, if the row does not belong to this line.
 
-        ``row`` holds the row without text of other programs. ``width`` is the number of characters with this text.
+        ``row`` is without text of other programs, ``width`` the number of characters with this text.
         """
         if not row:
             self.is_ended = True
@@ -165,13 +160,13 @@ class _Step:
 
 
 def _before_other_output(text: str) -> str:
-    """Returns the part of ``text`` before the output of another program, such as Ray or a progress bar."""
+    """Returns the part of ``text`` before the output of another program, such as a progress bar."""
     foreign = _FOREIGN.search(text) if "[" in text or "pid=" in text or "%|" in text else None
     return text[: foreign.start()].rstrip() if foreign else text
 
 
 def _is_whole(line: str) -> bool:
-    """True if ``line``, joined from several rows of a console, holds nothing but metrics. The end of the last may be cut off."""
+    """True if ``line`` consists of metrics only, of which the last may be cut off."""
     _, *parts = _SEPARATOR.split(line)
     metrics = [_METRIC.fullmatch(part) for part in parts[:-1]]
     return all(metric and ":" not in metric[1] for metric in metrics) and bool(_BEGUN.fullmatch(parts[-1]))
@@ -180,7 +175,7 @@ def _is_whole(line: str) -> bool:
 def _record(line: str, is_ended: bool) -> Iterator[LogRecord]:
     """Yields the step number and the metrics in the log line of a step; nothing if the line has none.
 
-    If ``is_ended`` is False, the last metric in the line may be cut off and is left out.
+    If ``is_ended`` is False, leaves out the last metric, which may be cut off.
     """
     step = _STEP.search(line)
     if step is None:

@@ -15,12 +15,11 @@ from rl_accel.switch import forget_when_off
 logger = logging.getLogger("rl_accel")
 
 Observer = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
-"""Function of a step number and of the metrics logged for this step. Returns further metrics of the step, by name without the
-prefix ``rl_accel/``."""
+"""Function that gets a step number and the metrics logged for this step. Returns further metrics, by name without ``rl_accel/``."""
 
 
 class StopTraining(RuntimeError):
-    """Raised by an :data:`Observer` if the metrics of a step show an error so severe that the run must stop."""
+    """Raised by an :data:`Observer` if the metrics of a step show that the run must stop."""
 
 
 _lock = threading.Lock()
@@ -31,19 +30,19 @@ forget_when_off.append(_values.clear)
 
 
 def add(name: str, value: float) -> None:
-    """Adds ``value`` to the sum that is kept for the metric ``name``. The sum restarts at zero after :func:`drain`."""
+    """Adds ``value`` to the metric ``name``, which begins at 0 after each :func:`drain`."""
     with _lock:
         _values[name] = _values.get(name, 0.0) + float(value)
 
 
 def put(name: str, value: float) -> None:
-    """Sets the metric ``name`` to ``value``. Replaces the value set since the last :func:`drain`, if any."""
+    """Sets the metric ``name`` to ``value``."""
     with _lock:
         _values[name] = float(value)
 
 
 def set_observer(feature: str, observer: Observer | None) -> None:
-    """Sets the ``observer`` that :func:`run_observers` calls for ``feature``, instead of any earlier observer. None removes it."""
+    """Sets the observer of ``feature``; None removes it. A feature has at most one observer."""
     with _lock:
         _failed.discard(feature)
         if observer is None:
@@ -53,12 +52,12 @@ def set_observer(feature: str, observer: Observer | None) -> None:
 
 
 def observer_of(feature: str) -> Observer | None:
-    """Returns the observer registered for ``feature``; None if there is none."""
+    """Returns the observer of ``feature``; None if there is none."""
     return _observers.get(feature)
 
 
 def drain() -> dict[str, float]:
-    """Returns all metrics set since the last call as ``{"rl_accel/<name>": value}``, and deletes these metrics."""
+    """Returns all metrics set since the last call as ``{"rl_accel/<name>": value}``, and forgets them."""
     with _lock:
         out = {f"rl_accel/{name}": value for name, value in _values.items()}
         _values.clear()
@@ -66,12 +65,12 @@ def drain() -> dict[str, float]:
 
 
 def run_observers(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-    """Calls all registered observers with the metrics ``logged`` for ``step``. Returns the metrics that the observers compute.
+    """Calls all observers with the metrics ``logged`` for ``step``. Returns their metrics as ``{"rl_accel/<name>": value}``.
 
-    The result has the form ``{"rl_accel/<name>": value}``. An exception of an observer is logged as a warning, once per feature.
+    Logs the exception of an observer as a warning, once per feature.
 
     Raises:
-        StopTraining: an observer requests that the run stops.
+        StopTraining: an observer has raised it.
     """
     with _lock:
         observers = dict(_observers)

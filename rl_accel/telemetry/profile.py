@@ -26,8 +26,7 @@ _NEVER_ZERO = {
     "actor/entropy_loss",
     "actor/reward_kl_penalty",
 }
-"""Metrics that verl logs if training has a critic, a KL term or an entropy term. With one of these, even prompt groups with equal
-rewards may influence training, so the feature skip_zero cannot be used."""
+"""Metrics that verl logs if training has a critic, a KL term or an entropy term. With any of these, skip_zero cannot be used."""
 
 PARTS = {
     "most_seconds": ("nine in ten responses", "#4878a8"),
@@ -41,15 +40,15 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """Time of a run's training steps by stage and cause. The "measured steps" are the logged steps after the warm-up steps.
+    """Time of a run's training steps by stage and cause.
 
     Attributes:
         folder: path that was read.
         logged: the log of the run.
         metrics: metrics of each logged step, by step number. Metrics of slime have verl's names here.
         staged: seconds of each stage of the measured steps, by step number and name of the stage.
-        notes: texts that each say which logged steps are left out and why.
-        group: number of responses per prompt that the user gave; None: the number is taken from the log, if the log has it.
+        notes: texts that say which logged steps are left out and why.
+        group: number of responses per prompt that the user gave; None if not given.
     """
 
     folder: Path
@@ -66,7 +65,7 @@ class Profile:
 
     @property
     def overlaps(self) -> bool:
-        """True if rollouts run during training, so that responses come from older weights than those that are trained."""
+        """True if rollouts run during training."""
         return self.logged.overlaps or any(self.metrics[step].get(STALENESS, 0) for step in self.steps)
 
     @property
@@ -76,7 +75,7 @@ class Profile:
 
     @property
     def steps(self) -> list[int]:
-        """Numbers of the measured steps, which exclude the warm-up steps."""
+        """Numbers of the measured steps."""
         return list(self.staged)
 
     @cached_property
@@ -89,66 +88,71 @@ class Profile:
 
     @property
     def step_seconds(self) -> float:
-        """Mean duration of a measured step in seconds."""
+        """Mean seconds of a measured step."""
         return sum(self.stages.values())
 
     @property
     def last_seconds(self) -> float:
-        """Seconds of the generation stage in the last step."""
+        """Seconds of the stage ``gen`` in the last step."""
         return self.staged[self.steps[-1]].get("gen", 0.0)
 
     @cached_property
     def on(self) -> frozenset[str]:
-        """Names of the enabled features."""
+        """Names of the features that were on in the run."""
         last = self.metrics[self.steps[-1]]
         return frozenset(name.split("/")[1] for name, value in last.items() if name.endswith("/applied") and value)
 
     @cached_property
     def noted(self) -> Mapping[int, Mapping[str, float]]:
-        """Metrics that the feature telemetry logged in each measured step, by step number and name. NaN and inf are left out."""
+        """Finite metrics that the feature telemetry logged in each measured step, by step number and name."""
         return {step: _with_prefix(TELEMETRY, self.metrics[step]) for step in self.steps}
 
     @cached_property
     def numbers(self) -> Mapping[str, float]:
-        """Means of the metrics of the feature telemetry over the measured steps, by name; {} without telemetry."""
+        """Means over the measured steps of the metrics of the feature telemetry, by name; {} without telemetry."""
         return _means(self.noted.values())
 
     def table(self, feature: str) -> Mapping[str, float]:
-        """Returns the mean of each metric that ``feature`` logged, over the measured steps, by name of the metric."""
+        """Returns the means over the measured steps of all metrics that ``feature`` logged, by name."""
         return _means([_with_prefix(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps])
 
     @cached_property
     def kept_files(self) -> Sequence[Path]:
-        """Files in which the feature telemetry has kept the times of all responses."""
+        """Files in which the feature telemetry stored the times of all responses."""
         return sorted((self.folder if self.folder.is_dir() else self.folder.parent).rglob(FILE_NAME))
 
     @cached_property
     def kept(self) -> Mapping[int, Sequence[Response]]:
-        """Responses of all steps, including the warm-up, by step number. Empty without telemetry, or with several ``kept_files``.
+        """Responses of all steps, by step number; {} without telemetry, or with several ``kept_files``.
 
-        Times are in seconds since the first response of the step began."""
+        Times are in seconds since the first response of the step began.
+        """
         return stage_clock.read_kept(self.kept_files[0]) if self.numbers and len(self.kept_files) == 1 else {}
 
     @cached_property
     def responses(self) -> Mapping[int, Sequence[Response]]:
-        """Responses of the measured steps, by step number. Leaves out steps without measured seconds of the parts of generation."""
+        """Responses of the measured steps, by step number. Leaves out steps for which telemetry did not measure the parts of
+        generation.
+        """
         known = [step for step, numbers in self.noted.items() if "concurrency" in numbers]
         return {step: self.kept[step] for step in known if step in self.kept}
 
     @property
     def last(self) -> Sequence[Response]:
-        """Responses of the last measured step; empty if the times of the responses are unknown."""
+        """Responses of the last measured step; empty if their times are unknown."""
         return self.responses.get(self.steps[-1], [])
 
     @property
     def rests(self) -> list[float]:
-        """Seconds from the last reward of a step to the end of the stage ``gen``, for each measured step with telemetry."""
+        """Seconds from the last reward to the end of the stage ``gen``, for each measured step with telemetry."""
         return [numbers["rest_seconds"] for numbers in self.noted.values() if "rest_seconds" in numbers]
 
     @cached_property
     def estimate(self) -> Estimate | None:
-        """Parts of generation, estimated from the log. None if they were measured, if rollouts overlap with training, if
-        tail_batching is on, or if the log does not say enough."""
+        """Parts of generation, estimated from the log.
+
+        None if they were measured, if rollouts run during training, if tail_batching is on, or if the log does not say enough.
+        """
         prompts, group = self.logged.batch()
         polls = not self.on & {"sampler", "tail_batching"}
         rollouts = Rollouts.of([self.metrics[step] for step in self.steps], self.group or group, prompts, polls)
@@ -173,17 +177,14 @@ class Profile:
 
     @cached_property
     def zero_groups(self) -> tuple[Sequence[float], str]:
-        """Result of :func:`_zero_shares`: shares of the text in prompt groups with equal rewards, and their basis in words.
-
-        This is ([], "") if skip_zero is on, or cannot be used in this run (see :data:`_NEVER_ZERO`).
-        """
+        """Result of :func:`_zero_shares`; ([], "") if skip_zero is on or cannot be used in this run."""
         names = set().union(*self.metrics.values())
         is_possible = self.folder.is_dir() and "skip_zero" not in self.on and _NEVER_ZERO.isdisjoint(names)
         return _zero_shares(self.folder) if is_possible else ([], "")
 
     @property
     def missing(self) -> list[str]:
-        """Texts that each say which results are unknown and why."""
+        """Texts that say which results are unknown and why."""
         if not self.numbers:
             what = "waiting, rewards, completion times and preemptions as measured"
             why = "the run had no +rl_accel.telemetry.enable=True"
@@ -201,9 +202,11 @@ class Profile:
 
 
 def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Profile:
-    """Reads the run in ``folder``, or in several paths joined by commas. Skips the first ``warmup`` steps, but never the last step.
+    """Reads the run in ``folder``, or in several paths joined by commas.
 
-    ``group``: number of responses per prompt; None: the number is taken from the log, if the log has it.
+    Args:
+        warmup: number of first steps to leave out of averages. The last step is never left out.
+        group: number of responses per prompt; None: the number in the log, if there is one.
 
     Raises:
         RlAccelError: ``folder`` contains no run, or more than one run.
@@ -230,7 +233,7 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
 
 
 def _with_prefix(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
-    """Returns the finite metrics whose names start with ``prefix``. The keys of the result are without ``prefix``."""
+    """Returns the finite metrics whose names start with ``prefix``, by name without ``prefix``."""
     below = {name.removeprefix(prefix): value for name, value in logged.items() if name.startswith(prefix)}
     return {name: value for name, value in below.items() if math.isfinite(value)}
 
@@ -241,11 +244,11 @@ def _means(of_steps: Collection[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
-    """Returns shares of the text that is in prompt groups with equal rewards, and the basis of these shares in words.
+    """Returns the share of the text that is in prompt groups with equal rewards, and a description of it; ([], "") if there are
+    none.
 
-    The first share is that of the run. All others are shares in bootstrap samples, for an interval. Text is measured in characters.
-    It is read from the files of verl's ``trainer.rollout_data_dir`` below ``folder``. Returns ([], "") if no group has equal
-    rewards.
+    The first element is the share in the run, the others are shares in bootstrap samples. Text is read from the files of verl's
+    ``trainer.rollout_data_dir`` below ``folder`` and measured in characters.
     """
     of_groups: list[tuple[int, bool]] = []  # size in characters, and whether all rewards are equal
     for path in folder.rglob("*.jsonl"):
@@ -270,5 +273,5 @@ def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
 
 
 def format_seconds(value: float) -> str:
-    """Returns a duration, given in seconds, as text with three significant figures, in s or ms."""
+    """Returns a duration in seconds as text with three significant figures, in s or ms."""
     return f"{value:.3g} s" if value >= 0.1 else f"{value * 1000:.3g} ms"

@@ -17,7 +17,7 @@ from rl_accel.telemetry.savings import NOTHING_HELPS, Saving, find_savings, leve
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED
 
 _TABLES = {"drafts": "drafted", "balance": "slots_in_use", "skip_zero": "rows"}
-"""Features whose metrics the report prints as a table. The value names a metric: if its mean is 0, there is no table."""
+"""Features whose metrics the report prints as a table, each with a metric. If the mean of this metric is 0, there is no table."""
 _NOT_ESTIMATED = (
     "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"
     " from the files of trainer.rollout_data_dir"
@@ -38,7 +38,7 @@ _NUMBERS = {
     "completion_p99_seconds": ("a response and its reward, p99", "{:.3g} s"),
     "completion_longest_seconds": ("the longest", "{:.3g} s"),
 }
-"""Metrics of telemetry that the report prints one below the other: label and number format, by name of the metric."""
+"""Metrics of telemetry that the report prints, each with its label and number format."""
 
 
 @click.command()
@@ -116,7 +116,7 @@ def _show(run: Profile, console: Console) -> None:
 
 
 def _conclusion(best: Saving, step_seconds: float) -> str:
-    """Returns the last sentence of the report, which names the largest possible saving in a step."""
+    """Returns the last sentence of the report, which names the largest possible saving."""
     what = f"{best.name}, {format_seconds(best.seconds)} a step."
     if not best.ours or best.at_most < SMALLEST_GAIN * step_seconds:
         return NOTHING_HELPS
@@ -168,7 +168,7 @@ def draw(run: Profile, path: Path) -> None:
 
 
 def _draw_bars(axes: Any, run: Profile) -> None:
-    """Draws a bar with the stages of a mean step and, below this bar, a bar with the parts of generation."""
+    """Draws a bar with the stages of a mean step, and below it a bar with the parts of generation."""
     rows = {
         "step": [(name, seconds, stage_clock.STAGES.get(name, _OTHER_COLOUR)) for name, seconds in run.stages.items()]
     }
@@ -199,7 +199,7 @@ def _draw_bars(axes: Any, run: Profile) -> None:
 
 
 def _draw_responses(axes: Any, run: Profile) -> None:
-    """Draws a horizontal line per response: generation, then reward. If there are too many responses, draws every k-th response."""
+    """Draws a horizontal line for each response: generation, then reward. Leaves out responses if there are too many."""
     responses = sorted(run.last, key=lambda r: (r.ended, r.began))
     for row, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
         end = response.ended if response.generated is None else response.generated
