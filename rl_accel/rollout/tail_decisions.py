@@ -62,7 +62,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class CheckGroup:
-    """Request to let the group filter accept or reject a complete prompt. The driver answers with ``TailBatching.group_checked``."""
+    """Request to let the group filter accept or reject a complete prompt. The answer is ``TailBatching.group_checked``."""
 
     group: Group
 

@@ -102,7 +102,7 @@ class Lengths:
         return replace(self, known=self.known[order], seen=self.seen[order])
 
     def limited(self, limit: int) -> "Lengths":
-        """Returns a copy with another length limit in tokens. Responses as long as the old limit become as long as the new limit."""
+        """Returns a copy with another length limit in tokens. Responses as long as the old limit are as long as the new limit."""
 
         def cut(tokens: Ints) -> Ints:
             return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
@@ -261,7 +261,7 @@ def _number(entry: dict[str, Any], field: str, least: int) -> float:
 
 
 def _rollouts_of_slime(folder: Path) -> list[list[float]]:
-    """Returns the numbers of tokens of the responses in slime's saved rollouts, one list per prompt, in the order of the rollouts."""
+    """Returns the numbers of tokens of the responses in slime's saved rollouts, one list per prompt, in rollout order."""
     import torch
 
     wanted = "a rollout of slime, as --save-debug-rollout-data FOLDER/{rollout_id}.pt saves it"

@@ -23,50 +23,49 @@ from rl_accel.telemetry.logs import ESCAPE, PROCESS, LogRecord, merged, parse_lo
 from rl_accel.telemetry.stage_clock import OVERLAPPING
 
 _STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
-"""Keys that may hold the step of a log record, the most reliable first. slime logs the first two. W&B's ``_step`` counts log
-calls."""
+"""Keys that may hold the step of a log record, the most reliable first."""
 _STEP_METRIC = "training/global_step"
-"""verl's metric for the number of the training step, used if a log record has none of ``_STEP_KEYS``."""
+"""Name of verl's metric for the number of the step, used if a log record has none of ``_STEP_KEYS``."""
 _SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*)")
 _MOST_ROWS = 200
-"""Maximum number of rows into which a terminal has wrapped a line of slime's metrics. Lines with more rows are skipped."""
+"""Maximum number of rows into which a terminal has wrapped a line of slime's metrics. Longer lines are skipped."""
 _OBJECT = re.compile(r"<[^<>]*>")
-"""Pattern of the printed form of an object that cannot be parsed as Python code, such as ``<AddBackward0>``."""
+"""Pattern of a printed object that is no Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
 _JSON_LINE = re.compile(r'\{.*"(?:log|message)":')
-"""Beginning of a line in a log that Docker or a log collector has written."""
+"""Pattern of the beginning of a line that Docker or a log collector has written."""
 _KUBERNETES = re.compile(r"\d{4}-\S+ std(?:out|err) ([FP]) ")
-"""Beginning of a line in a log that Kubernetes has written: F is a full line or the last part of a line, P another part."""
+"""Pattern of the beginning of a line that Kubernetes has written. The group is F for a full line or the last part of a line, else
+P."""
 _ENCODING = "utf-8-sig"
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?")
 _COMMA = re.compile(r"[-+.\d]*,\d[.,\d]*([eE][-+]?\d+)?")
-"""Pattern of a number with commas, as decimal points (in some languages) or between thousands."""
+"""Pattern of a number with commas, which are decimal points or stand between thousands."""
 _LARGE = 50_000_000
-"""Minimum size in bytes of a log for which a progress bar is shown."""
+"""Size in bytes from which a log is read with a progress bar."""
 _BATCH = (
     re.compile(r"(?:train_batch_size|rollout[-_]batch[-_]size)['\"]?[ .=:]+(\d+)"),
     re.compile(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)['\"]?[ .=:]+(\d+)"),
 )
-"""Patterns of the number of prompts and of responses per prompt, in a launch line or configuration of verl or slime."""
+"""Patterns of the number of prompts in a batch and of the number of responses per prompt, in a launch line or configuration."""
 _MOST_CONSOLES = 8
-"""Maximum number of console files next to a log that are searched for the batch size. If there are more, none is searched."""
+"""Maximum number of console files next to a log that are searched for the batch size. With more files, none is searched."""
 TELEMETRY = "rl_accel/telemetry/"
 """Prefix of the metrics of the feature telemetry."""
 
 
 @dataclass
 class Logged:
-    """Metrics of one run.
+    """Log of one run.
 
     Attributes:
-        source: kind of log that was read, a key of :data:`_KINDS`.
+        source: kind of log, a key of :data:`_KINDS`.
         files: log files that were read.
         steps: metrics of each step, by step number.
         restarts: steps at which the run was restarted.
-        config: configuration of the run as logged by W&B, with the GPUs under the key ``gpus``; empty for other logs.
-        workers: Ray's prefixes of the processes that logged the steps of a console, in the order of the steps. Equal prefixes that
-            follow each other are one entry.
-        damage: number of bytes that could not be read (damaged or cut off), by log file. Only for TensorBoard and W&B.
+        config: configuration of the run and its ``gpus``, from W&B; {} for other logs.
+        workers: Ray's prefixes of the processes that logged the steps of a console, in order. Equal prefixes in a row count once.
+        damage: number of bytes that are damaged or cut off, by log file. Only for TensorBoard and W&B.
     """
 
     source: str = ""
@@ -92,7 +91,7 @@ class Logged:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on data that was left out (steps before a restart, damaged bytes), and on runs that share one console."""
+        """Sentences about data that were left out, and about runs that share one console."""
         steps = ", ".join(map(str, self.restarts))
         notes = [f"the run began again at step {steps}: what was logged before from there on is left out"] * bool(steps)
         if len(set(self.workers)) < len(self.workers):
@@ -105,12 +104,12 @@ class Logged:
 
     @property
     def is_slime(self) -> bool:
-        """True for a log of slime."""
+        """True for a log of slime, False for a log of verl."""
         return any("perf/step_time" in step for step in self.steps.values())
 
     @property
     def overlaps(self) -> bool:
-        """True if rollouts run while the trainer trains: slime's ``train_async.py``, or one_step_off or fully_async of verl."""
+        """True if rollouts run during training, as with slime's ``train_async.py``, and one_step_off and fully_async of verl."""
         steps = self.steps.values()
         needed = ("perf/rollout_time", "perf/train_wait_time")
         late = [step[needed[0]] > step[needed[1]] for step in steps if all(name in step for name in needed)]
@@ -119,11 +118,10 @@ class Logged:
     def batch(self) -> tuple[int | None, int | None]:
         """Returns the number of prompts in a batch and the number of responses per prompt; None if unknown.
 
-        Each number is searched in three places, one after the other: in W&B's configuration; in the launch line or configuration
-        that the log contains; in ``run.json`` in the folder of the log. If it is in none, and the log is not console output,
-        console files in the folder are searched: those with the name of the log or, without such files, all. These must agree.
+        Each number is the first one found in W&B's configuration, the log itself, and ``run.json`` in its folder. If there is none,
+        it is taken from console files in the folder, if these agree.
 
-        Only the first megabyte of a file is searched. If the run was restarted, whole files are, and the last start counts.
+        Only the first megabyte of a file is searched, but the whole file if the run was restarted.
         """
         numbers = {"train_batch_size": ("data", "train_batch_size"), "rollout.n": ("actor_rollout_ref", "rollout", "n")}
         verl = {name: functools.reduce(_item, path, self.config) for name, path in numbers.items()}
@@ -147,11 +145,11 @@ class Logged:
 
 
 def read(*paths: str) -> Logged:
-    """Reads the metrics of one run from a folder or log file. Several paths are read as consecutive starts of the same run.
+    """Reads the log of one run from a folder or file. Several paths are read as consecutive starts of the same run.
 
     Raises:
-        RlAccelError: a path has no log, a path has logs of several runs, the Python package for reading a log is missing, or the
-            log has no training steps. The message names the path, and the runs or the package.
+        RlAccelError: a path has no log or logs of several runs, the Python package for reading a log is missing, or the log has no
+            training steps. The message names the path, the runs or the package.
     """
     log = Logged()
     records = [record for path in paths for record in _read(path, log)]
@@ -166,7 +164,7 @@ def read(*paths: str) -> Logged:
 def _read(path: str, log: Logged) -> list[LogRecord]:
     """Returns the log records at ``path``. Adds source, files, configuration and workers to ``log``.
 
-    If there are logs of several kinds, only the most detailed kind is read (the first in :data:`_KINDS`).
+    Of several kinds of logs, only the most detailed is read: the first in :data:`_KINDS`.
 
     Raises:
         RlAccelError: as for :func:`read`.
@@ -218,14 +216,13 @@ _DEFECTS = {
     b"\xff\xfe": "is in UTF-16",
     b"\xfe\xff": "is in UTF-16",
 }
-"""Reasons why a file is not a text log, by the first bytes of the file."""
+"""Reasons why a file is no text log, by the file's first bytes."""
 
 
 def _defect(file: Path, must_be_text: bool = False) -> str:
-    """Returns the reason why ``file`` holds no log, such as "is compressed (gzip)"; "" if there is no such reason.
+    """Returns the reason why ``file`` cannot be a log, such as "is compressed (gzip)"; "" if there is none.
 
-    With ``must_be_text``, "is empty" and "is binary" are reasons, too. Without it, an empty file has no defect, and a binary file
-    has none if its name is that of a log of TensorBoard or W&B.
+    With ``must_be_text``, empty files and logs of TensorBoard and W&B cannot be logs, either.
     """
     with file.open("rb") as opened:
         head = opened.read(8192)
@@ -235,7 +232,7 @@ def _defect(file: Path, must_be_text: bool = False) -> str:
 
 
 def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
-    """Opens a log. Shows a progress bar on standard error while a large log is read."""
+    """Opens a log. Shows a progress bar while a large log is read."""
     if file.stat().st_size < _LARGE:
         return file.open(encoding=_ENCODING, errors="replace")
     console = Console(stderr=True)
@@ -245,9 +242,7 @@ def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """Yields the lines of a text log. Takes lines out of the records in which Docker, Kubernetes or a log collector put them.
-
-    Lines that were split over several records are joined."""
+    """Yields the lines of a text log, without what Docker, Kubernetes or a log collector added to them."""
     whole = ""
     with _opened(file) as lines:
         for line in lines:
@@ -266,7 +261,7 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _chunks(file: Path, is_whole: bool) -> Iterator[str]:
-    """Yields the first megabyte of a text file, in whole lines. If ``is_whole``, also yields all other megabytes, one by one."""
+    """Yields a text file in parts of about a megabyte, in whole lines; only the first part unless ``is_whole``."""
     with file.open(encoding=_ENCODING, errors="replace") as lines:
         while chunk := lines.readlines(1_000_000):
             yield ESCAPE.sub("", "".join(chunk))
@@ -279,9 +274,9 @@ def _item(section: Any, key: str) -> Any:
 
 
 def _sizes(texts: Iterable[str]) -> list[int | None]:
-    """Returns the number of prompts in a batch and the number of responses per prompt, as ``texts`` give them; None if not given.
-
-    The last occurrence counts, because an override on a command line comes after a default."""
+    """Returns the number of prompts in a batch and the number of responses per prompt that ``texts`` mention last; None if they do
+    not.
+    """
     sizes: list[int | None] = [None, None]
     for text in texts:
         for index, pattern in enumerate(_BATCH):
@@ -333,10 +328,7 @@ def _wandb(file: Path, log: Logged, _: str) -> Iterator[LogRecord]:
 
 
 def _log_entries(file: Path, log: Logged) -> Iterator[bytes]:
-    """Yields the undamaged entries of a W&B log file, which has the format of LevelDB's logs. Counts damage in ``log.damage``.
-
-    The wandb package itself no longer reads this format.
-    """
+    """Yields the undamaged entries of a W&B log file. Adds the number of damaged bytes to ``log.damage``."""
     data, at, entry = file.read_bytes(), 7, b""
     log.damage[file] = 0
     while at + 7 <= len(data):
@@ -400,7 +392,7 @@ def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
 
 
 def _metrics(shown: str) -> dict[str, float]:
-    """Returns the metrics in a text that begins with a dict as Python prints it. Returns {} for any other text."""
+    """Returns the metrics in a text that begins with a printed Python dict; {} for any other text."""
     code = _OBJECT.sub("None", shown[: shown.rindex("}") + 1])
     try:
         tree = ast.parse(code, mode="eval").body
@@ -411,7 +403,7 @@ def _metrics(shown: str) -> dict[str, float]:
 
 
 def _number(value: ast.expr) -> float:
-    """Returns the number in Python code such as ``0.5``, ``-inf``, ``np.int64(1)`` or ``tensor(0.5, ...)``; NaN for other code."""
+    """Returns the number in code such as ``0.5``, ``-inf``, ``np.int64(1)`` or ``tensor(0.5, ...)``; NaN for other code."""
     try:
         return float(ast.unparse(value.args[0] if isinstance(value, ast.Call) and value.args else value))
     except ValueError:
@@ -419,9 +411,9 @@ def _number(value: ast.expr) -> float:
 
 
 def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:
-    """Yields a record with the step and the finite numbers of a log row. Yields nothing if the row has no step or no numbers.
+    """Yields the step and the finite numbers of a log row; nothing if the row has no step or no numbers.
 
-    Rows with the key ``train/step``, which describe optimizer steps of slime, are skipped too.
+    Skips slime's rows about optimizer steps, which have the key ``train/step``.
     """
     numbers = {
         name: float(value) for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)
@@ -452,4 +444,4 @@ _KINDS: dict[str, tuple[tuple[str, ...], Callable[[Path, Logged, str], Iterator[
     "slime's console": (("*.log", "*.out", "*.txt"), _slime),
     "W&B's rows in JSON": (("wandb-summary.json", "*.jsonl"), _json),
 }
-"""Kinds of log, the most detailed first, each with the patterns of file names and the reader of a file."""
+"""Patterns of file names and reader of each kind of log, the most detailed kind first."""

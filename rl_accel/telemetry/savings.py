@@ -22,21 +22,21 @@ NOTHING_HELPS = "Nothing of the pack would shorten a step of this run by more th
 _LIMITS = RewardTimeoutFlags()
 """Default time limits of the feature reward_timeout."""
 _TICK = 0.001
-"""Seconds per tick, the time unit in a simulation of tail_batching. A response of n ticks is simulated as n tokens."""
+"""Seconds that one token stands for when measured durations are simulated as response lengths."""
 _LARGE_OLD_LOG_PROB, _LARGE_STAGE = 0.15, 0.5
-"""Shares of a step above which :func:`levers` advises a setting of verl: for ``old_log_prob``, and for generation or training."""
+"""Shares of a step above which :func:`levers` gives advice: for the stage ``old_log_prob``, and for generation or training."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A part of a mean training step, and advice that would shorten this part.
+    """A part of a mean training step, and advice that would shorten it.
 
     Attributes:
         name: description of the part.
         seconds: duration of the part in a mean step.
         advice: flag or setting that would shorten the part.
-        gain: estimated seconds that the advice would save per step, with an interval; None if unknown.
-        arithmetic: basis of ``gain``, or the reason why ``gain`` is unknown.
+        gain: estimated seconds per step that the advice would save; None if unknown.
+        arithmetic: text that says how ``gain`` was computed, or why it is unknown.
         ours: whether the advice is a feature of rl-accel.
     """
 
@@ -49,12 +49,12 @@ class Saving:
 
     @property
     def at_most(self) -> float:
-        """Estimated gain in seconds per step. If the gain is unknown, the seconds of the whole part, which are its upper limit."""
+        """Estimated seconds per step that the advice would save. If unknown, the seconds of the whole part."""
         return self.gain.mean if self.gain else self.seconds
 
 
 def find_savings(run: Profile) -> list[Saving]:
-    """Returns the possible savings in a run, the largest first; savings by other means than features of rl-accel come last."""
+    """Returns the possible savings in a run: first those by features of rl-accel, then others, each the largest first."""
     stages, gen = run.stages, run.stages.get("gen", 0.0)
     savings = []
     if "concurrency" in run.numbers:
@@ -100,7 +100,7 @@ def find_savings(run: Profile) -> list[Saving]:
 def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, str], *features: str) -> Saving:
     """Returns the saving in the part ``name`` of a step, with the first of ``features`` as advice.
 
-    If one of ``features`` is on already, it has shortened the part already. The advice then only says so, and the gain is unknown.
+    If one of ``features`` is on already, the saving only says so.
     """
     if running := sorted(run.on.intersection(features)):
         return Saving(name, seconds, f"{', '.join(running)}: on", None, "this is what is left of it", ours=False)
@@ -110,7 +110,7 @@ def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, s
 
 
 def _measured_savings(run: Profile) -> list[Saving]:
-    """Returns possible savings in the generation stage of a run, computed from the times that telemetry measured."""
+    """Returns possible savings in the stage ``gen`` of a run with telemetry."""
     steps = list(run.responses.values())
     names = ("most_seconds", "waiting_seconds", "reward_seconds", "rest_seconds")
     most, waiting, reward, rest = (run.numbers.get(name, 0.0) for name in names)
@@ -129,7 +129,7 @@ def _measured_savings(run: Profile) -> list[Saving]:
 
 
 def _estimated_savings(run: Profile, estimate: Estimate) -> list[Saving]:
-    """Returns possible savings in the generation stage of a run without telemetry, computed from an estimate of its parts."""
+    """Returns possible savings in the stage ``gen`` of a run without telemetry."""
     rollouts, count = estimate.rollouts, len(estimate.rollouts.seconds)
     noticing = estimate.polling.mean + estimate.storing
     explained = run.stages["gen"] - noticing - estimate.unexplained.mean
@@ -173,7 +173,7 @@ def _saving_of_generation(seconds: float) -> Saving:
 
 
 def _bootstrap_mean(values: Sequence[float]) -> Range:
-    """Returns the mean of ``values`` with its 95% interval, by a bootstrap (random samples of ``values`` with replacement)."""
+    """Returns the mean of ``values`` with its 95% bootstrap interval."""
     drawn = np.random.default_rng(0).choice(values, (1000, len(values)))
     return Range.of(drawn.mean(axis=1), statistics.fmean(values))
 
@@ -199,10 +199,9 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range |
 
 
 def prompt_ticks(responses: Sequence[Response]) -> list[list[float]] | None:
-    """Returns a list per prompt with the time in ticks at which each of its responses was generated.
+    """Returns the time at which each response of a step was generated, in milliseconds, as one list per prompt.
 
-    Time 0 is the start of the step's first response. Returns None if there are no responses, or if a response was cancelled or
-    failed, because the full time of this response is unknown.
+    Time 0 is the start of the step's first response. Returns None if there are no responses, or if any was cancelled or failed.
     """
     if not responses or any(response.outcome != COMPLETED for response in responses):
         return None
@@ -210,10 +209,7 @@ def prompt_ticks(responses: Sequence[Response]) -> list[list[float]] | None:
 
 
 def levers(run: Profile) -> list[str]:
-    """Returns texts with advice on verl's own settings, which may save more time than the features of rl-accel.
-
-    The advice depends on the share of each stage in a step.
-    """
+    """Returns texts with advice on verl's own settings, for stages that take a large share of a step."""
     shares = {} if run.logged.is_slime else stage_clock.shares(run.stages)
     advice = []
     if shares.get("old_log_prob", 0.0) > _LARGE_OLD_LOG_PROB:

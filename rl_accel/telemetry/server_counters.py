@@ -21,13 +21,9 @@ COUNTERS = {
 }
 """Names of the preemption counter on the page ``/metrics`` of a rollout server, by engine.
 
-vLLM exports the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or later) with metrics enabled. (SGLang's gauge
-``num_retracted_reqs`` is not cumulative.)"""
+vLLM shows the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or later) with metrics enabled."""
 _COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
-"""Mapping from a counter of preemptions to another counter (its companion) that shows that no preemption has happened yet.
-
-SGLang's metrics page has no counter of preemptions until the first preemption. The companion is on the page from the first token
-on, in all SGLang releases that have the counter. If only the companion is on the page, the number of preemptions is therefore 0."""
+"""Mapping from a preemption counter to a second counter of the same server. If only the second is on the page, the first is 0."""
 
 _AT_ONCE = 16
 _STARTED = "process_start_time_seconds"
@@ -39,7 +35,7 @@ class Reading:
 
     Attributes:
         preemptions: number of preemptions since the server started.
-        incarnation: text that changes if the server restarts (the start time of the server's processes).
+        incarnation: start time of the server's processes, as text.
     """
 
     preemptions: int
@@ -47,22 +43,19 @@ class Reading:
 
 
 class Counters:
-    """Computes the number of preemptions per step from successive readings of all rollout servers' counters.
+    """Computes the number of preemptions between successive readings of all rollout servers.
 
-    At the first reading, all servers must have just started, with counters that began at 0. At later readings, the number of
-    preemptions is unknown if a server is new, has restarted, or gave no reading the last time.
+    All servers must be new at the first reading. Later, the number is unknown if a server is new, has restarted, or gave no reading
+    now or the last time.
     """
 
     def __init__(self) -> None:
         self._before: Mapping[str, Reading | None] | None = None
 
     def take(self, now: Mapping[str, Reading | None]) -> int | None:
-        """Returns the number of preemptions on all servers since the last call; None if unknown.
+        """Returns the number of preemptions on all servers since the last call, or at first since their start; None if unknown.
 
-        The first call counts from the start of the servers.
-
-        Args:
-            now: new reading of each server, by server name; None for a server that gave no reading.
+        ``now`` is the new reading of each server, by server name; None for a server that gave no reading.
         """
         before, self._before = self._before, now
         if not now or (before is not None and before.keys() != now.keys()):
@@ -83,13 +76,13 @@ forget_when_off.append(_warned.clear)
 
 
 def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Reading | None]:
-    """Reads the preemption counter on the page ``/metrics`` of each rollout server. Returns the readings by server name.
+    """Reads the preemption counter of each rollout server. Returns the readings by server name; None for a server that fails.
 
-    The reading of a server that fails is None. Logs one warning for all servers that fail for the first time.
+    Logs a warning about servers that fail for the first time.
 
     Args:
         urls: address of each server, such as ``http://host:port``, by server name.
-        names: possible names of the preemption counter, which depend on the version of the engine.
+        names: possible names of the counter, which depend on the version of the engine.
     """
     problems: dict[str, str] = {}
 
@@ -113,7 +106,7 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
 
 
 def fetch(url: str) -> str:
-    """Returns the page at ``url`` (http or https) as text. Uses no proxy, because rollout servers are within the cluster.
+    """Returns the page at ``url`` (http or https) as text. Uses no proxy.
 
     Raises:
         OSError, ValueError: the server does not answer or answers with an error, or the URL has another scheme.
@@ -126,9 +119,9 @@ def fetch(url: str) -> str:
 
 
 def parse(text: str, names: Sequence[str]) -> Reading | None:
-    """Returns the preemption count of a server from its Prometheus page ``text``; None if the count is unknown.
+    """Returns the preemption counter on a server's Prometheus page ``text``; None if unknown.
 
-    ``names`` are possible names of the counter. The first of these names that is on the page is used.
+    ``names`` are possible names of the counter. The first of them that is on the page counts.
     """
     companions = [_COMPANIONS[name] for name in names if name in _COMPANIONS]
     wanted = (*names, *companions, _STARTED)
@@ -150,8 +143,8 @@ def parse(text: str, names: Sequence[str]) -> Reading | None:
 def _sum_over_labels(samples: Sequence[Sample]) -> float:
     """Returns the sum of the samples of one counter, which differ in their labels.
 
-    SGLang has a sample for each rank of a data-parallel replica (with a label such as ``tp_rank``), and all of these count the same
-    events. Of samples whose labels differ only in ranks other than ``dp_rank``, only the largest is therefore added.
+    Of samples that differ only in ranks other than ``dp_rank``, only the largest counts, because such samples count the same
+    events.
     """
     if not all(math.isfinite(sample.value) for sample in samples):
         return math.nan

@@ -38,7 +38,7 @@ STAGES = {
     "update_weights": "#5fb3b3",
     "save_checkpoint": "#b7b7a4",
 }
-"""Stages of a training step, by the name of verl's timer, each with its colour in pictures. Stages do not overlap."""
+"""Colour in pictures of each stage of a training step, by the name of verl's timer. Stages do not overlap."""
 
 SLIME_NAMES = {
     "perf/step_time": "timing_s/step",
@@ -58,32 +58,31 @@ SLIME_NAMES = {
 
 SAVING = "save_checkpoint"
 OVERLAPPING = frozenset({"timing_s/generate_async", "fully_async/trainer/idle_ratio"})
-"""Metrics that only verl's trainers one_step_off and fully_async log. These trainers generate while they train, and the time of a
-step does not include checkpoints."""
+"""Metrics that only verl's trainers one_step_off and fully_async log, which generate while they train."""
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-"""Names of the stages of a training step whose seconds are proportional to the number of trained tokens."""
+"""Stages of a training step whose seconds are proportional to the number of trained tokens."""
 OTHER = "other"
 PREFIX = "timing_s/"
 FILE_NAME = "rl_accel_telemetry.jsonl"
-"""Name of the file with the times of all responses, in the folder ``trainer.default_local_dir`` of verl."""
+"""Name of the file with the times of all responses. Its folder is verl's ``trainer.default_local_dir``."""
 
 COMPLETED, CANCELLED, FAILED = "completed", "cancelled", "failed"
 
 
 @dataclass(slots=True)
 class Response:
-    """Points in time and final state of one response. Points in time are in seconds of the wall clock, equal in all processes.
+    """Times and final state of one response. Times are in seconds of the wall clock.
 
     Attributes:
         prompt: id of the prompt group.
-        began: time at which the agent loop of the response started.
+        began: start of the agent loop.
         generated: time of the last generated token; None if generation never finished.
         rewarded: time at which the reward was ready; None if there was no reward.
-        ended: time at which all work on the response had ended.
+        ended: end of all work on the response.
         tokens: number of generated tokens; None if unknown.
-        server: rollout server that generated the response (the last turn, if there are several); None if unknown.
-        outcome: final state: ``completed``, ``cancelled`` or ``failed``.
-        tools: seconds of the generation that were spent waiting for tool calls. The time of parallel calls counts once.
+        server: rollout server that generated the response, or its last turn; None if unknown.
+        outcome: ``completed``, ``cancelled`` or ``failed``.
+        tools: seconds of waiting for tool calls. The time of parallel calls counts once.
     """
 
     prompt: str
@@ -98,12 +97,12 @@ class Response:
 
     @property
     def completed_at(self) -> float:
-        """Point in time at which a completed response and its reward, if any, were finished."""
+        """Time at which the response and its reward, if any, were ready. Only for completed responses."""
         return self.ended if self.rewarded is None else self.rewarded
 
 
 def by_prompt(responses: Sequence[Response]) -> list[list[Response]]:
-    """Groups the responses of a step by prompt. Returns one list per prompt."""
+    """Groups responses by prompt. Returns one list per prompt."""
     groups: dict[str, list[Response]] = {}
     for response in responses:
         groups.setdefault(response.prompt, []).append(response)
@@ -111,10 +110,9 @@ def by_prompt(responses: Sequence[Response]) -> list[list[Response]]:
 
 
 def stages(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the seconds of each timed stage of a training step and, under the key ``other``, the seconds outside all timers.
+    """Returns the seconds of each stage of a training step, by verl's name, and under ``other`` the rest of the step.
 
-    The seconds add up to those of the whole step. Returns {} if ``metrics`` do not belong to a training step, or if the seconds of
-    the step or of a stage are negative or not finite.
+    Returns {} if ``metrics`` are not of a training step, or if a duration is negative or not finite.
 
     Args:
         metrics: metrics that verl logs for a step, including ``timing_s/<stage>``.
@@ -129,7 +127,7 @@ def stages(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns the share of each stage in a step, given the ``seconds`` of all stages of the step. The shares add up to 1."""
+    """Returns the share of each stage in a step, given the ``seconds`` of all stages."""
     whole = sum(seconds.values())
     return {stage: value / whole for stage, value in seconds.items()} if whole > 0 else dict.fromkeys(seconds, 0.0)
 
@@ -137,7 +135,7 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
 def completion(responses: Sequence[Response]) -> dict[str, float]:
     """Returns metrics of the responses of a step, by name; {} without responses.
 
-    They are the numbers of responses and tokens and, for completed responses, quantiles of the seconds from start to reward.
+    They are the numbers of responses and tokens, and quantiles of the seconds from the start of a completed response to its reward.
     """
     if not responses:
         return {}
@@ -156,11 +154,9 @@ def generation(
 ) -> dict[str, float]:
     """Returns metrics of the generation stage of one step, by name. Leaves out metrics whose value is unknown.
 
-    The metrics are:
-
     - ``most_seconds``, ``waiting_seconds``, ``reward_seconds``, ``rest_seconds``: seconds of the four parts (module docstring).
-    - ``idle_share``: mean share of empty slots.
-    - ``after_half_seconds``: seconds from the completion of half of the responses to the completion of the last response.
+    - ``idle_share``: idle share of the slots.
+    - ``after_half_seconds``: seconds from the end of half of the responses to the end of the last response.
     - ``concurrency``: maximum number of responses in generation at the same time.
     - ``seconds_per_token``: median over completed responses.
     - ``cancelled``: number of cancelled responses.
@@ -169,8 +165,8 @@ def generation(
     Args:
         responses: responses of one step in any order, at least one response.
         seconds: duration of the generation stage in seconds, above 0.
-        slots: number of requests that the engines can run at the same time, if known.
-        began: start of the generation stage in seconds, by the clock of the responses. None: start of the first response.
+        slots: number of slots of all engines, if known.
+        began: start of the generation stage, by the clock of the responses. None: start of the first response.
     """
     start = min(response.began for response in responses) if began is None else began
 
@@ -208,12 +204,12 @@ def generation(
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Returns a quantile without interpolation: the smallest of ``values`` such that at least ``share`` (0 to 1) are not larger."""
+    """Returns the smallest of ``values`` for which at least ``share`` (0 to 1) of the values are not larger."""
     return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
-    """Appends the ``responses`` of a training step to the file ``path``. Times are saved in seconds since the first response began.
+    """Appends the times of the ``responses`` of a training step to the file ``path``, in seconds since the first response began.
 
     Raises:
         OSError: the file cannot be written.
@@ -241,7 +237,7 @@ def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
 def read_kept(path: Path) -> dict[int, list[Response]]:
     """Returns the responses in a file written by :func:`keep`, by step number. Skips incomplete lines.
 
-    If the run was resumed at an earlier step, earlier records of this step and of later steps are dropped: the last record counts.
+    If the run was resumed, the last record of each step counts, and records of later steps from before are dropped.
 
     Raises:
         OSError: the file cannot be read.
