@@ -94,9 +94,7 @@ def _import_first(module: str) -> NoReturn:
 
 
 class Runtime:
-    """Flags and switches (reversible changes to frameworks) of one process. Thread-safe. A method that fails restores the previous
-    state.
-    """
+    """Flags and switches (reversible changes to frameworks) of one process. Thread-safe. A failed call restores the previous state."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -363,9 +361,7 @@ def status() -> Status:
 
 @contextmanager
 def enabled(*names: str, **features: Any) -> Iterator[Status]:
-    """Context manager that turns features on inside the block: ``with rl_accel.enabled("gae"):``. The arguments are those of
-    :func:`enable`.
-    """
+    """Turns features on inside the block ``with rl_accel.enabled("gae"):``. The arguments are those of :func:`enable`."""
     before = RUNTIME.sources()
     try:
         yield enable(*names, **features)

@@ -89,8 +89,7 @@ def installed_path() -> list[str]:
 def _bubblewrap(readable: Sequence[str]) -> list[str]:
     """Returns the words to put before a command so that the command runs under bubblewrap.
 
-    The command then sees only the interpreter, the system's programs and the paths in ``readable``. It has a private /tmp and no
-    network.
+    The command then sees only the interpreter, the system's programs and ``readable``. It has a private /tmp and no network.
     """
     shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
     shown += [sys.base_prefix, sys.prefix, *installed_path(), *_library_folders(), str(_SCRIPT.parent), *readable]
@@ -482,9 +481,9 @@ class WorkerPool:
     def _extra_seconds(self, kind: str) -> float:
         """Returns the extra seconds for a call in a new process, see :class:`EarlyCall`; infinity before the first correct answer.
 
-        The result is twice the median over earlier processes. Each process counts with its longest call up to its first correct
-        answer.
+        The result is twice the median, over earlier processes, of the longest call up to the first correct answer.
         """
+        # Loading happens in one of these calls. The median ignores a few calls that were slow for another reason.
         seconds = self._early_seconds.get(kind)
         return _EARLY_FACTOR * statistics.median(seconds) if seconds else math.inf
 

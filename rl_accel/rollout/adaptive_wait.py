@@ -61,8 +61,7 @@ class AdaptiveWait:
             poll_s: duration of the last poll in seconds.
             outstanding: number of prompts that the poll showed as unfinished.
             settled: number of prompts that the poll showed as finished or failed.
-            longest: seconds that the framework itself would pause. From the third poll on, the result may be longer to save CPU
-                time.
+            longest: seconds that the framework itself would pause. From the third poll on, the result may be longer.
         """
         self._costs.append(max(poll_s, 0.0))
         earned = 0.0 if self._last is None else self.max_cpu_share * max(now - self._last, 0.0)

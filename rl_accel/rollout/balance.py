@@ -95,9 +95,7 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Response:
-    """An unfinished response. ``replica`` is None while it waits. ``tokens`` and ``seconds`` do not include the current run on a
-    replica.
-    """
+    """An unfinished response. ``replica`` is None while it waits. ``tokens`` and ``seconds`` do not include the current run."""
 
     ticket: str
     group: _Group
@@ -237,9 +235,7 @@ class Balance:
         return self._fill(now)
 
     def remove_replica(self, name: str) -> None:
-        """Removes a replica. For each response on it, the router must then call :meth:`over` or, if the replica crashed,
-        :meth:`again`.
-        """
+        """Removes a replica. The router must then call ``over`` for each response on it or, if the replica crashed, ``again``."""
         self._replicas.pop(name, None)
 
     def request(
@@ -407,7 +403,10 @@ class Balance:
         return next((replica for replica in free if self._fits(response, replica, now)), None)
 
     def _fits(self, response: _Response, replica: _Replica, now: float) -> bool:
-        """True if the key-value cache of ``replica`` is expected to hold ``response`` and all running responses until they end."""
+        """True if the key-value cache of ``replica`` is expected to hold ``response`` and all running responses until they end.
+
+        Each response is assumed to generate one token per step.
+        """
         if replica.cache_tokens == math.inf or not replica.running:
             return True
         response.expected = self._expect(response.group, response.tokens, now)
@@ -542,8 +541,7 @@ class _Numbers:
 
 
 def end_bound_at_arrival(responses: Sequence[tuple[float, float]], replicas: int, slots: int) -> float:
-    """Returns the time at which the last response would have ended if each response had gone to a replica on arrival, as in stock
-    verl.
+    """Returns the time at which the last response would have ended if each response had gone to a replica on arrival.
 
     Args:
         responses: arrival time and duration of each response in seconds, in the order of arrival.

@@ -149,9 +149,7 @@ class TokenRate:
         self.tokens, self.seconds = 0, 0.0
 
     def estimate(self, seconds: float) -> int:
-        """Returns the estimated number of tokens of a response after ``seconds`` of generation; 0 if no complete response was
-        added.
-        """
+        """Returns the estimated number of tokens after ``seconds`` of generation; 0 if no complete response was added."""
         return int(seconds * self.tokens / self.seconds) if self.seconds else 0
 
 

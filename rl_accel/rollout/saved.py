@@ -123,8 +123,7 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
 
 
 class Ledger:
-    """Log of the prompts that each training step trained, rejected or gave up: ``tail_batching/ledger.jsonl`` next to the
-    checkpoints.
+    """Log of the prompts that each training step trained, rejected or gave up: ``tail_batching/ledger.jsonl``.
 
     Each training step has one line, a JSON object. Its keys ``trained``, ``rejected`` and ``failed`` hold mappings from prompt id
     (``epoch:row``) to the value ``index`` of the data row. The key ``errors`` holds the last error of each failed prompt.

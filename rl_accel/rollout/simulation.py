@@ -302,9 +302,7 @@ class Cluster:
             self._go_on(replica)
 
     def _fewest(self) -> Iterator[int]:
-        """Yields, endlessly, the index of the replica with the fewest requests. Each yielded index counts as one more request
-        there.
-        """
+        """Yields, endlessly, the index of the replica with the fewest requests. Counts a request there each time."""
         loads = [(load, index) for index, load in enumerate(self.loads)]
         heapq.heapify(loads)
         while True:

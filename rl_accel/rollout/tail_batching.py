@@ -84,9 +84,7 @@ class TailRun:
 
     @property
     def rounding_warnings(self) -> list[str]:
-        """Warnings about ``prompt_ratio`` or ``response_ratio``, if rounding up to whole numbers makes the ratio more than 10%
-        larger.
-        """
+        """Warnings about ``prompt_ratio`` and ``response_ratio``, if rounding up makes a ratio more than 10% larger."""
         counts = {"prompt_ratio": self.prompts_per_step, "response_ratio": self.responses_per_prompt}
         ratios = {name: ratio for name in counts if not isinstance(ratio := getattr(self.flags, name), str)}
         launched = {name: _scaled(counts[name], ratio) for name, ratio in ratios.items()}
@@ -293,9 +291,7 @@ class TailBatching:
     # Responses and groups
 
     def response_generated(self, response_id: int, tokens: int) -> list[Decision]:
-        """Records that a response is generated, with ``tokens`` tokens. If R0 responses of its prompt are generated, cancels the
-        others.
-        """
+        """Records that a response is generated, with ``tokens`` tokens. If its prompt now has R0 of them, cancels the others."""
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -496,6 +492,7 @@ class TailBatching:
                 if not domain.fresh and room:
                     missing[name] = min(domain.target - domain.going, room)
                     break
+                # Without room, the unsettled prompts fill all remaining batches, so there are enough deferred prompts.
                 if not domain.fresh and domain.going >= domain.quota:
                     break
                 decisions.append(self._admit(domain, now, from_queue=not domain.fresh, is_refill=True))
@@ -520,7 +517,7 @@ class TailBatching:
         prompt = attempt.prompt
         if self._kind == "short" and not prompt.deferrals and self._warm:
             self._times.add_short(now - attempt.launched_at, completed=False)
-        if not attempt.is_refill:
+        if not attempt.is_refill:  # it started late and had no fair chance
             self._metrics.prompts_deferred += 1
             prompt.deferred_in = prompt.deferred_in or self._rounds
             prompt.deferrals += 1
@@ -528,8 +525,7 @@ class TailBatching:
     def _put_back(self, prompts: Iterable[_Prompt]) -> None:
         """Makes prompts wait in their domains.
 
-        A prompt that was deferred ``max_deferrals`` times goes to the end of the queue for long rounds, any other prompt ahead of
-        the new prompts.
+        Prompts that were deferred ``max_deferrals`` times go to the end of the queue, other prompts ahead of the new prompts.
         """
         early = []
         for prompt in prompts:
@@ -636,7 +632,7 @@ class TailBatching:
 
         Ignores the first round after a start, deferred prompts in short rounds, and prompts from outside the queue in other rounds.
         """
-        if not self._warm:
+        if not self._warm:  # engines warm up in the first round
             return
         times = [scored - attempt.launched_at for scored in attempt.scored_at.values()]
         if self._kind == "short" and not attempt.prompt.deferrals:

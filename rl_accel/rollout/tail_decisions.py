@@ -42,9 +42,7 @@ class RoundStarted:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Order to generate new responses of a prompt with the current weights. They are added to responses of the prompt that run
-    already.
-    """
+    """Order to generate new responses of a prompt with the current weights, besides responses of the prompt that run already."""
 
     prompt_id: str
     response_ids: tuple[int, ...]

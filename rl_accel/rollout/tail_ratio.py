@@ -55,9 +55,7 @@ class CompletionTimes:
         self._long: deque[tuple[float, float]] = deque(maxlen=window)
 
     def add_short(self, seconds: float, completed: bool) -> None:
-        """Adds a prompt of a short round. ``seconds`` is the time from its launch until it was complete or, if not ``completed``,
-        deferred.
-        """
+        """Adds a prompt of a short round that was complete or, if not ``completed``, deferred ``seconds`` after its launch."""
         self._short.append((_rounded(seconds), completed))
 
     def add_long(self, seconds: float, with_surplus: float) -> None:
@@ -82,8 +80,7 @@ class CompletionTimes:
         return _mean_order_statistic(*self._distribution(), wanted, wanted)
 
     def best_ratio(self, default: float, limit: float = 2.0) -> float:
-        """Returns the ratio of started to trained prompts, from 1 to ``limit``, with the lowest expected seconds per trained
-        prompt.
+        """Returns the ratio of started to trained prompts, in [1, limit], with the lowest expected seconds per trained prompt.
 
         Args:
             default: result if fewer prompts of short rounds, or of long rounds, are known than a batch holds.
@@ -124,6 +121,7 @@ class CompletionTimes:
         # At equal times, completed prompts come first: a prompt that was cut off takes longer than this time.
         order = np.lexsort((done == 0, seconds))
         seconds, done = seconds[order], done[order] == 1
+        # Kaplan-Meier, which requires that the end of a round depends only on times already seen
         at_risk = np.arange(len(seconds), 0, -1)
         left = np.cumprod(np.where(done, 1 - 1 / at_risk, 1.0))
         points, cumulative = seconds[done], 1 - left[done]
@@ -158,8 +156,7 @@ def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) 
 
 @lru_cache(maxsize=512)
 def _order_statistic(k: int, n: int) -> tuple[_Floats, _Floats]:
-    """Returns the distribution of the rank of the ``k``-th smallest of ``n`` random draws: ranks from 0 to 1, and their
-    probabilities.
+    """Returns the distribution of the rank of the ``k``-th smallest of ``n`` random draws: ranks (0 to 1), and their probabilities.
 
     A draw of rank 0.9 is the 90% quantile of the values that are drawn from. The rank follows Beta(k, n - k + 1).
     """

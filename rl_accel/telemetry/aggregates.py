@@ -67,7 +67,7 @@ class Range:
 
     @classmethod
     def of(cls, draws: Sequence[float] | Floats, mean: float | None = None) -> "Range":
-        """Returns an estimate whose interval holds the central 95% of ``draws``. ``mean``: the estimate; None: the mean of
+        """Returns an estimate and the central 95% of ``draws`` as its interval. ``mean``: the estimate; None: the mean of
         ``draws``.
         """
         low, high = np.quantile(draws, (0.025, 0.975)).tolist()
@@ -111,8 +111,7 @@ class Rollouts:
     ) -> "Rollouts | None":
         """Returns the rollouts of ``steps``, a list with the metrics of each step.
 
-        Returns None if fewer than :data:`LEAST_STEPS` steps have the duration of the rollout and the mean and maximum of the
-        lengths.
+        Returns None if fewer than :data:`LEAST_STEPS` steps have the rollout's duration and the mean and maximum length.
 
         Args:
             group: number of responses per prompt, if known.
@@ -236,9 +235,7 @@ class Rollouts:
 
 @functools.cache
 def _uncut(shape: str) -> Floats:
-    """Returns quantiles of the logarithm of the length, for the published distribution ``shape`` without the responses at the
-    limit.
-    """
+    """Returns quantiles of the logarithm of the length for the published distribution ``shape``, without lengths at the limit."""
     tokens = published(shape).tokens
     free = np.log(tokens[tokens < PUBLISHED_LIMIT])
     return np.interp((np.arange(len(tokens)) + 0.5) / len(tokens), (np.arange(len(free)) + 0.5) / len(free), free)

@@ -131,9 +131,7 @@ class Profile:
 
     @cached_property
     def responses(self) -> Mapping[int, Sequence[Response]]:
-        """Responses of the measured steps, by step number. Leaves out steps for which telemetry did not measure the parts of
-        generation.
-        """
+        """Responses of the measured steps, by step number. Leaves out steps whose parts of generation were not measured."""
         known = [step for step, numbers in self.noted.items() if "concurrency" in numbers]
         return {step: self.kept[step] for step in known if step in self.kept}
 
@@ -244,8 +242,7 @@ def _means(of_steps: Collection[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
-    """Returns the share of the text that is in prompt groups with equal rewards, and a description of it; ([], "") if there are
-    none.
+    """Returns the share of the text that is in prompt groups with equal rewards, and a description of it; ([], "") if 0.
 
     The first element is the share in the run, the others are shares in bootstrap samples. Text is read from the files of verl's
     ``trainer.rollout_data_dir`` below ``folder`` and measured in characters.

@@ -35,8 +35,7 @@ _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
 _JSON_LINE = re.compile(r'\{.*"(?:log|message)":')
 """Pattern of the beginning of a line that Docker or a log collector has written."""
 _KUBERNETES = re.compile(r"\d{4}-\S+ std(?:out|err) ([FP]) ")
-"""Pattern of the beginning of a line that Kubernetes has written. The group is F for a full line or the last part of a line, else
-P."""
+"""Pattern of the beginning of a line that Kubernetes has written. The group is P for a part of a line that goes on, else F."""
 _ENCODING = "utf-8-sig"
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?")
 _COMMA = re.compile(r"[-+.\d]*,\d[.,\d]*([eE][-+]?\d+)?")
@@ -274,9 +273,7 @@ def _item(section: Any, key: str) -> Any:
 
 
 def _sizes(texts: Iterable[str]) -> list[int | None]:
-    """Returns the number of prompts in a batch and the number of responses per prompt that ``texts`` mention last; None if they do
-    not.
-    """
+    """Returns the number of prompts in a batch and of responses per prompt that ``texts`` mention last; None if they do not."""
     sizes: list[int | None] = [None, None]
     for text in texts:
         for index, pattern in enumerate(_BATCH):
@@ -329,6 +326,7 @@ def _wandb(file: Path, log: Logged, _: str) -> Iterator[LogRecord]:
 
 def _log_entries(file: Path, log: Logged) -> Iterator[bytes]:
     """Yields the undamaged entries of a W&B log file. Adds the number of damaged bytes to ``log.damage``."""
+    # the format of LevelDB's logs, which the wandb package itself no longer reads
     data, at, entry = file.read_bytes(), 7, b""
     log.damage[file] = 0
     while at + 7 <= len(data):

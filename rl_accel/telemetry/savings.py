@@ -199,7 +199,7 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range |
 
 
 def prompt_ticks(responses: Sequence[Response]) -> list[list[float]] | None:
-    """Returns the time at which each response of a step was generated, in milliseconds, as one list per prompt.
+    """Returns the time at which each response of a step was generated, in ticks (milliseconds), as one list per prompt.
 
     Time 0 is the start of the step's first response. Returns None if there are no responses, or if any was cancelled or failed.
     """

@@ -17,11 +17,13 @@ logger = logging.getLogger("rl_accel")
 ANSWER_SECONDS = 30.0
 COUNTERS = {
     "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
+    # not the gauge num_retracted_reqs, which is not cumulative
     "sglang": ("sglang:num_retracted_requests_total",),
 }
 """Names of the preemption counter on the page ``/metrics`` of a rollout server, by engine.
 
 vLLM shows the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or later) with metrics enabled."""
+# SGLang shows its counter of preemptions only after the first one, and the second counter from the first token on.
 _COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
 """Mapping from a preemption counter to a second counter of the same server. If only the second is on the page, the first is 0."""
 
@@ -45,8 +47,8 @@ class Reading:
 class Counters:
     """Computes the number of preemptions between successive readings of all rollout servers.
 
-    All servers must be new at the first reading. Later, the number is unknown if a server is new, has restarted, or gave no reading
-    now or the last time.
+    All servers must be new at the first reading. Later, the number is unknown if a server is new or has restarted, or if it gave no
+    reading now or the last time.
     """
 
     def __init__(self) -> None:
@@ -143,8 +145,7 @@ def parse(text: str, names: Sequence[str]) -> Reading | None:
 def _sum_over_labels(samples: Sequence[Sample]) -> float:
     """Returns the sum of the samples of one counter, which differ in their labels.
 
-    Of samples that differ only in ranks other than ``dp_rank``, only the largest counts, because such samples count the same
-    events.
+    Samples that differ only in ranks other than ``dp_rank`` count the same events. Only the largest of them is added.
     """
     if not all(math.isfinite(sample.value) for sample in samples):
         return math.nan

@@ -119,7 +119,7 @@ def stages(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     whole = metrics.get(PREFIX + "step")
     timed = {stage: float(metrics[PREFIX + stage]) for stage in STAGES if PREFIX + stage in metrics}
-    if not OVERLAPPING.isdisjoint(metrics):
+    if not OVERLAPPING.isdisjoint(metrics):  # the time of a step does not include checkpoints
         timed.pop(SAVING, None)
     if whole is None or not 0 < whole < math.inf or not all(0 <= value < math.inf for value in timed.values()):
         return {}
@@ -156,7 +156,7 @@ def generation(
 
     - ``most_seconds``, ``waiting_seconds``, ``reward_seconds``, ``rest_seconds``: seconds of the four parts (module docstring).
     - ``idle_share``: idle share of the slots.
-    - ``after_half_seconds``: seconds from the end of half of the responses to the end of the last response.
+    - ``after_half_seconds``: seconds from when half of the completed responses are generated until all are.
     - ``concurrency``: maximum number of responses in generation at the same time.
     - ``seconds_per_token``: median over completed responses.
     - ``cancelled``: number of cancelled responses.
