@@ -561,8 +561,8 @@ class WorkerPool:
     def _handle_failed_start(self, error: SandboxError) -> None:
         """Handles the ``error`` of a worker that cannot start.
 
-        If a grader without isolation has other workers, starts no more workers from now on. Otherwise raises ``error`` in the call
-        that has waited longest.
+        If a grader without isolation has other workers, their number does not grow from now on. Otherwise raises ``error`` in the
+        call that has waited longest.
         """
         if self._workers and not self._start.isolation:  # for example, a second import cannot bind the same port
             self.size = len(self._workers)

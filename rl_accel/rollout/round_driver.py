@@ -187,7 +187,7 @@ class PromptSupply:
     """Source of new prompts for a training run. Reads data rows and names them ``"epoch:row"``; both numbers count from 1.
 
     Args:
-        run: parameters of the run; only the domain quotas are used.
+        run: parameters of the run; only ``domain_quotas`` is used.
         fetch: function that returns the next data row. After the last row, it begins again with the first.
         rows_per_epoch: number of rows in an epoch.
         domain_key: column that names the domain of a row. Rows without this column have the domain ``""``.
@@ -210,8 +210,8 @@ class PromptSupply:
     def take(self, counts: Mapping[str, int]) -> dict[str, str]:
         """Fetches at least ``counts[domain]`` data rows of each domain. Returns a mapping from new prompt id to domain.
 
-        The data mixes domains, so that the result may have further rows. If the run has no quota for each domain, ``counts`` is
-        ``{"": number of rows}``.
+        The data mixes domains, so that the result may have further rows. If the flag ``domain_quotas`` is not set, ``counts`` is
+        ``{"": number of rows}``, and rows of all domains count.
 
         Raises:
             ConfigError: the domain of a row has no quota, or the data has no row of a requested domain.

@@ -69,7 +69,7 @@ class TailRun:
 
     @property
     def domain_quotas(self) -> Mapping[str, int]:
-        """Number of prompts in a batch of each domain (category of prompts), by domain; {} if not fixed."""
+        """Number of prompts in a batch of each domain, by domain; {} if the flag ``domain_quotas`` is not set."""
         return self.flags.domain_quotas or {}
 
     @property
@@ -146,7 +146,7 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Domain:
-    """Prompts of one domain, or all prompts if the run has no quota for each domain.
+    """Prompts of one domain, or all prompts if the flag ``domain_quotas`` is not set.
 
     Attributes:
         quota: number of prompts of the domain in a batch.

@@ -23,8 +23,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompts:
-    """Request to pass at least ``counts[domain]`` new prompts of each domain to ``TailBatching.offer``. If the run has no quota for
-    each domain, ``counts`` is ``{"": number of prompts}``.
+    """Request to pass at least ``counts[domain]`` new prompts of each domain to ``TailBatching.offer``.
+
+    If the flag ``domain_quotas`` is not set, ``counts`` is ``{"": number of prompts}``.
     """
 
     counts: Mapping[str, int]
