@@ -94,7 +94,7 @@ def _import_first(module: str) -> NoReturn:
 
 
 class Runtime:
-    """Flags and switches (reversible changes to frameworks) of one process. Thread-safe. A failed call restores the previous state."""
+    """Flags and switches (reversible changes to frameworks) of one process. Thread-safe. A failed call changes nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -166,9 +166,9 @@ class Balance:
     - the mean of all recent lengths above n, over all prompts,
     - for each running response of the prompt that has m > n tokens so far, the mean of all recent lengths above m.
 
-    **Preemption.** While some responses have not started, running responses that are long are stopped, so that no long response
-    starts last. They continue after all others have started. Stopped responses are at most as many as all slots, and at most the
-    share :data:`PREEMPTED_SHARE` of the unfinished responses.
+    **Preemption.** While some responses have not started, running responses that are long are stopped to make room for them.
+    The stopped responses continue after all others have started. They are at most as many as all slots, and at most the share
+    :data:`PREEMPTED_SHARE` of the unfinished responses.
 
     **Replica.** A response goes to its preferred replica, if this has at most :data:`HOME_MARGIN` more requests than the replica
     with the fewest; otherwise to the latter. The next turn of a conversation prefers the replica of the last turn, a migrating
