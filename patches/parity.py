@@ -12,9 +12,7 @@ from rl_accel.log import warn_once
 from rl_accel.telemetry import metrics
 
 PROBING: ContextVar[bool] = ContextVar("probing", default=False)
-"""True while a replacement function is called only to compare it with the original.
-
-The replacement then records no metrics, and never falls back to the original."""
+"""True while a replacement is compared with the original. The replacement then records no metrics, and never uses the fallback."""
 
 
 def require_agreement(
@@ -25,10 +23,10 @@ def require_agreement(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> None:
-    """Calls ``original`` and ``replacement`` with copies of ``arguments``, and raises PatchRefused unless the outputs are equal.
+    """Calls ``original`` and ``replacement`` with copies of ``arguments``, and checks that the outputs are equal.
 
-    Each function returns a tensor or a tuple of tensors. Dtypes, shapes and devices must match, and elements within the relative
-    and absolute tolerances ``rtol`` and ``atol``. NaN equals NaN.
+    Outputs are a tensor or a tuple of tensors. Dtypes, shapes and devices must match, and elements within the tolerances ``rtol``
+    (relative) and ``atol`` (absolute). NaN equals NaN.
 
     Raises:
         PatchRefused: outputs differ. The message names the output, the position and the difference.
@@ -56,10 +54,9 @@ def require_agreement(
 
 
 def with_fallback(function: Callable[..., Any], original: Callable[..., Any], feature: str) -> Callable[..., Any]:
-    """Returns a function that calls ``function``, and calls ``original`` instead if ``function`` does not support the arguments.
+    """Returns a function that calls ``function``, or ``original`` if ``function`` raises TypeError, ValueError or BackendMissing.
 
-    ``function`` says so by a TypeError, ValueError or BackendMissing. Each error message is logged once as a warning. The metric
-    ``<feature>/stock_calls`` counts the calls that went to ``original``.
+    Each error message is logged once as a warning. The metric ``<feature>/stock_calls`` counts the calls of ``original``.
     """
 
     @functools.wraps(original)

@@ -34,22 +34,22 @@ class Patch:
 
     Attributes:
         name: unique name of the patch, such as ``"verl.gae"``.
-        target: location of the function: ``"pkg.mod:attr"``, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``. The function
-            inside a staticmethod or classmethod is replaced, and the kind of method kept.
-        supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``), prereleases included. "" for a framework that is
-            run from a checkout and has no version; parameters and ``probe`` then decide.
+        target: location of the function: ``"pkg.mod:attr"``, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``. In a staticmethod
+            or classmethod, the inner function is replaced.
+        supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``), prereleases included; "" for a framework without a
+            version.
         params: required parameter names of the function, in order. A final ``"*"`` allows further parameters.
         make: function ``make(original, settings)`` that returns the replacement. ``settings`` are the feature's flags.
         bindings: other locations of the same function, which are replaced too. Their modules must be imported already.
-        fingerprints: hashes of the tested function bodies, see :func:`~rl_accel.patches.upstream.fingerprint`. An unknown body
-            only causes a warning.
+        fingerprints: hashes of the tested function bodies, see :func:`~rl_accel.patches.upstream.fingerprint`. An unknown body only
+            causes a warning.
         probe: function ``probe(original, replacement, settings)`` that compares both functions before anything is replaced. Any
             exception refuses the patch.
         no_seam: reason why no official extension point of the framework can be used.
         upstream: URL of the framework's issue or pull request on the same problem, or "none".
         remove_when: change to the framework that makes the patch unnecessary.
-        independent: True if the feature's other patches are useful without this one. Only this patch then stays off if the
-            framework version lacks the function or is not supported. False: the whole feature stays off.
+        independent: True if only this patch stays off when the framework version lacks the function or is not supported; False if
+            the whole feature stays off.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Patch:
         Raises:
             PatchRefused: the function is absent, not imported, has other parameters, or is wrapped or replaced by other code; the
                 framework version is unsupported; ``make`` or ``probe`` raised an exception; or a location could not be written.
-                If the patch is ``independent``, an absent function and an unsupported version raise NotInThisVersion.
+            NotInThisVersion: the patch is ``independent``, and the function is absent or the framework version unsupported.
         """
         with _lock:
             if self._is_applied():

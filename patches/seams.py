@@ -37,8 +37,8 @@ def interface_of(*targets: str) -> Callable[[C], C]:
     Methods of the Protocol name the parameters that rl-accel passes; ``(*args, **kwargs)`` stands for any parameters.
 
     Args:
-        targets: classes or modules that the Protocol describes. The first must exist. Each further one may only be absent if its
-            module is, too.
+        targets: classes or modules that the Protocol describes. The first must exist. Others may be absent together with their
+            module.
     """
 
     def mark(interface: C) -> C:
@@ -74,8 +74,7 @@ def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
 def modules_of(home: str) -> list[ModuleType]:
     """Imports the module ``home`` and the direct submodules of ``home``. Returns these modules and the adapters that they import.
 
-    Adapters are modules that connect features to a framework. They are in the package of ``home``: for the home
-    ``rl_accel.integrations.verl.balance``, all modules of ``rl_accel.integrations.verl``.
+    Adapters are the modules beside ``home``: for ``rl_accel.integrations.verl.balance``, all of ``rl_accel.integrations.verl``.
 
     Raises:
         PatchRefused: a module cannot be imported.
@@ -264,7 +263,7 @@ class Registration:
         register: function ``register(settings)`` that adds the entry. ``settings`` are the feature's flags. May raise PatchRefused.
         unregister: function without arguments that removes the entry.
         find: function without arguments that returns the object now registered under the entry's name, or None. Must not import any
-            module, because any thread may call it under the runtime's lock.
+            module.
         owner: name of the module that defines the object which ``register`` adds.
     """
 
@@ -272,7 +271,7 @@ class Registration:
     target: str
     register: Callable[[Any], None]
     unregister: Callable[[], Any]
-    find: Callable[[], Any]
+    find: Callable[[], Any]  # any thread may call this under the runtime's lock
     owner: str
 
     def state(self) -> SwitchState:
@@ -308,9 +307,9 @@ class Registration:
 def step_observer(
     feature: str, make: Callable[[Any], metrics.Observer], target: str = "verl.utils.tracking:Tracking"
 ) -> Registration:
-    """Returns a switch (reversible change) that passes the metrics of each training step on verl to an observer of ``feature``.
+    """Returns a switch that passes the metrics of each training step on verl to an observer of ``feature``.
 
-    ``make(flags)`` returns the observer: a function that gets the metrics and returns more of them. ``make`` and this function must
+    ``make(flags)`` returns the observer: a function that gets the metrics and returns more of them. ``make`` and the observer must
     be defined in the same module. For ``target`` see :class:`Registration`.
     """
     return Registration(

@@ -21,8 +21,8 @@ MARK = "__rl_accel_patch__"
 """Name of the attribute that marks a replacement function. The attribute's value is the name of the patch."""
 
 _DECORATOR_HOMES = frozenset({"torch", *sys.stdlib_module_names}) - {"unittest", "__main__"}
-"""Packages whose decorators around a framework's function do not count as foreign patches, because frameworks use such decorators
-themselves (``torch.no_grad``, ``functools.lru_cache``)."""
+"""Packages whose decorators may wrap a framework's function (``torch.no_grad``, ``functools.lru_cache``). Decorators of other
+packages count as foreign patches."""
 
 _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(\[(?P<key>[^\[\]]+)\])?")
 
@@ -97,12 +97,11 @@ def repack(raw: Any, function: Any) -> Any:
 def require_own(function: Any, target: str) -> None:
     """Checks that no other package has replaced or wrapped ``function``, which was found at the location ``target``.
 
-    Inspects each layer of ``function``: the wrappers and the innermost function. The module of a layer is the module whose globals
-    the layer's code uses. ``__module__`` would mislead, because ``functools.wraps`` copies it from the wrapped function.
+    Decorators of torch and of the standard library are allowed.
 
     Raises:
-        PatchRefused: a layer is from another package than ``target`` and is no decorator of torch or the standard library, or the
-            innermost layer is no Python function. The message describes this layer.
+        PatchRefused: another package has replaced or wrapped the function, or the innermost function is no Python function. The
+            message names the replacement or wrapper.
     """
     layers = [function]
     while (inner := getattr(layers[-1], "__wrapped__", None)) is not None and all(
@@ -130,8 +129,7 @@ def require_params(function: Callable[..., Any], params: tuple[str, ...], target
 def require_version(supports: str, target: str) -> None:
     """Checks that the package of ``target`` has a version allowed by the PEP 508 requirement ``supports``. "" allows any version.
 
-    Reads ``__version__`` of the imported package. Without it, reads the package metadata, which may describe another installed
-    copy.
+    Reads ``__version__`` of the imported package or, without it, the package metadata.
 
     Raises:
         NotInThisVersion: the version is outside ``supports``.
@@ -154,9 +152,7 @@ def require_version(supports: str, target: str) -> None:
 def fingerprint(function: Callable[..., Any]) -> str | None:
     """Returns the SHA-256 of the syntax tree of ``function``, or None if the source code cannot be read.
 
-    Formatting, comments, docstrings, decorators and annotations do not affect the hash, nor does the code that the function calls.
-    The hash covers only node types, names and constants, and is therefore the same on every Python version, unlike the text of
-    :func:`ast.dump`.
+    The hash ignores formatting, comments, docstrings, decorators and annotations. It is the same on every Python version.
     """
     try:
         source = inspect.getsource(inspect.unwrap(function))
@@ -210,7 +206,7 @@ def _package(where: str) -> str:
 
 
 def _home(layer: Any) -> str:
-    if type(layer) is FunctionType:
+    if type(layer) is FunctionType:  # functools.wraps copies __module__ from the wrapped function
         return str(layer.__globals__.get("__name__", "?"))
     return type(layer).__module__
 
@@ -228,6 +224,7 @@ def _stripped(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
 
 
 def _canonical(node: Any) -> Any:
+    # The text of ast.dump is not the same on every Python version.
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         return "Assign", (("targets", [_canonical(node.target)]), ("value", _canonical(node.value)))
     if isinstance(node, ast.AST):

@@ -12,9 +12,9 @@ _ADDRESS, _JOB = "RAY_ADDRESS", "RL_ACCEL_RAY_JOB"
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment variables that describe this Ray job to a grader process; {} if Ray is not initialised here.
+    """Returns the environment variables with which a grader process can join this Ray job; {} if Ray is not initialised here.
 
-    The variables hold the address of the Ray cluster, and as JSON the namespace and the runtime environment of the job.
+    They hold the address of the Ray cluster, and as JSON the namespace and the runtime environment of the job.
     """
     import ray
 
@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
 
 
 def connect_when_needed(environment: Mapping[str, str]) -> None:
-    """Changes the defaults of ``ray.init`` in this grader process, so that a later call joins the Ray job. Connects nothing itself.
+    """Makes a later call of ``ray.init`` in this grader process join the Ray job. Connects nothing itself.
 
     ``environment`` is the result of the function :func:`environment`.
     """

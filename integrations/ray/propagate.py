@@ -26,8 +26,7 @@ _NAMESPACE = "rl_accel"
 def publish(payload: str | None) -> None:
     """Passes ``payload`` (rl-accel's flags as JSON) to the processes of this Ray job that start from now on.
 
-    None withdraws an earlier payload, and each process then reads the flags by itself. Before this call, rl-accel's runtime has put
-    the payload into the environment variable :data:`~rl_accel.runtime.SOURCES_VAR` of this process.
+    None withdraws an earlier payload. The caller must first update :data:`~rl_accel.runtime.SOURCES_VAR` in ``os.environ``.
     """
     current = os.environ.get(HOOK_VAR)
     if payload is not None:
@@ -60,10 +59,9 @@ def _store() -> None:
 
 
 def received() -> str | None:
-    """Returns the payload (rl-accel's flags as JSON) that this process gets from its Ray job, or None if there is no payload.
+    """Returns rl-accel's flags in this Ray job as JSON, or None if there are none.
 
-    Reads Ray's key-value store, which has the newest payload. If Ray is not connected, or the store has no payload, reads the
-    environment variable :data:`~rl_accel.runtime.SOURCES_VAR`.
+    Reads Ray's key-value store, or the environment variable :data:`~rl_accel.runtime.SOURCES_VAR` if the store has no flags.
     """
     if is_connected():
         from ray.experimental.internal_kv import _internal_kv_get
@@ -75,10 +73,10 @@ def received() -> str | None:
 
 
 def add_to_runtime_env(runtime_env: Any) -> Any:
-    """Adds the variable :data:`~rl_accel.runtime.SOURCES_VAR` (rl-accel's flags) to the runtime environment of a Ray job.
+    """Returns the runtime environment of a Ray job with the variable :data:`~rl_accel.runtime.SOURCES_VAR` (rl-accel's flags)
+    added.
 
-    ``ray.init`` calls this function through ``RAY_RUNTIME_ENV_HOOK``. If the user's runtime environment sets the variable, the
-    user's value takes precedence.
+    ``ray.init`` calls this function through ``RAY_RUNTIME_ENV_HOOK``. A value that the user has set is kept.
     """
     previous = os.environ.get(PREVIOUS_HOOK_VAR)
     if previous:

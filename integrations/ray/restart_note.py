@@ -24,7 +24,7 @@ _has_note = threading.Event()
 
 
 def publish(note: dict[str, Any]) -> None:
-    """Stores a restart note (request to launch the run again) for the driver process of this Ray job. Replaces an earlier note.
+    """Stores a restart note for the driver process of this Ray job. Replaces an earlier note.
 
     ``note`` must be serialisable as JSON. The module docstring of :mod:`rl_accel.relaunch` lists the keys of ``note``.
     """
@@ -34,10 +34,9 @@ def publish(note: dict[str, Any]) -> None:
 
 
 def arm() -> None:
-    """Makes this process, the driver process of a Ray job, handle a restart note when the main thread ends.
+    """Arranges that this driver process exits with :data:`EXIT_CODE` if there is a restart note when the main thread ends.
 
-    A restart note asks for another launch of the run, see the module docstring. Does nothing in a second call or outside the main
-    thread.
+    Does nothing in a second call or outside the main thread.
     """
     global _is_armed
     if _is_armed or threading.current_thread() is not threading.main_thread():
@@ -72,10 +71,7 @@ def _look() -> None:
 
 
 def _exit_with_code() -> None:
-    """Ends this process with :data:`EXIT_CODE` if there is a restart note.
-
-    Calls ``os._exit``, because a function that runs at exit cannot change the exit code in another way.
-    """
+    """Ends this process with :data:`EXIT_CODE` if there is a restart note."""
     if not _has_note.is_set():
         return
     import ray
@@ -84,7 +80,7 @@ def _exit_with_code() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_CODE)
+    os._exit(EXIT_CODE)  # a function that runs at exit cannot change the exit code in another way
 
 
 def _key() -> str:

@@ -52,8 +52,8 @@ _COUNTS = (
     "store_unreachable",
 )
 _handles: dict[Any, Any] = {}
-"""Handles of all store actors that this process has used, by actor id. Kept because Ray ends an actor when the process that created
-the actor deletes the handle."""
+"""Handles of all store actors that this process has used, by actor id. Kept because Ray ends an actor if its creator drops the
+handle."""
 forget_when_off.append(_handles.clear)
 
 
@@ -94,10 +94,9 @@ def flush(actors: Sequence[Any]) -> None:
 
 
 class StoreClient:
-    """Synchronises anchors (run times of the longest correct executions) and counts of this process with the store of the Ray job.
+    """Exchanges anchors and counts of executions between this process and the anchor store, once a second while in use.
 
-    A background task does so every second, on the event loop on which :meth:`use` is called. Outside a Ray job, nothing is
-    exchanged.
+    Runs on the event loop on which :meth:`use` is called. Does nothing outside a Ray job.
 
     Args:
         anchors: this process's own copy of the anchors and counts.
@@ -117,10 +116,9 @@ class StoreClient:
             _clients.add(self)
 
     def use(self) -> None:
-        """Starts the periodic exchange with the anchor store, or extends a running exchange.
+        """Starts the periodic exchange with the anchor store, or keeps it running.
 
-        There is one exchange every ``EXCHANGE_SECONDS`` seconds, until a few such intervals have passed without another call of
-        :meth:`use`.
+        The exchange stops a few seconds after the last call of :meth:`use`.
         """
         self._wanted = True
         if ray.is_initialized() and (self._task is None or self._task.done()):
@@ -151,8 +149,7 @@ class StoreClient:
     async def _exchange(self) -> None:
         """Sends this process's new anchors and counts to the store, and applies the store's answer to this process's copy.
 
-        If the store does not answer in time, the next exchange waits for the same answer. Sending again would count everything
-        twice.
+        If the store does not answer in time, the next exchange waits for the same answer instead of sending again.
         """
         if self._call is None:
             delta = self._anchors.take_delta()
@@ -161,7 +158,7 @@ class StoreClient:
         try:
             update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
         except TimeoutError:
-            self._complain("it takes long")
+            self._complain("it takes long")  # the call goes on; sending again would count everything twice
         except (RayError, ValueError) as error:  # ValueError: the actor ended during the look-up
             if self._call is not mine:  # another coroutine has handled this call
                 return
@@ -189,7 +186,7 @@ class StoreClient:
 
 
 class Collector:
-    """Fetches the counts of reward executions from the store of the Ray job, in the process that logs training steps.
+    """Fetches the counts of reward executions from the anchor store, in the process that logs training steps.
 
     If the store has died, the counts of the step are lost. If the store answers too late, the counts appear in the next step.
     """
@@ -201,7 +198,7 @@ class Collector:
     def __call__(self, _step: int, _logged: Mapping[str, Any]) -> dict[str, float]:
         """Returns the counts since the last call, by metric name; {} until the store has answered for the first time.
 
-        ``docs/metrics.md`` describes the counts.
+        ``docs/metrics.md`` lists the counts.
         """
         if not ray.is_initialized():
             return {}

@@ -50,14 +50,11 @@ _ASSUMED_ARGUMENTS = {
     **dict.fromkeys(("over_sampling_batch_size", "rollout_batch_size", "buffer_filter_path")),
     "debug_train_only": True,  # without a launch line, engine settings are unknown
 }
-"""Values of slime's arguments that a check of a YAML file assumes if no launch line is given. Holds only arguments that the check
-reads."""
+"""Values of slime's arguments with which a YAML file is checked if no launch line is given. Holds only arguments that are checked."""
 
 
-_MISSPELT_ABOVE = 0.92
-"""Minimum similarity (0 to 1) to a flag of slime at which an unknown flag counts as misspelt.
-
-Flags of Megatron-LM in slime's scripts are correct, but unknown to slime's parser. Their similarity is at most 0.86."""
+_MISSPELT_ABOVE = 0.92  # flags of Megatron-LM, which slime's parser does not know, have at most 0.86
+"""Similarity (0 to 1) to a flag of slime from which an unknown flag counts as misspelt."""
 _FLAG = re.compile("[-\N{EN DASH}\N{EM DASH}]+(?=[A-Za-z])")
 """Pattern of the dashes before a flag, including the long dashes that a text editor may put in their place."""
 
@@ -92,12 +89,12 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
     Args:
         path: path of the YAML file.
-        slime_root: folder of a checkout of slime, in which the keys are looked up; None: keys are not looked up.
-        line: words of a launch line, which slime's own parser parses (slime must be importable); None: no launch line is checked.
+        slime_root: checkout of slime in which the keys are looked up; None: keys are not looked up.
+        line: words of a launch line, checked together with the file (slime must be importable); None: no launch line is checked.
 
     Raises:
-        ConfigError: the file cannot be read, a flag of rl-accel is wrong, a path that a feature needs is missing, or the launch
-            line conflicts with a feature.
+        ConfigError: the file cannot be read or lacks a value that a feature needs, a flag of rl-accel is wrong, or the launch line
+            conflicts with a feature.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -142,9 +139,9 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
 
 def _inits_of_roles(args: Any) -> list[str]:
-    """Returns a message for each role (actor, critic) whose own init function would run in place of rl-accel's.
+    """Returns a message for each role (actor, critic) in ``--megatron-config-path`` whose init function is not rl-accel's.
 
-    ``--megatron-config-path`` names a file with settings of each role. If the file cannot be read, returns a message that says so.
+    If the file cannot be read, returns a message that says so.
     """
     ((key, ours),) = SLIME_MEGATRON.items()
     if (path := args.megatron_config_path) is None:
@@ -161,7 +158,7 @@ def _inits_of_roles(args: Any) -> list[str]:
 def _is_file(written: str, path: Path) -> bool:
     """Returns whether ``written``, the value of a flag on a launch line, names the file ``path``.
 
-    If an environment variable in ``written`` is not set, only the last parts of both paths are compared.
+    If an environment variable in ``written`` is not set, compares only the names of the files, without their folders.
     """
     named = Path(os.path.expandvars(written)).expanduser()
     return named.name == path.name if "$" in str(named) else named.resolve() == path.resolve()
@@ -169,10 +166,9 @@ def _is_file(written: str, path: Path) -> bool:
 
 @contextlib.contextmanager
 def unread_flags() -> Iterator[Callable[[], list[str]]]:
-    """Context manager that finds the flags on the command line that slime would ignore.
+    """Context manager that yields a function. The function returns the flags on the command line that slime would ignore.
 
-    Yields a function that returns these flags. slime reads the command line with several argument parsers, each of which skips the
-    flags of the others. Returned are the flags that all parsers in the block have skipped.
+    slime reads the command line with several parsers. It ignores a flag if all parsers in the block have skipped the flag.
     """
     unread: list[set[str]] = []
     known = argparse.ArgumentParser.parse_known_args
@@ -192,13 +188,12 @@ def unread_flags() -> Iterator[Callable[[], list[str]]]:
 def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Parses a launch line with slime's own parser. Returns slime's arguments and a list of messages.
 
-    A message names a flag that slime would skip, or the error of slime's own checks. If Megatron-LM is not installed, a flag that
-    slime does not know may belong to Megatron-LM. There is then a message only if the flag resembles a flag of slime. A value that
-    slime's parser refuses ends this process, as in slime.
+    A message names a flag that slime would skip, or an error of slime's own checks. Without Megatron-LM, an unknown flag causes a
+    message only if it resembles a flag of slime. A value that slime's parser refuses ends this process, as in slime.
 
     Args:
         line: words of the launch line, including ``--custom-config-path``.
-        content: content of the YAML file. If slime's checks fail, slime has not applied the file, and this function does so.
+        content: content of the YAML file. Applied here if slime's checks fail.
 
     Raises:
         ConfigError: slime or SGLang cannot be imported.
@@ -240,8 +235,8 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
 def arguments_of(slime_root: Path) -> set[str]:
     """Returns the names of slime's flags as keys of the YAML file, such as ``rollout_batch_size``.
 
-    Reads the source files of a checkout and does not import slime. If SGLang is installed, includes the flags that slime passes on
-    to SGLang, such as ``sglang_tp_size``.
+    Reads slime's source files and does not import slime. Includes SGLang's flags, such as ``sglang_tp_size``, if SGLang is
+    installed.
 
     Raises:
         ConfigError: ``slime_root`` is not a checkout of slime.

@@ -14,9 +14,9 @@ logger = logging.getLogger("rl_accel")
 
 
 def flags_of(args: Any) -> Flags:
-    """Applies the rl-accel flags in slime's ``args.rl_accel`` to this process, and returns all rl-accel flags in force.
+    """Applies the rl-accel flags in slime's ``args.rl_accel`` to this process. Returns all rl-accel flags in force.
 
-    Flags in ``args.rl_accel`` are applied even if :func:`rl_accel.disable` was called before.
+    Flags in ``args.rl_accel`` override an earlier :func:`rl_accel.disable`.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -41,12 +41,10 @@ def require_values(flags: Flags) -> None:
 def require_file(args: Any, flags: Flags) -> None:
     """Checks that slime's YAML file has set the arguments that the enabled features need.
 
-    slime reads these arguments before it calls rl-accel, so rl-accel cannot set them itself. They are absent if flags come from the
-    variable ``RL_ACCEL``, or were added to the file by hand. The flags would then have no effect.
+    slime reads these arguments before it calls rl-accel, so rl-accel cannot set them itself.
 
     Raises:
-        ConfigError: a feature that is enabled by name needs an argument that is absent, or a setting of SGLang that has another
-            value.
+        ConfigError: an argument is absent, or a setting of SGLang has another value, for a feature that is enabled by name.
     """
     for feature, section, hooks in launch_line.enabled_features(flags):
         engine = hooks.engine(section)
@@ -58,7 +56,7 @@ def require_file(args: Any, flags: Flags) -> None:
 
 
 def idle_notes(args: Any, flags: Flags) -> list[str]:
-    """Returns log lines on features that are enabled by name and have no effect in the debug mode of this run.
+    """Returns a log line for each feature that is enabled by name and has nothing to do in the debug mode of this run.
 
     Debug modes are slime's ``--debug-rollout-only`` (no training) and ``--debug-train-only`` (no rollout).
     """
@@ -88,7 +86,7 @@ def data_source(args: Any) -> Any:
 def megatron_init(args: Any) -> None:
     """Turns on the features in ``args.rl_accel`` in an actor or critic process (slime's ``--custom-megatron-init-path``).
 
-    Then calls the user's own init function, if the launch line names one by this flag. Raises the exceptions of :func:`flags_of`.
+    Then calls the user's own init function, if the launch line names one. Raises the exceptions of :func:`flags_of`.
     """
     flags = RUNTIME.flags() if getattr(args, "rl_accel", None) is None else flags_of(args)
     before = getattr(args, "custom_megatron_init_path", None)

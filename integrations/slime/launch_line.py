@@ -28,7 +28,7 @@ STOCK = {
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
 }
-"""slime's default values of the arguments that features set, by argument name. Omits arguments whose default is None."""
+"""Default values in slime of the arguments that features set, by argument name. Omits arguments whose default is None."""
 _QUOTED_FLAG = re.compile(r"--[\w-]+\s")
 """Pattern of the beginning of a word such as ``"--flag value"`` (in quotes): the flag and one white space."""
 _UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
@@ -36,9 +36,9 @@ LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_fu
 
 
 def flags_of_this_job() -> dict[str, str]:
-    """Returns the flags on the command line that started this job, as :func:`read_flags` does.
+    """Returns the flags on the command line that started this job, see :func:`read_flags`.
 
-    In a Ray job, the command may have run on another node, so Ray is asked for the command. Returns {} if Ray does not answer.
+    In a Ray job, Ray is asked for the command, which may have run on another node. Returns {} if Ray does not answer.
     """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
@@ -57,13 +57,13 @@ def flags_of_this_job() -> dict[str, str]:
 
 
 def words_of_flags(words: Sequence[str]) -> Sequence[str]:
-    """Returns the words of a launch line after the script.
+    """Returns the words of a launch line after the script, which is the first word after the last ``--`` that ends in ``.py``.
 
-    The script is the first word after the last ``--`` that ends in ``.py``. Without a script, returns all words after this ``--``.
+    Without a script, returns all words after the last ``--``.
 
     Raises:
-        ConfigError: quotes make several words one (``"--flag value"``), a word such as ``${ARGS[@]}`` is not expanded by a shell,
-            or there is no flag.
+        ConfigError: there is no flag, a quoted word holds several words (``"--flag value"``), or a word such as ``${ARGS[@]}`` is
+            not expanded by a shell.
     """
     command = max((n for n, word in enumerate(words, 1) if word == "--"), default=0)
     has_flags = any(word.startswith("--") for word in words[command:])
@@ -111,9 +111,11 @@ def enabled_features(flags: Flags) -> Iterator[tuple[str, Any, SlimeHooks]]:
 def restore_init_function(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Sets ``args.custom_megatron_init_path`` back to the user's function, if the launch line names one.
 
-    The YAML file has replaced the user's function by rl-accel's. ``line`` is the result of :func:`read_flags`. Returns lines for
-    the log: one if the argument was set back, and one for each feature that the user has enabled by name but that does not support
-    the advantage estimator of this run.
+    The YAML file has replaced that function by rl-accel's. ``line`` is the result of :func:`read_flags`.
+
+    Returns:
+        Log lines: one if the argument was set back, and one for each feature that is enabled by name and does not support the
+            advantage estimator of this run.
     """
     notes, estimator = [], getattr(args, "advantage_estimator", None)
     if path := getattr(args, "custom_advantage_function_path", None):
@@ -132,9 +134,11 @@ def restore_init_function(args: Any, flags: Flags, line: Mapping[str, str]) -> l
 def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Sets slime's arguments ``args`` to the values that the enabled features need.
 
-    ``line`` is the result of :func:`read_flags`. Returns lines for the log. A line names a flag without effect, a function of the
-    user that rl-accel's function now calls in place of slime, or an automatic feature that this call turns off in
-    ``args.rl_accel``.
+    ``line`` is the result of :func:`read_flags`.
+
+    Returns:
+        Log lines. Each names a flag without effect, a function of the user that rl-accel's function now calls, or an automatic
+            feature that this call turns off.
 
     Raises:
         ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.

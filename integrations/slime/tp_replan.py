@@ -43,8 +43,7 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
     """Returns the TP sizes that the rollout engines of this run could have.
 
     Raises:
-        ConfigError: no size is possible, the current size is not a possible size, or an argument of slime is not supported (for
-            example, if it makes engines differ in size).
+        ConfigError: no size is possible, the current size is not a possible size, or an argument of slime is not supported.
     """
     for name, reason in _MUST_BE_UNSET.items():
         if getattr(args, name, None) not in (None, False):
@@ -75,8 +74,8 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
 
 
 _current_run: list[tuple[Any, _Read, Counters, PlannedRun]] = []
-"""State of the current run: an empty list before the first use, then a list with one tuple. The tuple has slime's arguments, the
-function that reads the servers' preemption counters, the object that computes differences of counters, and the planner."""
+"""Empty before the first use, then one tuple for the current run: slime's arguments, the function that reads the servers'
+preemption counters, the object that computes differences of counters, and the planner."""
 forget_when_off.append(_current_run.clear)
 
 
@@ -89,12 +88,11 @@ def _watch(args: Any) -> tuple[_Read, Counters, PlannedRun]:
 
 
 def numbers_of(rollout: Rollout) -> dict[str, float]:
-    """Passes the measurements of a rollout to the planner, and logs the planner's advice if there is any.
+    """Passes the measurements of a rollout to the planner of TP sizes, and logs the planner's advice if there is any.
 
     Returns:
-        Metrics for the log, with the prefix ``rl_accel/tp_replan/``: ``tp`` (current TP size), ``wanted_tp`` (advised TP size),
-        ``changes`` (number of changes so far) and, if known, ``preemptions`` (number during this rollout). {} if the run has no
-        engines.
+        Metrics with the prefix ``rl_accel/tp_replan/``; {} if the run has no engines. ``tp``: current TP size. ``wanted_tp``:
+            advised TP size. ``changes``: number of changes so far. ``preemptions`` (if known): number during this rollout.
     """
     if not _generates(rollout.args):
         return {}
@@ -137,11 +135,9 @@ def _refuse(wanted: str, found: Any, reason: str) -> NoReturn:
 
 
 def _reader(args: Any) -> _Read:
-    """Returns a function that reads the preemption counter of each rollout server (worker) behind slime's router.
+    """Returns a function that reads the preemption counter of each rollout server behind slime's router.
 
-    The function returns a mapping from server to counter. A key consists of the server's id and address, because a restarted server
-    registers with the router again. SGLang offers the counters because slime enables
-    SGLang's metrics on all engines.
+    The function returns a mapping from ``"<id> <address>"`` of a server to the counter.
     """
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
 

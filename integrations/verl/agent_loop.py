@@ -22,8 +22,8 @@ else:
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 MANAGER, LEGACY_MANAGER = f"{__name__}.AgentLoops", f"{__name__}.LegacyAgentLoops"
-"""Values that rl-accel sets for verl's configuration key :data:`KEY`, the class name of the agent-loop manager. ``MANAGER`` is for
-the V1 trainer, ``LEGACY_MANAGER`` for all other trainers."""
+"""Values that rl-accel sets for verl's configuration key :data:`KEY`: ``MANAGER`` with the V1 trainer, ``LEGACY_MANAGER`` with all
+other trainers."""
 
 PARTS = "trainer.rl_accel_agent_loop_parts"
 """Configuration key for the full names of the enabled :class:`WorkerPart` mixins, in alphabetical order."""
@@ -41,13 +41,13 @@ class WorkerPart(_Worker):
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Sets up the mixin's feature in the trainer process. Called when the workers have started. Does nothing by default."""
+        """Sets up the mixin's feature in the trainer process, when the workers have started. Does nothing by default."""
 
 
 def check(run: VerlRun, flag: str, reason: str) -> None:
-    """Raises ConfigError if a user's agent-loop manager is configured. rl-accel cannot add mixins to the workers of such a manager.
+    """Raises ConfigError if a user's agent-loop manager is configured, because rl-accel cannot add mixins to its workers.
 
-    ``flag`` (of the feature) and ``reason`` (why the feature needs rl-accel's manager) are parts of the message.
+    The message contains ``flag`` (of the feature) and ``reason`` (why the feature needs rl-accel's manager).
     """
     manager = run.get(KEY, "")
     if manager not in ("", MANAGER, LEGACY_MANAGER):
@@ -55,9 +55,8 @@ def check(run: VerlRun, flag: str, reason: str) -> None:
 
 
 def choose(run: VerlRun, part: str) -> None:
-    """Adds the mixin ``part`` to the agent-loop workers of ``run`` by an entry in verl's configuration. Idempotent.
-
-    ``part`` is the full name of a subclass of :class:`WorkerPart`, which is imported in the trainer process, not here.
+    """Adds the mixin ``part``, the full name of a :class:`WorkerPart`, to the agent-loop workers in verl's configuration.
+    Idempotent.
     """
     parts = sorted({*run.get(PARTS, ()), part})
     with open_dict(run.config):
@@ -75,7 +74,7 @@ class AgentLoops:
 
 
 class LegacyAgentLoops(AgentLoops):
-    """Variant of :class:`AgentLoops` for all trainers except V1. These trainers get a batch's responses as a return value."""
+    """Variant of :class:`AgentLoops` for all trainers except V1."""
 
 
 def manager_class(config: Any) -> Any:

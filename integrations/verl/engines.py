@@ -19,8 +19,8 @@ logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 ReadCounters = Callable[[Sequence[str]], Mapping[str, Reading | None]]
-"""Function that reads the preemption counters of rollout servers, by the servers' names in verl's load balancer. The reading of a
-server that reports no counter is None."""
+"""Function that reads preemption counters. Takes the names of rollout servers in verl's load balancer, and returns a mapping from
+name to counter; None for a server that reports no counter."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class EngineSupport:
 
     Attributes:
         aborts_by_id: True if the servers' method ``abort_request`` works. ``generate`` then returns the tokens so far.
-        restarts_in_run: True if a server can be restarted during a run, and gets the weights of the next update. The training
-            workers must drop their handles of the dead server before.
+        restarts_in_run: True if a dead server can be restarted during a run. The training workers must then drop their handles of
+            the dead server.
         death_errors: class names of exceptions with which a living server reports that its engine is dead.
         read_counters: function that reads the servers' preemption counters; None if unsupported.
         stop: function ``stop(server, request_id)`` that ends one request, called in the server's process. The request's
@@ -38,11 +38,10 @@ class EngineSupport:
         cache_tokens: function ``cache_tokens(server)``, called in the server's process, that returns the capacity of the server's
             key-value cache in tokens, or None if unknown.
         seeds_by_position: True if a request with a seed draws the same tokens after a migration to another server.
-        abort: function ``abort(server, request_id)`` that ends one request, called in the server's process. Used for a cancelled
-            response if ``aborts_by_id`` is False. Returns True if the engine ends the request; otherwise the caller must cancel the
-            remote ``generate`` call. None if unsupported.
+        abort: function ``abort(server, request_id)`` that ends a cancelled request if ``aborts_by_id`` is False, called in the
+            server's process. Returns False if the caller must cancel the remote ``generate`` call instead. None if unsupported.
         pause: function ``pause(server)`` that ends all requests and holds back later ones until ``resume_generation``, called in
-            the process of a replica's first server. None if verl's ``abort_all_requests`` does this as well and as fast.
+            the process of a replica's first server. None: verl's ``abort_all_requests`` is used.
         counting: key and value in verl's configuration that make the servers count preemptions; None if servers always count.
     """
 
@@ -76,23 +75,18 @@ def _stop_in_vllm(server: Any, request_id: str) -> None:
 
 
 def _pause_vllm(server: Any) -> None:
-    """Runs verl's ``abort_all_requests``, also with versions of vLLM that lack an argument that verl uses.
-
-    verl 0.9.1 calls vLLM's ``pause_generation`` with ``wait_for_inflight_requests=False``. vLLM 0.32 has no such argument, and
-    never waits by default.
-    """
+    """Runs verl's ``abort_all_requests``, also with versions of vLLM that lack an argument that verl uses."""
     engine = server.engine
     pause = engine.pause_generation
+    # verl 0.9.1 passes this argument as False. vLLM 0.32 has no such argument, and never waits by default.
     if "wait_for_inflight_requests" not in inspect.signature(pause).parameters:
         engine.pause_generation = lambda wait_for_inflight_requests=False, **options: pause(**options)
     asyncio.run_coroutine_threadsafe(server.abort_all_requests(), engine.output_handler.get_loop()).result()
 
 
 def _in_loop_of_sglang(server: Any, work: Coroutine[Any, Any, T]) -> T:
-    """Runs ``work`` in the event loop of SGLang's tokenizer manager and waits for the result.
-
-    The calling thread must not be the thread of this event loop. Ray runs ``__ray_call__`` functions in another thread.
-    """
+    """Runs ``work`` in the event loop of SGLang's tokenizer manager and waits for the result. Must be called in another thread."""
+    # Ray runs the functions of __ray_call__ in another thread than that of the event loop.
     return asyncio.run_coroutine_threadsafe(work, server._server_task.get_loop()).result()
 
 
@@ -118,8 +112,8 @@ def _abort_in_sglang(server: Any, request_id: str) -> bool:
 def _pause_sglang(server: Any) -> None:
     """Ends all requests and holds back later ones, as SGLang's ``pause_generation`` in mode "abort" does, but returns earlier.
 
-    SGLang checks once a second whether all requests have ended. This function checks at intervals that start at 0.01 s and double
-    up to 1 s. A version of SGLang without the required attributes is paused by verl's ``abort_all_requests``.
+    Checks at shorter intervals than SGLang (1 s) whether all requests have ended. Calls verl's ``abort_all_requests`` if SGLang
+    lacks an attribute, see :func:`_lacks`.
     """
     manager = server.tokenizer_manager
 
@@ -188,7 +182,7 @@ def read_servers(engine: EngineSupport, servers: Sequence[str]) -> Mapping[str, 
 
 @functools.cache
 def version_problem(package: str, version: str | None, tried: tuple[str, ...]) -> str | None:
-    """Returns the reason why a version of an engine's ``package`` is refused, or None.
+    """Returns the reason why ``version`` of an engine's ``package`` is refused; None if ``version`` is accepted.
 
     ``tried`` are the tested versions, oldest first. A version between two tested ones is accepted with one warning.
     """

@@ -22,21 +22,18 @@ logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 ATTEMPTS = 4
-"""Maximum number of attempts to score a response. A response that kills every reward worker must fail in the end."""
+"""Maximum number of attempts to score a response."""
 _PAUSE_SECONDS = 1.0
 _STOP_SECONDS = 30.0
 """Maximum seconds to wait for the end of a remote call after its cancellation."""
 
 SUCCESSOR = "_successor_"
-"""Separator in the name of the actor that replaces a dead reward worker. The third replacement of worker 2 has the name
-``reward_loop_worker_2_successor_3_<job id>``."""
+"""Separator in the name of the actor that replaces a dead reward worker. ``reward_loop_worker_2_successor_3_<job id>`` is the third
+replacement of worker 2."""
 
 
 async def cancel(call: Awaitable[T]) -> T | None:
-    """Cancels ``call``, a remote call to an async Ray actor, and waits until the call has ended.
-
-    Returns as :func:`outcome`. Cancelling only the asyncio task that awaits the call would leave the call running in the actor.
-    """
+    """Cancels ``call``, a remote call to an async Ray actor, and waits until the call has ended. Returns as :func:`outcome`."""
     # With the balance feature, a call is an asyncio task, which has a method ``cancel``.
     call.cancel() if hasattr(call, "cancel") else ray.cancel(call)
     return await outcome(call)
@@ -57,7 +54,7 @@ async def outcome(call: Awaitable[T]) -> T | None:
 class RewardWorkerProxy:
     """Proxy of a reward worker. Cancelling a task that awaits ``compute_score`` also cancels the remote call.
 
-    Has all other methods of the reward worker too, for agent loops of the user that call them.
+    Calls of other methods go directly to the reward worker.
 
     Args:
         worker: handle of the reward worker, a Ray actor.
@@ -108,12 +105,12 @@ class RewardWorkerProxy:
 def proxies(workers: Sequence[Any] | None, config: Any) -> list[RewardWorkerProxy] | None:
     """Returns a proxy for each of a job's reward workers, in the same order; None if ``workers`` is None.
 
-    A dead worker is replaced by a new actor. All agent-loop workers give this actor the same name, so they share one replacement.
-    With a reward model, another existing worker takes over instead, because a new actor would not know the model's address.
+    A dead worker is replaced by a new actor, which all agent-loop workers share. With a reward model, another existing worker takes
+    over instead.
 
     Args:
-        workers: handles of verl's ``RewardLoopWorker`` actors. Existing proxies in this list are kept. None if agent loops
-            compute no rewards.
+        workers: handles of verl's ``RewardLoopWorker`` actors. Existing proxies in this list are kept. None if agent loops compute
+            no rewards.
         config: verl's configuration.
     """
     if workers is None:
@@ -128,6 +125,7 @@ def proxies(workers: Sequence[Any] | None, config: Any) -> list[RewardWorkerProx
 
 def _successor(number: int, workers: Sequence[Any], config: Any, deaths: int) -> Any:
     if OmegaConf.select(config, "reward.reward_model.enable", default=False):
+        # A new actor would not know the address of the reward model.
         return random.choice([worker for n, worker in enumerate(workers) if n != number] or workers)
     from verl.experimental.reward_loop import reward_loop
 

@@ -17,8 +17,7 @@ _ACTOR = "actor_rollout_ref.actor"
 def wire(run: VerlRun, _flags: SkipZeroFlags) -> None:
     """Checks that rows (responses) with advantage 0 have no influence on the training of ``run``. Changes nothing.
 
-    The trainer process also tests the policy loss with random rows. A loss that is registered only in the training workers is
-    tested in these workers before the first update.
+    In the trainer process, also tests the policy loss with random rows, if the loss is registered there.
 
     Raises:
         ConfigError: a setting gives rows with advantage 0 an influence, or the training engine is untested.

@@ -36,8 +36,7 @@ FILE_KEY = "trainer.rl_accel_telemetry"
 """Key in verl's configuration for the path of the file with response records."""
 WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
-"""Number of steps in a row without a preemption counter of any rollout server, after which telemetry stops reading the counters.
-Each unanswered attempt costs seconds."""
+"""Number of steps in a row in which no rollout server answers with a preemption counter. Telemetry then stops reading the counters."""
 _MOST_RECORDS = 200_000
 """Maximum number of response records that an agent-loop worker keeps if the trainer process does not fetch the records."""
 _FLAG = "rl_accel.telemetry"
@@ -143,18 +142,19 @@ def _note_server(original: Any, _flags: Any) -> Any:
 def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
     """Returns the share of each stage in the duration of a training step, as metrics ``telemetry/share/<stage>``.
 
-    The shares come from verl's own timers in ``logged``, the metrics that verl logs, and need no agent-loop workers. Returns {} if
-    ``logged`` are not the metrics of a training step.
+    ``logged`` are the metrics that verl logs, with verl's own timers. Returns {} if they are not of a training step.
     """
     shares = stage_clock.shares(stage_clock.stages(logged))
     return {f"telemetry/share/{stage}": share for stage, share in shares.items()}
 
 
 class Observer:
-    """Computes the telemetry metrics of each logged training step, once the agent-loop workers have started.
+    """Computes the telemetry metrics of each logged training step.
 
-    ``config`` is verl's. ``workers`` are handles of agent-loop workers with the mixin :class:`RecordingWorker`. The load balancer
-    of ``client`` lists the rollout servers.
+    Args:
+        config: verl's configuration.
+        workers: handles of agent-loop workers with the mixin :class:`RecordingWorker`.
+        client: verl's rollout client, whose load balancer lists the rollout servers.
     """
 
     def __init__(self, config: Any, workers: Sequence[Any], client: ObservedClient) -> None:
@@ -168,9 +168,9 @@ class Observer:
         self._window_known = VerlRun(config, config_intake.trainer()).generates_within_stage
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the telemetry metrics of a training step by name, such as ``telemetry/idle_share``.
+        """Returns the telemetry metrics of a training step by name, such as ``telemetry/idle_share``; {} outside a training step.
 
-        ``logged`` are the metrics that verl logs. Returns {} if ``logged`` are not the metrics of a training step.
+        ``logged`` are the metrics that verl logs.
         """
         began = time.perf_counter()
         numbers = observe_stages(step, logged)

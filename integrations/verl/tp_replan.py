@@ -42,7 +42,7 @@ _STEP = "training/global_step"
 def wire(run: VerlRun, flags: TpReplanFlags) -> None:
     """Checks the configuration of ``run`` and makes the rollout servers count preemptions. Idempotent.
 
-    With action=restart, this driver process also prepares to exit with the exit code that requests a new launch.
+    With the flag ``action=restart``, also prepares this driver process to exit with the code that requests a new launch.
 
     Raises:
         ConfigError: a setting conflicts with this feature, or no tensor-parallel size is possible.
@@ -66,7 +66,9 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
 
 
 def _check_appended(run: VerlRun) -> None:
-    """Refuses a restarted run whose command ignores the size that ``rl-accel run`` has appended. It would restart forever."""
+    """Refuses a restarted run that ignores the TP size which ``rl-accel run`` has appended to the command. It would restart
+    forever.
+    """
     size = f"{TP_KEY}={run.get(TP_KEY)}"
     for wanted in json.loads(os.environ.get(OVERRIDES_VAR, "[]")):
         if wanted.startswith(f"{TP_KEY}=") and wanted != size:
@@ -135,13 +137,12 @@ class StepObserver:
         self._run: PlannedRun
 
     def __call__(self, _step: int, data: Mapping[str, Any]) -> dict[str, float]:
-        """Processes the metrics ``data`` of a logged step.
-
-        Metrics without ``training/global_step`` are of a validation. Preemptions during a validation are ignored.
+        """Passes the metrics ``data`` of a logged step to the planner. Ignores preemptions during a validation.
 
         Returns:
-            Metrics ``tp_replan/tp`` (current size), ``tp_replan/wanted_tp`` and ``tp_replan/changes`` (number so far), and also
-            ``tp_replan/preemptions`` if known. {} for a validation, or without a trainer.
+            {} for a validation (no ``training/global_step`` in ``data``) or without a trainer, else these metrics.
+                ``tp_replan/tp``: current size. ``tp_replan/wanted_tp``: advised size. ``tp_replan/changes``: number of changes so
+                far. ``tp_replan/preemptions``, if known.
         """
         trainer = self._find_trainer()
         if trainer is None:
@@ -184,8 +185,7 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
 def restart(trainer: Trainer, step: int, decision: TPDecision) -> None:
     """Saves a checkpoint of ``step`` and ends this launch after ``step``. The next launch has another tensor-parallel size.
 
-    Must be called when the metrics of ``step`` are logged, after the training of the step. The checkpoint is then the same as one
-    that the trainer itself saves at ``step``. If ``step`` is the last step anyway, or saving fails, only logs a warning.
+    Must be called when the metrics of ``step`` are logged. Only logs a warning if ``step`` is the last step or saving fails.
     """
     if step >= min(trainer.total_training_steps, trainer.steps_per_epoch * trainer.config.trainer.total_epochs):
         logger.warning("rl-accel: tp_replan: step %d is the last, nothing is restarted", step)
@@ -204,10 +204,8 @@ def restart(trainer: Trainer, step: int, decision: TPDecision) -> None:
 
 
 def _overrides(trainer: Trainer, tp: int) -> list[str]:
-    """Returns configuration overrides for the command line of the next launch, which set the tensor-parallel size ``tp``.
-
-    The overrides also fix the checkpoint folder, whose name may otherwise depend on the time of the launch.
-    """
+    """Returns the configuration overrides with which the next launch resumes this run with the tensor-parallel size ``tp``."""
+    # The name of the folder may depend on the time of the launch.
     folder = os.path.abspath(trainer.config.trainer.default_local_dir).replace("\\", "\\\\").replace("'", "\\'")
     return [
         f"{TP_KEY}={tp}",

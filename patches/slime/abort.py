@@ -39,12 +39,12 @@ def _make(original: Any, _settings: Any) -> Any:
 def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
     """Raises PatchRefused unless slime's function sleeps at a single place, for ``retry_interval`` seconds.
 
-    There must be no other sleep, because the patch replaces every sleep in the function. The default of ``retry_interval`` must
-    exceed ``FIRST_SLEEP``.
+    The default of ``retry_interval`` must exceed ``FIRST_SLEEP``.
     """
     nodes = ast.walk(ast.parse(inspect.getsource(original.__code__)))
     calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
     sleeps = [call for call in calls if "sleep" in call.partition("(")[0]]
+    # The patch replaces every sleep in the function.
     if len(sleeps) != 1 or not sleeps[0].startswith("asyncio.sleep(") or "retry_interval" not in sleeps[0]:
         raise PatchRefused(f"wanted one asyncio.sleep, of retry_interval, found {', '.join(sleeps) or 'none'}")
     interval = inspect.signature(original).parameters["retry_interval"].default

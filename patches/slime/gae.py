@@ -29,10 +29,7 @@ def packed_gae(
     lambd: float,
     settings: Any,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Computes the GAE of whole responses with :func:`~rl_accel.ops.gae_of_lists`. Returns the pair (advantages, returns).
-
-    Uses only the first ``lengths[i]`` tokens of response ``i``.
-    """
+    """Computes the GAE of responses, each cut to its ``lengths[i]`` first tokens. Returns the pair (advantages, returns)."""
     return gae_of_lists(
         [reward[:length] for reward, length in zip(rewards, lengths, strict=True)],
         [value[:length] for value, length in zip(values, lengths, strict=True)],

@@ -8,8 +8,7 @@ import torch
 from rl_accel.errors import PatchRefused
 
 LOSS = "slime.backends.megatron_utils.loss"
-"""Module of slime that calls the functions to replace. It has imported them by name from ``ppo_utils``, so a replacement in
-``ppo_utils`` alone has no effect."""
+"""Module of slime that has imported the functions to replace by name. They must be replaced in this module, too."""
 PPO_UTILS = "slime.utils.ppo_utils"
 
 
@@ -21,8 +20,7 @@ def on_whole_responses(
 ) -> Sequence[list[torch.Tensor]]:
     """Calls ``compute`` on whole responses, and returns the results for the part of each response that this rank holds.
 
-    With context parallelism, each rank holds two slices of each sequence. Functions of slime then gather the whole responses from
-    all ranks (a collective call), and later slice the results.
+    With context parallelism, each rank holds two slices of each response, and all ranks must call this function together.
 
     Args:
         compute: function of one argument for each item of ``slices``. Each argument is a list of whole responses [length].

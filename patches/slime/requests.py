@@ -16,17 +16,18 @@ class Watcher(Protocol):
     """Observer of the generation requests of an asyncio task."""
 
     def begin(self) -> str:
-        """Returns the id for a request that is about to be sent. May raise ``asyncio.CancelledError`` to stop the task instead."""
+        """Returns the id for a request that is about to be sent. Raises ``asyncio.CancelledError`` if the task must stop instead.
+        """
 
     def end(self, request_id: str, answer: Any) -> None:
         """Called when a request has ended. ``answer`` is the server's answer; None if the request failed or was cancelled."""
 
     async def failed(self) -> None:
-        """Allows slime to send a failed request again (as often as in slime) by returning, or forbids this by an exception."""
+        """Called when a request has failed. Raises an exception if slime must not send the request again."""
 
 
 WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-"""Watcher of the current asyncio task. Without a watcher, slime's requests stay unchanged."""
+"""Watcher of the current asyncio task; None: slime's requests stay unchanged."""
 
 
 def _make(original: Any, _settings: Any) -> Any:

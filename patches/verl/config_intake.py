@@ -59,7 +59,7 @@ def trainer() -> Any:
 
 
 def unread_flags() -> list[str]:
-    """Returns the ``rl_accel`` flags on the command line if this process has not read verl's configuration; else []."""
+    """Returns the ``rl_accel`` flags on the command line; [] if this process has read verl's configuration."""
     if _is_read or RUNTIME.sources() is None:
         return []
     return [word for word in sys.argv if word.lstrip("+").startswith(f"{SECTION}.")]
@@ -124,7 +124,7 @@ def in_driver(config: Any) -> None:
 
 
 def in_trainer(config: Any, trainer: Any = None) -> None:
-    """Applies the flags in verl's ``config`` while ``trainer`` is being built. Features may refuse the class of the trainer.
+    """Applies the flags in verl's ``config`` in the trainer process, while ``trainer`` is being built.
 
     Raises:
         ConfigError, PatchRefused: as :func:`in_driver`.
@@ -154,9 +154,8 @@ def _is_readable(config: Any) -> bool:
 def _require_section_name(config: Any) -> None:
     """Raises ConfigError for a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread.
 
-    A user's own section may look similar, and is accepted in two cases. A section with a similar name is accepted if no key
-    resembles the name of a feature. A section with the name of a feature is accepted if it has no ``enable``, or a key that
-    resembles no flag of this feature.
+    A user's own section is accepted if its name is similar but no key resembles the name of a feature. A section with the name of a
+    feature is accepted if it has no ``enable``, or a key that resembles no flag of this feature.
     """
     flags = {feature.name: {flag.name for flag in fields(feature.flags)} for feature in FEATURES}
 
@@ -239,7 +238,7 @@ def _after_flags(original: Any, _settings: Any = None) -> Any:
 def _refusing_unread_flags(original: Any, _settings: Any = None) -> Any:
     """Returns a wrapper of the constructor of verl's logger. It ends the program if flags of rl-accel in ``config`` went unread.
 
-    This is so with trainers that no other patch of this module reaches, such as verl's SFT trainer.
+    An example is verl's SFT trainer, which no other patch of this module reaches.
     """
 
     @functools.wraps(original)

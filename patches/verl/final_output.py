@@ -16,7 +16,7 @@ from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 
 NEVER = 1 << 30
-"""Value for vLLM's ``stream_interval`` in tokens. Larger than any response, so that no output is sent in between."""
+"""Value for vLLM's ``stream_interval``: more tokens than any response has, so that no output is sent in between."""
 
 _in_parts: ContextVar[bool] = ContextVar("in_parts", default=False)
 
@@ -51,8 +51,8 @@ def _joining(engine: Any, processor: Any) -> Iterator[None]:
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        processor: the engine's output processor, whose ``stream_interval`` is changed too (before vLLM 0.27); None if each request
-            has a ``stream_interval``.
+        processor: the engine's output processor, whose ``stream_interval`` is changed too; None if requests have their own
+            ``stream_interval``.
     """
     if (joined := getattr(engine, "_rl_accel_joined", None)) is None:
         joined = engine._rl_accel_joined = _joined(engine.generate)

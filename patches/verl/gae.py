@@ -23,7 +23,7 @@ _PARAMS = ("token_level_rewards", "values", "response_mask", "gamma", "lam")
 
 
 def _require_proven(rewards: Any, values: Any, mask: Any, gamma: Any, lam: Any) -> None:
-    """Raises ValueError if tensors are empty, or of a type, dtype or device for which the scan is not known to equal verl's."""
+    """Raises ValueError for empty tensors, and for a type, dtype or device for which the scan is not known to equal verl's."""
     if any(type(x) is not torch.Tensor for x in (rewards, values, mask)):
         raise ValueError("an argument is not a plain tensor")
     if rewards.numel() == 0 or rewards.dtype not in (torch.float32, torch.float64):
@@ -73,8 +73,8 @@ def _make(original: Any, settings: Any) -> Any:
 def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[int, str], float]) -> float | None:
     """Estimates the seconds that verl's loop over tokens would take for a batch; None if the batch is too small to be timed.
 
-    Times the loop on the first 32 of T token columns only, because all columns take the same time. ``known`` caches the seconds per
-    column for each device and power of two of the batch size B. ``arguments``: rewards, values and mask [B, T], gamma and lambda.
+    Times the loop on the first 32 token columns only. ``known`` caches the seconds per column, by (bit length of B, device).
+    ``arguments``: rewards, values and mask [B, T], gamma and lambda.
     """
     rewards, _, mask, gamma, lam = arguments
     rows, tokens = rewards.shape

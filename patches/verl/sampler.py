@@ -21,8 +21,8 @@ from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
 _CPU_PER_SECOND = 1.25
-"""Upper bound of the CPU seconds that a poll costs for each second of its duration. Above 1, because two processes (TransferQueue's
-controller and client) partly work in parallel."""
+"""Upper bound of the CPU seconds that a poll costs for each second of its duration. Above 1, because two processes work in
+parallel."""
 
 
 @dataclass
@@ -43,8 +43,7 @@ class _Sampling:
     def newly_saved(self, interval: float) -> float:
         """Returns the seconds to add to the metric ``sampler/seconds_saved`` after a wait. Negative if the estimate has shrunk.
 
-        The estimated saving of this ``sample()`` call is the time from the end of the wait to the next poll that verl would make at
-        its fixed ``interval``. Subtracted is the estimate after the previous wait, which the metric already contains.
+        The estimate for this ``sample()`` call is the time from the end of the wait to the next poll at verl's fixed ``interval``.
         """
         cycle = interval + self.policy.cost / _CPU_PER_SECOND
         elapsed = self.woke - self.started

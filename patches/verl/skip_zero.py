@@ -25,10 +25,10 @@ from rl_accel.patches.patch import Patch
 _LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
 """Lengths in tokens of the 8 random responses with which :func:`find_influence` tests a policy loss."""
 _ZERO_ROWS = (0, 3, 7)
-"""Indices in ``_LENGTHS`` of the responses that get advantage 0. The shortest and the longest response are among them."""
+"""Indices in ``_LENGTHS`` of the responses that get advantage 0."""
 _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
-"""Standard deviations of the differences between old and new log-probabilities, one for each batch of :func:`find_influence`. None:
-both are drawn independently. The large differences make losses clip; small differences keep losses from rejecting rows."""
+"""Standard deviation of the differences between old and new log-probabilities, for each batch of :func:`find_influence`. None: both
+are drawn independently. Large differences make losses clip; small differences keep losses from dropping rows."""
 _PROMPT = 3
 _ACTOR = "actor_rollout_ref.actor"
 _DIFFERENCES = (
@@ -42,8 +42,8 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
     """Returns the reason why rows (responses) with advantage 0 influence training with ``loss_function``, or "" if they do not.
 
     Computes gradients for random batches of 8 rows, of which 3 have advantage 0. The gradients of these 3 must be 0. The gradients
-    of the other 5 must be the same with and without these 3. A loss may drop a row, such as by rejection sampling, and a dropped
-    row cannot show its influence. At least one batch must therefore keep all rows.
+    of the other 5 must be the same with and without these 3. A loss that drops rows of every batch cannot be tested, which is a
+    reason, too.
 
     Args:
         loss_function: verl's loss function with its configuration, ``loss_function(model_output=..., data=..., dp_group=...)``.
@@ -70,9 +70,8 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
 def _random_batch(random: torch.Generator, distance: float | None) -> dict[str, list[torch.Tensor]]:
     """Returns a random batch, as a mapping from field name to a list with one tensor per row (response).
 
-    Tensors have the shape [T], except ``prompts`` [_PROMPT], and the model's outputs ``log_probs`` and ``entropy`` [_PROMPT + T].
-    Response masks have zeros between ones. ``distance`` is the standard deviation of the differences between old and new
-    log-probabilities, see :data:`_DISTANCES`.
+    Shapes are [_PROMPT + T] for the model's outputs ``log_probs`` and ``entropy``, [_PROMPT] for ``prompts``, and [T] for other
+    fields. ``distance`` is the standard deviation of the differences between old and new log-probabilities, see :data:`_DISTANCES`.
     """
     batch: dict[str, list[torch.Tensor]] = {}
     for row, length in enumerate(_LENGTHS):
@@ -101,7 +100,7 @@ def _random_batch(random: torch.Generator, distance: float | None) -> dict[str, 
 def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: Any) -> dict[int, torch.Tensor]:
     """Returns the gradients of the loss of ``rows`` with respect to the model's outputs ``log_probs`` and ``entropy``.
 
-    Returns a mapping from row index to a tensor [2, _PROMPT + T]. The loss is normalised by the size of the whole ``batch``.
+    The gradients of a row are a tensor [2, _PROMPT + T]. The loss is normalised by the size of the whole ``batch``.
     """
     from verl.utils import tensordict_utils as tu
 
@@ -182,7 +181,7 @@ def _random_parts(model: torch.nn.Module) -> Iterator[str]:
 def _find_zero_rows(data: Any) -> list[bool]:
     """Returns for each row (response) of the mini-batch ``data`` whether the gradient of the row is certainly 0.
 
-    For this, all advantages of trained tokens must be 0, and all other factors of the loss must be finite (0 * inf is NaN).
+    This is so if all advantages of trained tokens are 0, and all other factors of the loss are finite.
     """
     factors = [data[name].unbind() for name in ("old_log_probs", "rollout_is_weights") if name in data]
     rows = zip(data["response_mask"].bool().unbind(), data["advantages"].unbind(), *factors, strict=True)
@@ -207,15 +206,14 @@ def _warn(message: str) -> None:
 def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[int], int]:
     """Agrees with the other data-parallel ranks on the number of rows (responses) that every rank trains of its mini-batch.
 
-    The number is the same on all ranks, so that verl finds the same number of micro-batches for all ranks.
-
     Args:
         engine, data: engine and mini-batch of this rank.
         zero: for each row of ``data``, whether its gradient is certainly 0.
 
     Returns:
-        A tuple ``(wanted, sizes, tokens)``. ``wanted``: number of rows that each rank trains. ``sizes``: number of rows in each
-        rank's mini-batch. ``tokens``: number of trained tokens (``loss_mask``) in the mini-batches of all ranks together.
+        A tuple ``(wanted, sizes, tokens)``. ``wanted``: number of rows that each rank trains, the same on all ranks. ``sizes``:
+            number of rows in each rank's mini-batch. ``tokens``: number of trained tokens (``loss_mask``) in the mini-batches of
+            all ranks together.
     """
     from verl.utils import tensordict_utils as tu
     from verl.utils.device import get_device_id
@@ -226,12 +224,13 @@ def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[
     torch.distributed.all_gather(ranks, here, group=group)
     sizes, trained, tokens = zip(*(rank.tolist() for rank in ranks), strict=True)
     is_dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
+    # The same number of rows on all ranks makes verl find the same number of micro-batches.
     multiple = 1 if is_dynamic else tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", 1)
     return -(-max(1, *trained) // multiple) * multiple, list(sizes), sum(tokens)
 
 
 def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
-    """Returns an empty counter of skipped rows; None if rows must not be skipped with ``loss_function``, for a logged reason.
+    """Returns an empty counter of skipped rows; None, with a log line, if rows must not be skipped with ``loss_function``.
 
     Raises:
         ConfigError: rows must not be skipped, and the feature is enabled by name.
@@ -251,10 +250,11 @@ def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) ->
 def _train_rows(
     original: Any, engine: Any, data: Any, loss_function: Any, forward_only: Any, skipped: Counter[str]
 ) -> Any:
-    """Calls verl's function with only the rows that must be trained. Adds to ``skipped`` what this saves.
+    """Calls verl's function with only the rows that must be trained. Adds to ``skipped`` what this saves:
 
-    The keys of ``skipped`` are ``rows`` (number of other rows on all ranks), ``tokens`` (those of the other rows on this rank,
-    times the number of ranks) and ``seconds_saved`` (estimate for this rank).
+    - ``rows``: number of rows left out on all ranks.
+    - ``tokens``: number of tokens left out on this rank, times the number of ranks.
+    - ``seconds_saved``: estimate for this rank.
     """
     from verl.utils import tensordict_utils as tu
 

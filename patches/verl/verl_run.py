@@ -107,7 +107,7 @@ class VerlRun:
 
     @property
     def filters_groups(self) -> bool:
-        """True if verl replaces prompt groups whose responses all have the same reward by other groups (DAPO)."""
+        """True if verl's group filter (DAPO) is on."""
         return bool(self.get("algorithm.filter_groups.enable", False))
 
     @property
@@ -154,8 +154,7 @@ class VerlRun:
     def require_chosen(self, flag: str, key: str, value: Any) -> None:
         """Raises ConfigError in the trainer process if ``key`` of verl's configuration is not ``value``, which a feature needs.
 
-        rl-accel sets the key when the driver process calls verl's ``validate_config``. The key is not set if the driver does not
-        call it.
+        rl-accel sets the key in the driver process, if the driver calls verl's ``validate_config``.
         """
         if not self.in_driver and self.get(key) != value:
             reason = "verl's validate_config sets it, which the driver must call before the trainer starts"
@@ -167,7 +166,7 @@ class VerlRun:
             refuse(flag, key, False, True, reason)
 
     def idle(self, feature: str) -> str:
-        """Returns the reason why ``feature``, although supported, would have no effect in this run. Returns "" if there is none."""
+        """Returns the reason why ``feature`` would have no effect in this run, or "" if there is none."""
         estimator = self.get("algorithm.adv_estimator")
         by_estimator = f"algorithm.adv_estimator = {estimator}"
         if (feature == "gae" and estimator != "gae") or (feature == "skip_zero" and estimator == "gae"):

@@ -52,10 +52,9 @@ class NotSent:
 
 
 def pack(values: dict[str, Any], owner: str) -> Packed:
-    """Pickles each value of ``values`` separately. Replaces a value that cannot be pickled by :class:`NotSent`.
+    """Pickles each of ``values``, the attributes of an object. Replaces a value that cannot be pickled by :class:`NotSent`.
 
-    In a value that is a dict, replaces only the items that cannot be pickled. ``values`` are the attributes of an object; ``owner``
-    is the name of this object for messages.
+    In a dict, replaces only the items that cannot be pickled. ``owner`` is the name of the object in messages.
     """
     packed = {}
     for name, value in values.items():
@@ -86,10 +85,9 @@ def unsent_restored(changed: Any, original: Any) -> Any:
 
 
 class Arguments:
-    """Copy of slime's arguments that each grader process gets when it starts.
+    """Packed copy of slime's arguments, which each grader process gets when it starts.
 
-    A user's rollout may change the arguments later. :meth:`changes` finds the changed arguments, which a grader process gets with a
-    call.
+    A user's rollout may change the arguments later. :meth:`changes` finds these changes, which are sent with a call.
     """
 
     def __init__(self, args: Any) -> None:
@@ -97,7 +95,9 @@ class Arguments:
         self.packed = pack(self._known, "args")
 
     def changes(self, args: Any) -> Packed:
-        """Returns the changed entries of ``args``, packed. Finds a change inside an entry only if the entry is a dict or list."""
+        """Returns the packed entries of ``args`` that differ from this copy. Finds a change inside an entry only if it is a dict or
+        list.
+        """
         known = self._known
         items = vars(args).items()
         new = {
@@ -109,7 +109,7 @@ class Arguments:
 def pack_sample(sample: Any, whole: bool) -> Packed:
     """Returns a sample for a grader process, packed by :func:`pack`.
 
-    With ``whole``, packs all fields and the class of the sample. Otherwise, packs only the fields that slime's own graders need.
+    If ``whole`` is True, packs all fields and the class of the sample, else only :data:`_NEEDED_FIELDS`.
     """
     fields = sample.to_dict()
     if not whole:
@@ -121,10 +121,18 @@ def pack_sample(sample: Any, whole: bool) -> Packed:
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     """Returns a function ``grade(samples, single, kwargs, args)``, which calls a grader in this process.
 
-    The arguments of ``grade``: the packed samples; True if the grader gets the only sample instead of a list; further keyword
-    arguments of the grader; and slime's arguments that differ in this call, packed. ``grade`` returns a tuple: the return value of
-    the grader; for each sample, the fields that the grader has changed; and the indices of the samples, in the order in which
-    the grader has left the list.
+    Arguments of ``grade``:
+
+    - ``samples``: packed samples.
+    - ``single``: True if the grader gets the only sample instead of a list.
+    - ``kwargs``: further keyword arguments of the grader.
+    - ``args``: slime's arguments that differ in this call, packed.
+
+    ``grade`` returns a tuple:
+
+    - the return value of the grader,
+    - for each sample, the fields that the grader has changed,
+    - the indices of the samples, in the order in which the grader has left the list.
 
     Args:
         args: slime's arguments, packed by :func:`pack`.

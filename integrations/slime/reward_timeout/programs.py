@@ -11,10 +11,7 @@ _PYTHON = ("python", "python3", "py")
 
 
 def program_of(response: str) -> str | None:
-    """Returns the last Python code block of a response.
-
-    Without a Python code block, returns the last code block that names no language, or None if there is no such block either.
-    """
+    """Returns the last Python code block of a response, else the last code block without a language, else None."""
     blocks = _BLOCK.findall(response)
     for languages in (_PYTHON, ("",)):
         programs = [code for language, code in blocks if language.lower() in languages]
@@ -31,17 +28,17 @@ if {name!r} not in globals() and "Solution" in globals():
 
 
 def cases_of(tests: Any) -> tuple[list[Case], str]:
-    """Parses test cases, given as ``{"inputs": [...], "outputs": [...]}`` or as JSON text of such a mapping.
+    """Parses test cases: a mapping ``{"inputs": [...], "outputs": [...]}``, or this mapping as JSON text.
 
-    Without the key ``fn_name``, an input is the standard input of the program and an output is the expected standard output. Both
-    are text or lists of lines.
+    Without the key ``fn_name``, an input is the program's standard input and an output is the expected standard output. Both are
+    text or lists of lines.
 
-    With the key ``fn_name``, the program defines a function of this name, which may be a method of a class ``Solution``. An input
-    is the list of the function's arguments, and an output is the expected return value. Or an input is text with one argument as
-    JSON per line. With such an input, an output that is text is JSON, too.
+    With the key ``fn_name``, the program defines a function of this name, perhaps as a method of a class ``Solution``. An input is
+    the list of the function's arguments, and an output is the expected return value. An input may also be text with one argument as
+    JSON per line; its output may then be JSON text.
 
     Returns:
-        The test cases, and Python code to append to the program. The code makes a method of ``Solution`` available as a function.
+        The test cases, and Python code to append to the program, which makes a method of ``Solution`` available as a function.
 
     Raises:
         ValueError: ``tests`` has another form.

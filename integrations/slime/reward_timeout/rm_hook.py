@@ -40,28 +40,25 @@ from rl_accel.reward.scores import Scores
 from rl_accel.switch import forget_when_off
 
 _MOST_WORKERS = 16
-"""Upper bound of the default number of grader processes. Each grader process imports slime and takes some 250 MiB of memory."""
-_MOST_AWAITED = 1 << 20
-"""Maximum number of graders that run on slime's event loop at once: in effect unlimited, as in slime. A grader on the event loop
-mostly waits, such as for an answer to a request, and costs this machine nothing."""
+"""Upper bound of the default number of grader processes. Each process takes some 250 MiB of memory."""
+_MOST_AWAITED = 1 << 20  # these graders mostly wait, and cost this machine nothing
+"""Maximum number of graders that run on slime's event loop at once: in effect unlimited, as in slime."""
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """True if the current asyncio task grades an evaluation sample. slime marks and grades a sample in the same task."""
 _LAST_GRADED: ContextVar[tuple[Any, int]] = ContextVar("graded", default=(None, 0))
-"""Sample that the current asyncio task has graded last, and the number of times that the task had graded it before. A generate
-function may grade a sample after each turn. The time limits then treat the turns as different test cases."""
+"""Sample that the current asyncio task has graded last, and the number of times that the task had graded it before. Each grading of
+a sample has its own time limit, because a generate function may grade a sample after each turn."""
 
 
 def mark_evaluation(args: Any, sample: Any, evaluation: bool = False, rollout_id: int | None = None) -> None:
     """Stores in the current asyncio task whether a sample belongs to an evaluation (slime's ``--rollout-sample-hook-path``).
 
-    slime passes ``evaluation`` to this function, but not to :func:`grade`.
-
-    Also removes ``custom_rm_path`` from the sample if this path names :func:`grade` or the user's grader, so that slime calls
-    :func:`grade`, as in training. Only evaluation samples have this path: slime copies ``--custom-rm-path`` to them before slime
-    reads the YAML file of rl-accel.
+    Also makes slime grade evaluation samples with :func:`grade`: removes ``custom_rm_path`` from the sample if it names
+    :func:`grade` or the user's grader.
     """
     EVALUATION.set(evaluation)
+    # slime copies --custom-rm-path to evaluation samples before it reads rl-accel's YAML file.
     if sample.custom_rm_path is not None and sample.custom_rm_path in (RM_HOOK, flags_of(args)[REWARD_TIMEOUT].grader):
         sample.custom_rm_path = None
 
@@ -89,10 +86,8 @@ class GraderSpec:
     Attributes:
         name: dotted path of the user's grader, or slime's ``rm_type``.
         function: the user's grader; None: slime's own grader.
-        awaits: whether the grader awaits something. Such a grader runs on slime's event loop, any other grader in a separate
-            process that can be killed.
-        takes_lists: True if the user's grader is a coroutine function. If slime passes a list of samples, such a grader gets the
-            whole list, as in slime. Any other grader is called once for each sample of the list.
+        awaits: True if the grader awaits something. It then runs on slime's event loop, else in a separate process.
+        takes_lists: True if the grader gets a list of samples as a whole. False if it is called once for each sample of the list.
     """
 
     name: str
@@ -102,7 +97,7 @@ class GraderSpec:
 
 
 class Grading:
-    """Grades samples on one event loop. Holds the grader processes, their executors, and the times from which limits are learned.
+    """Grades samples on one event loop: holds the grader processes, the sandbox, and the anchors from which limits are derived.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -211,9 +206,7 @@ class Grading:
         return await run_within(coroutine, limits, spec.name)
 
     async def _run_program(self, prompt: str, sample: Any, teach: bool) -> ExecutionResult:
-        """Extracts a program from a response and runs it in the sandbox. The score is the share of passed test cases.
-
-        The test cases are in ``metadata["test_cases"]`` of the sample.
+        """Runs the program in a response in the sandbox. The score is the share of passed test cases in ``metadata["test_cases"]``.
         """
         try:
             cases, addition = cases_of((sample.metadata or {}).get("test_cases"))
@@ -306,7 +299,7 @@ forget_when_off.append(_close_all)
 def numbers_of(rollout: Rollout) -> dict[str, float]:
     """Returns metrics about the gradings of the whole job since the last call, for slime's rollout log.
 
-    Waits until the event loops of this process have sent their counts, and must therefore not be called on an event loop.
+    Must not be called on an event loop, because it waits for the event loops of this process.
     """
     flush_here()
     numbers = _collect(rollout.number, rollout.metrics)

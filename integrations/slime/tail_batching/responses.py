@@ -45,20 +45,18 @@ logger = logging.getLogger("rl_accel")
 GENERATE = f"{__name__}.generate"
 
 ABORT_AGAIN_SECONDS = 0.5
-"""Seconds between two abort messages for the same request. An abort message is repeated because the first message may reach the
-server before the request does."""
+"""Seconds between two abort messages for the same request. The first message may reach the server before the request does."""
 INSIST_SECONDS = 5.0
-"""Seconds that a cancelled response has to end after its requests were aborted. Then the response's asyncio task is cancelled, too.
-After twice this time, the response is reported as aborted even if the task still runs."""
+"""Seconds after the cancellation of a response until its asyncio task is cancelled, too. After twice this time, the response is
+reported as aborted even if the task still runs."""
 IDLE_SECONDS = 30.0
-"""Maximum seconds to wait after a rollout until no rollout server holds a request. A warning then names the servers that still hold
-requests."""
+"""Maximum seconds to wait after a rollout until no rollout server holds a request."""
 POLL_SECONDS = 0.05
 PING_SECONDS = 30.0
-"""Timeout in seconds of the health check of a rollout server. A server that does not answer in time counts as slow, not as dead."""
+"""Timeout in seconds of a rollout server's health check. A server that does not answer in time counts as slow, not as dead."""
 LOSSES = 3
 """Maximum number of responses that one prompt may lose to dead servers in a rollout, as a multiple of ``n_samples_per_prompt``.
-Further lost responses are treated as failed and not generated again, because the prompt itself may crash the servers."""
+Further lost responses count as failed, because the prompt itself may crash the servers."""
 RESUME = "Start again with --load from the last checkpoint; no prompt is lost by that"
 ABORT_ALL = {"abort_all": True}
 
@@ -74,10 +72,11 @@ class Session:
         limit: maximum seconds of the generate function; None: no limit.
         requests: ids of the requests that a server is processing.
         tokens: number of generated tokens; 0 until generation has ended.
-        retractions: number of preemptions of the response in SGLang (which calls them retractions); None: SGLang has reported none.
+        retractions: number of preemptions of the response, as reported by SGLang; None if SGLang has reported none.
         lost: error message if a server has died or has aborted the response, or ''.
         deaths_before: number of dead servers when the last request was sent.
-        began, cancelled_at: times of these events, in seconds of the monotonic clock.
+        began: time of the start of generation, in seconds of the monotonic clock.
+        cancelled_at: time of the cancellation, on the same clock.
         abort_again_at: earliest time of the next abort message, on the same clock.
     """
 
@@ -111,9 +110,11 @@ class Session:
         return request_id
 
     async def failed(self) -> None:
-        """Allows slime to send a failed request again by returning, or forbids this by an exception.
+        """Called when a request has failed. Raises an exception if slime must not send the request again.
 
-        Raises ResponseLost if a rollout server has died since the request was sent, CancelledError if the response is cancelled.
+        Raises:
+            CancelledError: the response is cancelled.
+            ResponseLost: a rollout server has died since the request was sent, or no server is left.
         """
         if self.cancelled:
             raise asyncio.CancelledError
@@ -165,7 +166,7 @@ SESSION: ContextVar[Session] = ContextVar("session")
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Generates a response with the user's ``--custom-generate-function-path`` or, without this flag, with slime's own function.
 
-    Reports the event ``generated`` to the :class:`~rl_accel.rollout.round_driver.RolloutDriver` before the reward is computed.
+    Reports the event ``generated`` before the reward is computed.
     """
     session = SESSION.get()
     sample.generate_function_path = None
@@ -180,17 +181,12 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 
 
 def samples_of(result: Any) -> Iterator[interfaces.Sample]:
-    """Returns an iterator over the samples of a response.
-
-    ``result`` is a single sample, or the list or nested list of samples that a generate function has returned.
-    """
+    """Returns an iterator over the samples in ``result``: a single sample, or a list or nested list of samples."""
     return itertools.chain.from_iterable(map(samples_of, result)) if isinstance(result, list) else iter([result])
 
 
 class Engines:
     """Rollout servers behind slime's router. Aborts requests on these servers, and removes dead servers from the router.
-
-    Abort messages go directly to the servers, because the router has no ``/abort_request``.
 
     Attributes:
         deaths: number of servers that have died so far.
@@ -204,9 +200,9 @@ class Engines:
         self.gone = ""
 
     async def death_since(self, deaths: int) -> str:
-        """Returns an error message if a server has died since ``self.deaths`` was ``deaths``, or no server is left; else ''.
+        """Returns an error message if a server has died since ``self.deaths`` was ``deaths``, or if no server is left; else ''.
 
-        If ``self.deaths`` still has this value, checks the health of all servers first.
+        Checks the health of all servers if ``self.deaths`` still has this value.
         """
         async with self._looking:  # one check at a time, because all requests of a dead server fail at once
             if self.deaths == deaths and not self.gone:
@@ -238,15 +234,11 @@ class Engines:
 
         A server ignores an order to abort a request that the server does not hold.
         """
-        urls = await self._urls()
+        urls = await self._urls()  # the router has no /abort_request
         await asyncio.gather(*(_tell(url, order) for url in urls for order in orders))
 
     async def drain(self) -> None:
-        """Waits until no rollout server holds a request, but at most ``IDLE_SECONDS``.
-
-        Meanwhile, repeatedly tells all servers to abort all requests. The remaining requests belong to cancelled responses, whose
-        connections are closed.
-        """
+        """Tells all servers to abort all requests, until no server holds a request. Gives up after ``IDLE_SECONDS``."""
         give_up = time.monotonic() + IDLE_SECONDS
         while True:
             urls = await self._urls()
@@ -282,8 +274,7 @@ async def _requests(url: str) -> int:
 class Responses:
     """Starts, cancels and reports responses on slime. Implements :class:`~rl_accel.rollout.round_driver.ResponseWorkers`.
 
-    Responses are asyncio tasks on slime's event loop. The thread of the :class:`~rl_accel.rollout.round_driver.RolloutDriver` calls
-    the public methods.
+    Responses are asyncio tasks on slime's event loop. The public methods are called in the thread of the driver.
 
     Args:
         args: slime's arguments.
@@ -381,7 +372,7 @@ class Responses:
     async def _score_group(self, session: Session) -> None:
         """Waits until all ``n_samples_per_prompt`` responses to the session's prompt are generated and scored as a group.
 
-        The call for the response that completes the group computes the rewards. The other calls wait for this call.
+        The call for the last generated response computes the rewards. The other calls wait for this call.
         """
         if isinstance(session.result, list):  # slime would set ``reward`` on the list
             raise RuntimeError("--group-rm does not go together with a generate function that returns lists")

@@ -37,7 +37,7 @@ else:
 Group = list[Any]
 
 _KEPT = 3
-"""Number of latest rollouts whose state is kept in memory, because slime may save the state of a rollout after the next rollout."""
+"""Number of latest rollouts whose state is kept in memory. slime may save the state of a rollout after the next rollout."""
 
 
 def generate_rollout(
@@ -48,7 +48,8 @@ def generate_rollout(
     Returns ``rollout_batch_size`` prompt groups of ``n_samples_per_prompt`` responses each.
 
     Raises:
-        ConfigError: the data source is not a :class:`TailDataSource`, or domain quotas and the domains of the data do not match.
+        ConfigError: the data source is not a :class:`TailDataSource`, or the flag ``domain_quotas`` and the domains of the data do
+            not match.
         RuntimeError: as many prompts as a batch needs have failed in a row, or no rollout server is left.
     """
     if evaluation:
@@ -61,14 +62,11 @@ def generate_rollout(
 
 @extends(interfaces.RolloutDataSource)
 class TailDataSource(RolloutDataSource):
-    """slime's data source (``--data-source-path``), extended with tail batching.
-
-    Tail batching ends a rollout with the first prompts to complete. This class runs the rollouts and keeps the unfinished prompts
-    in a queue for later rollouts. The flags come from the ``rl_accel`` section of slime's custom config file.
+    """slime's data source (``--data-source-path``), extended with tail batching. Runs the rollouts and keeps the deferred prompts.
 
     Attributes:
-        supply: source of new prompts. ``supply.payloads`` maps the id of each unfinished prompt to the prompt's row
-            ``{"sample": Sample, "index": group_index, <domain_key>: domain}``.
+        supply: source of new prompts. ``supply.payloads`` maps the id of each unfinished prompt to the prompt's row ``{"sample":
+            Sample, "index": group_index, <domain_key>: domain}``.
 
     Raises:
         ConfigError: a flag is wrong, or one of slime's arguments conflicts with tail batching.
@@ -109,17 +107,16 @@ class TailDataSource(RolloutDataSource):
         return int(self.sample_index - 1)
 
     def add_samples(self, samples: list[list[Any]]) -> None:
-        """Refuses samples that slime returns to the data source, because tail batching returns whole prompts to its own queue.
+        """Refuses samples that slime returns to the data source.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: always, because tail batching keeps its own queue.
         """
         raise RuntimeError("rl_accel.tail_batching keeps its own queue; samples cannot be added to its data source")
 
     def play(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """Runs the rollout ``rollout_id`` and returns the batch to train on.
-
-        Before the return, waits until no rollout server holds a request of this rollout.
+        """Runs the rollout ``rollout_id`` and returns the batch to train on. Before the return, lets the rollout servers become
+        idle.
         """
         self._drops, self._rejected, self._responses.retractions = MetricGatherer(), [], None
         result = self._driver.play(rollout_id, max(last_rollout(self.args, len(self)) - rollout_id, 1))
@@ -166,8 +163,6 @@ class TailDataSource(RolloutDataSource):
 
     def save(self, rollout_id: int) -> None:
         """Saves the state that this data source had after rollout ``rollout_id``, even if later rollouts are already complete.
-
-        If the run reads its rollouts from files (slime's ``--load-debug-rollout-data``), the state is the same after every rollout.
 
         Raises:
             RuntimeError: the rollout was not made in this process, or the rollout's state is no longer in memory.

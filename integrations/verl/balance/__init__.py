@@ -32,8 +32,7 @@ logger = logging.getLogger("rl_accel")
 
 ROUTER = Path(__file__).with_name("router.yaml")
 LENGTHS = "balance.json"
-"""Name of the file with response lengths in a checkpoint folder. A resumed run passes these lengths to
-:meth:`~rl_accel.rollout.balance.Balance.learn`."""
+"""Name of the file with response lengths in a checkpoint folder, from which a resumed run learns expected lengths."""
 WORKER_PART = f"{__name__}.BalancingWorker"
 _FLAG = "rl_accel.balance"
 _refuse = functools.partial(refuse, _FLAG)
@@ -71,7 +70,7 @@ class BalancingWorker(agent_loop.WorkerPart):
         client._load_balancer = Servers(client._load_balancer, self.config, handle)
 
     async def stay_alive(self) -> None:
-        """Runs until this worker dies. The router awaits this call, and the error in the call tells the router of the death."""
+        """Runs until this worker dies. The router awaits this call and so notices the death."""
         await asyncio.Event().wait()
 
     @classmethod
@@ -95,16 +94,16 @@ class BalancingWorker(agent_loop.WorkerPart):
 
 
 class Observer:
-    """Logs the router actor's metrics once a step. Adds the router's response lengths to each checkpoint of verl in ``folder``."""
+    """Returns the router's metrics once a step, and adds the router's response lengths to each checkpoint of verl in ``folder``."""
 
     def __init__(self, router: Any, folder: Path) -> None:
         self._router, self._folder = router, folder
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the router's metrics ``balance/<name>``; {} if ``logged`` are not the metrics of a training step.
+        """Returns the metrics ``balance/<name>`` of :meth:`~rl_accel.rollout.balance.Balance.take_numbers`; {} outside a training
+        step.
 
-        ``logged`` are the metrics that verl logs, by name. See :meth:`~rl_accel.rollout.balance.Balance.take_numbers` for the
-        names of the router's metrics.
+        ``logged`` are the metrics that verl logs, by name.
         """
         import ray
 

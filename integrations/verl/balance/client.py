@@ -18,8 +18,9 @@ MOVABLE = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"),
     *("ignore_eos", "stop_token_ids"),
 }
-"""Names of the sampling parameters that do not prevent a migration. The next server gets the tokens so far as a part of the prompt.
-Any other parameter could have another effect there. ``seed`` is also allowed if ``EngineSupport.seeds_by_position`` is True."""
+"""Names of the sampling parameters with which a response may migrate. The next server gets the tokens so far as a part of the
+prompt, and any other parameter could have another effect there. ``seed`` is also allowed if ``EngineSupport.seeds_by_position`` is
+True."""
 CONVERSATIONS = 100_000  # maximum number of conversations whose last replica is remembered
 
 
@@ -36,7 +37,7 @@ class Method:
 class ServerId(str):
     """Name of a rollout server, with the ``request`` that has a slot on this server.
 
-    verl's client holds this name during the request and passes the name to ``release_server`` afterwards.
+    verl's client passes this name to ``release_server`` when the request has ended.
     """
 
     request: "BalancedServer"
@@ -143,7 +144,10 @@ class BalancedServer:
 
 
 def join(first: TokenOutput, second: TokenOutput) -> TokenOutput:
-    """Appends ``second``, the next part of a response, to ``first``. Returns ``first``, whose extra fields override the others."""
+    """Appends ``second``, the next part of a response, to ``first``, and returns ``first``.
+
+    If both have an extra field of the same name, ``first`` keeps its own.
+    """
     new = len(second.token_ids)
     if new and second.routed_experts is not None:
         before, routed = first.routed_experts, second.routed_experts

@@ -35,7 +35,7 @@ class BalancedRouter:
         self._watches: dict[Any, asyncio.Task[None]] = {}  # task that waits for the death of a worker, by worker
 
     async def set_up(self, engine: EngineSupport, lengths: dict[str, list[int]], *args: Any) -> dict[str, int | None]:
-        """Creates the policy :class:`Balance`, and starts a task that carries out the decisions of the policy.
+        """Creates the policy :class:`Balance`, and starts a task that carries out the policy's decisions.
 
         Args:
             engine: capabilities of the servers' engine.
@@ -86,7 +86,7 @@ class BalancedRouter:
         return await self._bound(request_id, self._balance.request(request_id, time.monotonic(), **response))
 
     async def _watch(self, worker: Any) -> None:
-        """Waits until the agent-loop worker ``worker`` dies, then ends the responses of this worker and frees their slots."""
+        """Waits until the agent-loop worker ``worker`` dies, then frees the slots of the worker's responses."""
         try:
             await worker.stay_alive.remote()
         except RayError:
@@ -105,8 +105,7 @@ class BalancedRouter:
             tokens: number of tokens that the last server generated before the stop; None if the server died.
 
         Returns:
-            Name and handle of the next server; None if the response must not continue, because it has ended or because something
-            other than the router has stopped it.
+            Name and handle of the next server; None if the response has ended, or was stopped by something other than the router.
         """
         instructions = self._balance.again(ticket, time.monotonic(), tokens)
         return None if instructions is None else await self._bound(ticket, instructions)

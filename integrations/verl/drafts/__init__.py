@@ -33,14 +33,13 @@ from rl_accel.telemetry import metrics
 
 logger = logging.getLogger("rl_accel")
 
+# vLLM's drafter interface is unstable, and 0.30.0 fails with any speculative decoding on a CPU.
 TRIED = ("0.24.0", "0.29.0")
-"""Tested versions of vLLM, oldest first. Newer versions are refused: vLLM's drafter interface is unstable, and version 0.30.0 fails
-with any speculative decoding on a CPU."""
+"""Tested versions of vLLM, oldest first. Older and newer versions are refused."""
 ROUTER = Path(__file__).with_name("router.yaml")
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Full name of vLLM's executor for a single device, which needs no further process. verl's choice is ``mp``, an executor with a
-process per device. vLLM asks the executor for drafts after each engine step: here by a function call, with ``mp`` by a message to
-another process and an answer."""
+"""Full name of vLLM's executor for a single device, which needs no further process. With verl's choice ``mp``, each request for
+drafts would be a message to another process."""
 SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel")
 HISTORY = "drafts.pt"
 """Name of the file in a checkpoint folder with finished responses, from which a resumed run can draft."""
@@ -48,8 +47,8 @@ SAVING_S = 60.0
 """Maximum seconds to wait for finished responses from each rollout server before :data:`HISTORY` is written."""
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 0.05
-"""Maximum mean difference between the engine's and the trainer's probabilities (0 to 1) of sampled tokens in the first steps. A
-usual difference with bfloat16 is 0.01."""
+"""Maximum mean difference between the engine's and the trainer's probabilities (0 to 1) of sampled tokens in the first steps. With
+bfloat16, 0.01 is usual."""
 _FLAG = "rl_accel.drafts"
 _VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 _WORKER = "rl_accel.integrations.verl.drafts.worker.DraftsWorkerExtension"
@@ -63,7 +62,7 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
     """Sets up drafts (speculative decoding from other responses) in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: a setting conflicts with drafts, or the installed version of vLLM is not among the tested ones.
+        ConfigError: a setting conflicts with drafts, or vLLM is absent, or older or newer than the tested versions.
     """
     get = run.get
     version = _vllm_version()
@@ -95,9 +94,8 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
 
 
 def find_problems() -> list[tuple[str, str]]:
-    """Returns known problems of speculative decoding in the installed vLLM, as pairs (configuration key, reason).
-
-    ``rl-accel doctor`` reports these problems. They affect runs in which the user sets ``speculative_config``.
+    """Returns known problems of speculative decoding in the installed vLLM, as pairs (configuration key, reason), for ``rl-accel
+    doctor``.
     """
     try:
         from vllm import _custom_ops  # noqa: F401 (registers what the kernel calls)
@@ -123,11 +121,10 @@ def _vllm_version() -> str | None:
 
 
 class Exchange:
-    """Exchanges finished responses between the rollout replicas after each training step, for drafts on every replica.
+    """Sends every rollout replica the responses that the other replicas have finished, after each training step, for drafts.
 
-    The trainer process calls the servers after a step, and collects the answers after the next step. The metrics of a step are
-    therefore those of the exchange before. Only for the file :data:`HISTORY` of a checkpoint, the trainer process waits for the
-    answers of the same step.
+    The servers' answers are collected after the next step, so the metrics of a step are those of the previous exchange. To save
+    :data:`HISTORY` with a checkpoint, the trainer process waits for the answers at once.
     """
 
     def __init__(self, flags: DraftsFlags) -> None:
@@ -137,9 +134,9 @@ class Exchange:
         self._history: deque[bytes] = deque()
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Starts an exchange and returns the metrics of the previous exchange by name.
+        """Starts an exchange and returns the metrics of the previous exchange by name; {} outside a training step.
 
-        ``logged`` are the metrics that verl logs, by name. Does nothing and returns {} if these are not of a training step.
+        ``logged`` are the metrics that verl logs, by name.
 
         Raises:
             StopTraining: in one of the first steps, the engine's and the trainer's probabilities of sampled tokens differ too much.
@@ -172,9 +169,9 @@ class Exchange:
         return numbers(counted)
 
     def _take_answers(self, wait_s: float) -> Counter[str]:
-        """Collects the servers' answers to ``exchange_drafts``: their finished responses and their drafters' counts.
+        """Collects the servers' finished responses and their drafters' counts. Returns the sums of the counts.
 
-        Waits up to ``wait_s`` seconds for each server. Returns the sums of the counts.
+        Waits up to ``wait_s`` seconds for each server.
         """
         import ray
 
@@ -197,7 +194,7 @@ class Exchange:
 
 
 def check(logged: Mapping[str, Any]) -> None:
-    """Checks that engine and trainer agree on the probabilities of sampled tokens. Does nothing if verl logs no mean difference.
+    """Checks that engine and trainer agree on the probabilities of sampled tokens, if verl logs the mean difference.
 
     Raises:
         StopTraining: the difference is above :data:`LARGEST_DIFFERENCE`, or not a number.

@@ -19,7 +19,7 @@ else:
 class SiblingRouter(GlobalRequestLoadBalancer):
     """verl's load balancer, extended to send all requests of a prompt to the same replica.
 
-    If this replica has over ``HOME_MARGIN`` (4) running requests more than the replica with the fewest, verl's choice applies.
+    Exception: if this replica has over ``HOME_MARGIN`` more running requests than the replica with the fewest, verl chooses.
     """
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:

@@ -15,15 +15,12 @@ else:
 
 @extends(WorkerExtension)
 class DraftsWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's extension of vLLM's workers, with additional methods that connect the trainer process and the drafter."""
+    """verl's extension of vLLM's workers, with methods through which the trainer process reaches the drafter."""
 
     model_runner: Any  # vLLM's
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> Any:
-        """Updates the weights as in verl, then tells the drafter that a new version of the weights generates the responses.
-
-        The drafter does not draft from responses of versions that are too old.
-        """
+        """Updates the weights as in verl, then tells the drafter that there is a new version of the weights."""
         result = super().update_weights_from_ipc(*args, **kwargs)
         self.model_runner.drafter.new_weights()
         return result

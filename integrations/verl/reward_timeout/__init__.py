@@ -34,8 +34,8 @@ MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
 ``reward.reward_manager.name`` and ``reward.reward_manager.module.path``."""
 
 SECTION = "reward_timeout"
-"""Name of rl-accel's section under ``reward`` in verl's configuration, which all processes read. The section holds the flags, the
-wrapped reward manager, and the path of the file with the longest correct executions (anchors)."""
+"""Name of rl-accel's section under ``reward`` in verl's configuration, with the flags, the wrapped reward manager, and the path of
+the file with anchors."""
 
 WORKER_PART = f"{__name__}.validation.ValidationTag"
 """Full name of this feature's mixin for verl's agent-loop workers."""
@@ -106,9 +106,8 @@ def _check(run: VerlRun) -> None:
 def _never_awaits(path: str, name: str) -> bool:
     """Returns True if a user's reward manager never awaits ``compute_score``, which is an async function with this feature.
 
-    Reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module) without importing the module, because
-    an import could have side effects. Only the method ``run_single`` and the methods that it calls count. They must use
-    ``compute_score``, and await nothing but each other and calls in threads. Returns False if the source code is not found.
+    Reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module) without importing the module. True if
+    ``run_single`` and the methods that it calls use ``compute_score``, and await only each other and calls in threads.
     """
     try:
         module = path.removeprefix("pkg://").replace("/", ".")

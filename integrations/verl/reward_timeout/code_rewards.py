@@ -24,33 +24,30 @@ DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 """Names of the data sources that verl's ``default_compute_score`` scores by running code."""
 
 SCORED_CASES = 10
-"""Number of scored test cases. verl's score is the pass rate of the first ten cases."""
+"""Number of test cases in the pass rate, as in verl."""
 _ALARM_SECONDS = 3600
-"""Seconds by which the alarm in verl's grading code is later than rl-accel's time limit, which thus always acts first."""
-_PRIME_OUTPUT_BYTES = 64 << 20
-"""Maximum size of the output of one test case in bytes. This is high, because verl does not limit stderr."""
+"""Seconds by which the alarm in verl's grading code is later than rl-accel's time limit, so that the alarm never acts first."""
+_PRIME_OUTPUT_BYTES = 64 << 20  # high, because verl does not limit stderr
+"""Maximum size of the output of one test case in bytes."""
 _threads = ThreadPoolExecutor(64, thread_name_prefix="rl_accel_fusion")
 """Thread pool for requests to a remote sandbox."""
 
 Run = Callable[[Limits], Awaitable[ExecutionResult]]
 Execute = Callable[[str, Run, Callable[[ExecutionResult], bool]], Awaitable[ExecutionResult]]
-"""Type of ``LimitedExecutor.execute`` for one response: a function of the arguments ``case``, ``run`` and ``correct``."""
+"""Type of ``LimitedExecutor.execute`` with the prompt already given: a function of ``case``, ``run`` and ``correct``."""
 
 
 async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool, arguments: Mapping[str, Any]) -> float:
     """Scores one response as ``verl.utils.reward_score.prime_code.compute_score(continuous=True)`` does, case by case.
 
-    verl first runs all test cases in one run of at most 6 seconds, and gives 1 if all pass. Otherwise verl runs the first ten cases
-    one by one, and the score is their pass rate. In these single runs, verl treats a problem with a function to call as a program
-    that reads stdin. This function does the same, but each case is always a separate execution with a separate time limit. The
-    score can differ from verl's only because of the limits. Cases after the first ten are skipped where they cannot change the
-    score. Cancelling this call kills the running executions.
+    The score is 1 if all cases pass, else the pass rate of the first ten cases. For this pass rate, a problem with a function to
+    call counts as a program that reads stdin, as in verl. Only the separate time limit of each case can make the score differ from
+    verl's. Cancelling this call kills the running executions.
 
     Args:
         execute: function that runs a test case within the case's time limit.
         graders: processes that run the cases; see :func:`prime_graders`.
-        early_stop: True to skip the cases after the first failure. The score is then 0 or 1, because the pass rate after a failure
-            is unknown and counts as 0.
+        early_stop: True to skip the cases after the first failure. The score is then 0 or 1.
         arguments: keyword arguments of the reward function.
     """
     code = arguments["solution_str"].split("```python")[-1].split("```")[0]
@@ -98,7 +95,7 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
 def _passes_in(result: ExecutionResult) -> list[bool]:
     """Returns for each input whether the program's output was correct; [False] if the execution did not finish.
 
-    ``result.value`` is the return value of verl's ``run_test``: a tuple (list of results by input, message on the first failure).
+    ``result.value`` is the return value of verl's ``run_test``: (list of results by input, message on the first failure).
     """
     if result.verdict != "done":
         return [False]
@@ -109,8 +106,8 @@ def _passes_in(result: ExecutionResult) -> list[bool]:
 def prime_graders(workers: int, isolation: str) -> Graders:
     """Returns grader processes that run test cases with verl's own grading code, isolated like programs in a sandbox.
 
-    The processes load only verl's file with the grading code, because a program under test must have neither verl nor this package
-    in its address space.
+    The processes load only the file with the grading code, so that a program under test finds neither verl nor this package in
+    memory.
 
     Raises:
         ImportError: verl is not installed.
@@ -127,10 +124,8 @@ async def score_fusion(
 ) -> float:
     """Scores one response as ``verl.utils.reward_score.sandbox_fusion.compute_score(continuous=True)`` does, case by case.
 
-    Each test case is a separate request to the remote sandbox. The time limit of the case, rounded up to whole seconds, replaces
-    verl's 10 seconds. Limits are learned from the durations that the sandbox reports. The score is the pass rate of the first ten
-    cases, and later cases are skipped. Cases after a compile error fail. Cancelling this call only stops waiting, and the remote
-    sandbox stops at its own limits.
+    The score is the pass rate of the first ten cases. Cases after a compile error fail. Each case is a separate request to the
+    remote sandbox, which gets the case's time limit in whole seconds. Cancelling this call does not stop requests in the sandbox.
 
     Args:
         execute: function that runs a test case within the case's time limit.

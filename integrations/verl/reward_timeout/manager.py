@@ -50,9 +50,8 @@ else:
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERLS_OWN = "verl.utils.reward_score:default_compute_score"
-_AWAITED_SLOTS = 1 << 20
-"""Maximum number of async reward functions that run at once in each reward process: in effect unlimited, as in verl. They hardly
-use CPU cores, and some wait until all responses of a batch have arrived."""
+_AWAITED_SLOTS = 1 << 20  # some of these functions wait until all responses of a batch have arrived
+"""Maximum number of async reward functions that run at once in each reward process: in effect unlimited, as in verl."""
 _FUSION_SLOTS = 256
 """Maximum number of requests to a remote sandbox at once in each reward process."""
 
@@ -63,8 +62,8 @@ class _Response:
 
     Attributes:
         prompt: key of the prompt.
-        teach: True if the time limits learn from the response. They do not learn from validation responses.
-        calls: number of times that the reward manager has called the reward function for the response.
+        teach: True if the time limits learn from the response; False for validation responses.
+        calls: number of calls of the reward function for the response so far.
     """
 
     prompt: str
@@ -77,15 +76,14 @@ _RESPONSE: ContextVar[_Response | None] = ContextVar("rl_accel_response", defaul
 
 @extends(interfaces.RewardManagerBase)
 class RewardTimeoutManager(RewardManagerBase):
-    """Reward manager that adds a time limit for each execution of the reward function to the user's configured manager.
+    """Reward manager that runs the user's configured manager with a time limit for each execution of the reward function.
 
-    The configured manager is naive, dapo, gdpo, remote, rate_limited, or a user's class, and still computes the scores. The manager
-    ``remote`` only moves the reward function to other processes. This class does so anyway, and uses ``naive`` in its place.
-    ``rate_limited`` keeps its rates, but its fixed ``reward.timeout`` only serves as the default of the full budget (the greatest
-    limit).
+    The configured manager (naive, dapo, gdpo, remote, rate_limited or a user's class) still computes the scores, with two changes.
+    ``naive`` replaces ``remote``, because the reward function runs in other processes anyway. The ``reward.timeout`` of
+    ``rate_limited`` is only the default of the full budget.
 
-    A response whose execution was stopped gets ``timeout_score``. Values and exceptions of the reward function are passed on
-    unchanged. With the flag ``score_errors``, ``timeout_score`` replaces an exception or an unusable value.
+    A response whose execution was stopped gets ``timeout_score``. With the flag ``score_errors``, so does a response for which the
+    reward function raised an exception or returned an unusable value. Without the flag, both are passed on unchanged.
     """
 
     def __init__(
@@ -237,15 +235,11 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _function(self) -> Graders:
-        """Grader processes that call a synchronous reward function.
-
-        With the reward manager ``remote``, the call is in the main thread of the process, else in another thread. verl does the
-        same.
-        """
+        """Grader processes that call a synchronous reward function."""
         function = self._graders[self._target[0]] = Graders(
             self._target[0],
             self._slots,
-            in_thread=self._configured["name"] != "remote",
+            in_thread=self._configured["name"] != "remote",  # as in verl
             computing=self._program_slots,
             environment={**process_start.removed_variables(), **grader_cluster.environment()},
             setup=grader_cluster.SETUP,
@@ -256,7 +250,9 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _target(self) -> tuple[str, dict[str, Any]]:
-        """Import path of the reward function, and the configured ``reward_kwargs``, which override keyword arguments of a call."""
+        """Pair of the import path of the reward function, and the configured ``reward_kwargs``, which override keyword arguments of
+        a call.
+        """
         if self._is_verls_own:
             return _VERLS_OWN, {}
         custom = OmegaConf.select(self.config, "reward.custom_reward_function", default=None) or {}
@@ -288,9 +284,9 @@ def _configured_manager(config: Any, **arguments: Any) -> Any:
 
 
 def _share_of_cores(reward_workers: int) -> int:
-    """Returns the number of executions that each reward worker may run at once: an equal share of the node's CPU cores, at least 1.
+    """Returns the number of executions that each reward worker may run at once: its share of the node's CPU cores, at least 1.
 
-    ``reward_workers`` is the number of reward workers, which verl spreads evenly over the nodes.
+    ``reward_workers`` is the number of reward workers on all nodes together.
     """
     nodes = 1
     if ray.is_initialized():
@@ -301,7 +297,7 @@ def _share_of_cores(reward_workers: int) -> int:
 def _prompt_of(data_source: Any, ground_truth: Any, raw_prompt: Any, extra_info: Any) -> str:
     """Returns the key of a prompt for the time limits, computed from data source, ground truth and text of the prompt.
 
-    If ``raw_prompt`` has no text, ``index`` of ``extra_info`` distinguishes prompts with the same ground truth.
+    If ``raw_prompt`` has no text, ``extra_info["index"]`` takes its place.
     """
     texts = list(_texts(raw_prompt))
     index = extra_info.get("index") if isinstance(extra_info, dict) and not texts else None

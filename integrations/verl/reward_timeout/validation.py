@@ -7,7 +7,7 @@ from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
 
 VALIDATION = "__rl_accel_validation__"
-"""Name of a column in verl's batch. The column marks a validation response for a reward worker, which removes the column."""
+"""Name of a column in verl's batch that marks a validation response for a reward worker, which removes the column."""
 _validating: ContextVar[bool] = ContextVar("rl_accel_validating", default=False)
 
 

@@ -20,18 +20,18 @@ FLAG = "rl_accel.tail_batching"
 MODE = "tail_batching"
 """Value that rl-accel sets for verl's configuration key ``trainer.v1.trainer_mode``."""
 ROLLOUT_N = "__rollout_n__"
-"""Column of the data set with the number of responses to generate for each row. verl honours this column."""
+"""Column of verl's data set with the number of responses to generate for a row."""
 WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopWorker"
 """Full name of tail batching's mixin for verl's agent-loop workers."""
 
 
 def run_of(config: Any, data_id: str = "") -> TailRun:
-    """Returns the parameters of the tail-batching state machine, read from a ``config`` in which ``wiring.wire`` has set the keys.
+    """Returns the parameters of tail batching, read from verl's ``config`` after ``wiring.wire`` has set the keys.
 
     ``data_id`` is a string that identifies the data set and the order of the rows.
 
     Raises:
-        ConfigError: the domain quotas (prompts of each domain in a batch) do not add up to the batch size.
+        ConfigError: the flag ``domain_quotas`` (prompts of each domain in a batch) does not add up to the batch size.
     """
     return TailRun(
         config.data.train_batch_size,
@@ -56,15 +56,13 @@ def check_data(run: TailRun, rows: int, frame: Any) -> None:
     """Refuses a data set that cannot fill a batch.
 
     Args:
-        run: parameters of the run. Gives the number of prompts in a batch, and the domain quotas (prompts of each domain in a
-            batch).
+        run: parameters of the run.
         rows: number of prompts in an epoch.
-        frame: the data set as ``datasets.Dataset``. A data set of another type (a user's class) is not inspected here; the
-            domains of its rows are checked when rows are fetched.
+        frame: the data set; only a ``datasets.Dataset`` is inspected.
 
     Raises:
-        ConfigError: ``rows`` is smaller than the number of prompts in a batch. Or the data set has no column
-            ``domain_key``. Or the domains of the rows differ from the domains of the quotas. Or :func:`check_row` refuses a row.
+        ConfigError: ``rows`` is smaller than the number of prompts in a batch, the data set has no column ``domain_key`` or other
+            domains than the flag ``domain_quotas``, or :func:`check_row` refuses a row.
     """
     if rows < run.prompts_per_step:
         refuse(FLAG, "rows of the data set", f"at least data.train_batch_size, {run.prompts_per_step}", rows)

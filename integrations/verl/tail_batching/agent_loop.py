@@ -32,21 +32,18 @@ else:
 logger = logging.getLogger("rl_accel")
 
 RUN = f"{secrets.token_hex(4)}/"
-"""Prefix of this run's keys in TransferQueue (verl's store of trajectories). All jobs of a Ray cluster share TransferQueue and its
-partition ``train``."""
+"""Prefix of this run's keys in TransferQueue (verl's store of trajectories), which all jobs of a Ray cluster share."""
 
 GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
-"""Length of the window in which a worker collects events (state changes of responses) before a report to the trainer process.
-``GATHER_SHARE`` is a share of the time since the worker's round began, ``GATHER_SECONDS`` the maximum in seconds. A call per
-response would cost the trainer process far more than handling the event."""
+"""Length of the window in which a worker collects events before a report to the trainer process: the share ``GATHER_SHARE`` of the
+time since the worker's round began, at most ``GATHER_SECONDS`` seconds."""
 
 ENGINES_STOP_SECONDS = 2.0
-"""Seconds between checks whether all requests in the engines have ended after the bulk abort at the end of a round. Requests that
-have reached an engine after the bulk abort go on. They are cancelled one by one when no request has ended between two checks."""
+"""Seconds between checks whether the engines have ended all requests after the bulk abort at the end of a round. If no request has
+ended between two checks, the remaining requests are cancelled one by one."""
 
 DELIVERY_SECONDS = 5.0
-"""Maximum seconds that the trainer process waits for the agent-loop workers to answer a call. At the end of a round, the workers
-must learn of the cancellations before the engines abort all requests. Otherwise an aborted response counts as failed."""
+"""Maximum seconds that the trainer process waits for the agent-loop workers to answer a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +64,8 @@ class StoredKeys:
 class TailAgentLoopWorker(WorkerPart, _Worker):
     """Agent-loop worker mixin that runs each training response in a separate asyncio task. Validation runs as in verl.
 
-    A cancelled response is reported as aborted after its engine request, its reward call and its writes to TransferQueue have
-    stopped. The report includes the response's TransferQueue entries. The trainer process removes these entries once all responses
-    of the round have ended.
+    A cancelled response is reported as aborted when nothing of it runs any more. The report includes the response's TransferQueue
+    entries, which the trainer process removes after the round.
     """
 
     outermost = True  # so that this mixin stops cancelled responses before any other mixin sees them
@@ -89,11 +85,11 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         self._limit: float | None = self.config.trainer.v1[MODE].agent_loop_limit
 
     async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:
-        """Starts the responses of ``jobs``, then cancels the responses whose ids are in ``cancel``.
+        """Starts the responses of ``jobs``, then cancels the responses whose ids are in ``cancel``. Ignores ids of finished
+        responses.
 
-        Ids of finished responses are ignored. ``engines_stop`` is True if the engines are about to abort all their requests in
-        bulk, which is far faster than cancelling requests one by one. Requests that the bulk abort misses are cancelled
-        individually a little later.
+        ``engines_stop`` is True if the engines are about to abort all their requests at once. Requests that go on after this bulk
+        abort are cancelled one by one.
         """
         if jobs and not self._sessions:
             self._busy_since = time.monotonic()
@@ -124,7 +120,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             session.task.cancel()
 
     async def next_events(self) -> list[Event]:
-        """Waits for an event (a state change of a response), then for a short window. Returns all events since the last call.
+        """Waits for an event (a state change of a response) and a short time for more. Returns all events since the last call.
 
         Raises:
             ServerLost: no rollout server is left, so the round cannot end.
@@ -244,7 +240,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
 class Workers:
     """Client of the agent-loop workers in the trainer process. Distributes responses over the workers and collects their events.
 
-    A dead worker is removed from the list ``actors``, which verl's agent-loop manager also uses to distribute validation.
+    Removes dead workers from the list ``actors``, which verl's agent-loop manager also uses.
 
     Args:
         actors: list of handles of agent-loop workers with the mixin :class:`TailAgentLoopWorker`.
@@ -263,13 +259,13 @@ class Workers:
         self._orders: list[Any] = []
 
     def begin_round(self) -> None:
-        """Resumes the engines of the rollout servers if the end of the last round stopped the engines."""
+        """Resumes the engines of the rollout servers if the last round has stopped them."""
         self._servers.resume()
 
     def end_round(self) -> None:
         """Stops the engines until the next round. Called after all unfinished responses have been cancelled."""
         if self._home:
-            self._send(engines_stop=True)
+            self._send(engines_stop=True)  # a response that is aborted before its worker knows of this counts as failed
             ray.wait(self._orders, num_returns=len(self._orders), timeout=DELIVERY_SECONDS)
             self._servers.abort()
 
@@ -287,7 +283,7 @@ class Workers:
         self._jobs[index].append(replace(job, prompt_id=f"{RUN}{job.prompt_id}"))  # verl derives keys from this id
 
     def cancel(self, response_ids: Iterable[int]) -> None:
-        """Cancels the responses with these ids. A response that has already ended is ignored and reports its event as usual."""
+        """Cancels the responses with these ids in the next :meth:`wait`. Ignores responses that have already ended."""
         for response_id in response_ids:
             if response_id in self._home:
                 self._cancels[self._home[response_id]].append(response_id)
@@ -296,8 +292,8 @@ class Workers:
         """Sends new starts and cancellations to the workers, then waits up to ``seconds`` for events (changes of responses).
 
         Returns:
-            Events of all workers, in order for each worker. An empty list if no event arrives in time; this method then also ends
-            the calls that wait for a dead engine, and the responses of these calls soon report events.
+            Events of all workers, in order for each worker; [] if no event arrives in time. In that case, also ends calls to dead
+                engines.
         """
         self._send()
         for index in self._actors.keys() - self._polls.keys():

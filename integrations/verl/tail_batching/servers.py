@@ -43,8 +43,8 @@ PING_SECONDS = 30.0
 """Maximum seconds to wait for a rollout server's answer to a ping. A server that does not answer in time counts as alive."""
 
 WATCH_SECONDS = 10.0
-"""Seconds between checks for dead servers during a call to all rollout servers. A dead server can make the call hang. After the
-check that finds it, the call has the same number of seconds to end by itself, and is then ended by force."""
+"""Seconds between checks for dead servers during a call to all rollout servers. A call that a dead server makes hang is ended by
+force after the same number of seconds."""
 
 TOKEN_RATE = TokenRate()
 forget_when_off.append(TOKEN_RATE.clear)
@@ -57,7 +57,7 @@ class Session:
     Attributes:
         response_id: id of the response in the trainer process.
         task: asyncio task that runs the response.
-        limit: asyncio timeout of the agent loop, which can be rescheduled.
+        limit: asyncio timeout of the agent loop.
         tokens: number of tokens generated so far.
         keys: TransferQueue keys of the trajectories. Nothing is written under these keys before ``storing`` is True.
         metric: number by which group filtering compares the responses of a prompt; None if unknown.
@@ -131,9 +131,9 @@ async def _is_dead(server: Server) -> bool:
 def _engine_has_failed(server: Any) -> bool:
     """Returns True if the engine of a living server is dead. Called in the server's process.
 
-    vLLM's engine has the flag ``errored``. SGLang's engine consists of child processes of the server. When one of them has crashed,
-    SGLang sends SIGQUIT to the server, but a server of a run that was started in the background of a script ignores this signal.
+    vLLM's engine is dead if its flag ``errored`` is set, SGLang's if one of the server's child processes has ended.
     """
+    # SGLang then sends SIGQUIT to the server, but the server of a run in the background of a script ignores this signal.
     pids = getattr(getattr(server, "scheduler_info", None), "all_child_pids", ())
     return bool(getattr(getattr(server, "engine", None), "errored", False)) or any(map(_has_ended, pids))
 
@@ -151,8 +151,7 @@ def _has_ended(pid: int) -> bool:
 class CancellableServer:
     """Proxy of a rollout server. Cancelling a task that awaits ``generate`` also cancels the remote call.
 
-    Without the proxy, cancelling an asyncio task that awaits a Ray reference would leave the remote call running. The proxy also
-    counts the generated tokens in the :class:`Session` of the response.
+    The proxy also counts the generated tokens in the :class:`Session` of the response.
 
     Args:
         server: handle of the server, a Ray actor.
@@ -232,8 +231,7 @@ class CancellableServer:
 class TailLLMServerClient(LLMServerClient):
     """verl's client of the rollout servers, for a sync trainer. Removes dead servers from verl's load balancer.
 
-    After the round (rollout), the trainer process restarts a dead server and adds this server to the load balancer again (see
-    :class:`RolloutServers`).
+    After the round, the trainer process restarts a dead server, see :class:`RolloutServers`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -257,7 +255,7 @@ class TailLLMServerClient(LLMServerClient):
         )
 
     async def _remove(self, server_id: str, line: str) -> None:
-        """Removes a dead server from the load balancer. Otherwise this server, with the fewest requests, would get every retry."""
+        """Removes a dead server from the load balancer, which would send it every retry because it has the fewest requests."""
         if server_id not in self._dead:
             logger.error("rl-accel: rollout server %s is dead, its requests go to the others: %s", server_id, line)
         self._dead[server_id] = line
@@ -302,9 +300,10 @@ class RolloutServers:
             _end_servers(dead)
 
     def _tell_all(self, name: str, instead: Callable[[Any], None] | None = None) -> None:
-        """Calls the method ``name`` of every replica, or runs ``instead(server)`` in the process of each replica's first server.
+        """Calls the method ``name`` of every replica. With ``instead``, runs ``instead(server)`` in the process of each first
+        server.
 
-        Errors of dead replicas are only logged, because later calls that need these replicas raise.
+        Errors of dead replicas are only logged.
         """
 
         def call(replica: RolloutReplica) -> Awaitable[Any]:
@@ -345,8 +344,8 @@ class RolloutServers:
         """Restarts dead servers, then runs ``call``, which sends weights to every server.
 
         Raises:
-            ServerLost: a dead server cannot be restarted (see :meth:`revive`), or a server died during ``call``. After such a
-                death, verl's training workers wait forever for the dead server and for each other, so the workers are killed.
+            ServerLost: a dead server cannot be restarted (see :meth:`revive`), or a server died during ``call``. Training workers
+                that wait for a dead server are killed.
             RayError: ``call`` failed although every server is alive.
         """
         self.revive()
@@ -366,12 +365,13 @@ class RolloutServers:
     def _watched(self, end: Callable[[list[RolloutReplica]], None]) -> Iterator[None]:
         """Context manager for code that calls all servers. Runs ``end(dead_replicas)`` if a server dies and the code hangs.
 
-        The code can hang because vLLM never answers a call after the death of vLLM's engine. ``end`` must end the pending calls.
+        ``end`` must end the pending calls.
         """
         over = threading.Event()
 
         def watch() -> None:
             while not over.wait(WATCH_SECONDS):
+                # vLLM never answers a call after the death of its engine.
                 # The second wait is a grace period in which the block may end without help.
                 if (dead := self._find_dead()) and not over.wait(WATCH_SECONDS):
                     logger.error("rl-accel: a rollout server died and left calls without an answer; they are ended")
@@ -385,7 +385,7 @@ class RolloutServers:
             over.set()
 
     def _find_dead(self) -> list[RolloutReplica]:
-        """Returns the dead replicas. An error is only logged, and no replica is returned: the caller will ask again."""
+        """Returns the dead replicas; [] after an error, which is only logged."""
         try:
             return asyncio.run(find_dead(self._manager.get_replicas()))
         except Exception:
@@ -448,7 +448,7 @@ def _end_servers(dead: list[RolloutReplica]) -> None:
 
 
 def _forget_server(worker: Any) -> None:
-    """Clears a training worker's handle of a dead server. The worker (verl's ``WorkerDict``) then looks up its server by name."""
+    """Clears a training worker's handle of a dead server. The worker then looks up the restarted server by name."""
     for part in worker.worker_dict.values():
         if getattr(getattr(part, "rollout", None), "server_handle", None) is not None:
             part.rollout.server_handle = None

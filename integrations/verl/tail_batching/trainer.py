@@ -37,7 +37,7 @@ logger = logging.getLogger("rl_accel")
 def require_own_queue() -> None:
     """Refuses a run that would share another job's TransferQueue, because the queue ends with that job.
 
-    Disconnects a refused run from the TransferQueue first. Otherwise verl would close the other job's queue when it ends the run.
+    Disconnects a refused run from the queue, so that verl does not close the queue at the end of the run.
 
     Raises:
         RlAccelError: TransferQueue's controller belongs to another job of the Ray cluster.
@@ -87,7 +87,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
 
     def _fetch_row(self) -> dict[str, Any]:
-        """Returns the next data row as a dict of an agent loop's arguments. ``wiring.wire`` sets the data loader to single rows."""
+        """Returns the next data row as a dict of an agent loop's arguments."""
         row: dict[str, Any] = self._fetch_one_gen_batch()[0].clone().to_dict()
         check_row(self._core.run, row)
         if not self._supply.fetched:
@@ -126,7 +126,7 @@ class TailBatchingTrainer(PPOTrainerSync):
             )
 
     def prepare_step(self) -> dict[str, Any]:
-        """Returns {} and submits no prompts, because a tail-batching round fetches prompts when the round needs them."""
+        """Returns {} and submits no prompts, because each round fetches its prompts itself."""
         return {}
 
     def _play(self, step: int) -> tuple[Any, dict[str, float]]:
@@ -183,7 +183,7 @@ def clear(results: Sequence[StoredKeys]) -> None:
 def varies(prompt_id: str, group: Sequence[StoredKeys]) -> bool:
     """Returns True if the metric differs between the responses of a prompt group, or if the group has a single response.
 
-    A group with equal metrics teaches nothing and is filtered out, as in verl's ``_dapo_filtered_keys``.
+    Other groups are filtered out, as in verl's ``_dapo_filtered_keys``.
 
     Raises:
         RuntimeError: a response of ``group`` has no metric.

@@ -26,7 +26,7 @@ def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
     """Sets the trainer mode ``tail_batching`` and rl-accel's agent-loop manager in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: a setting conflicts with tail batching, or the domain quotas do not add up to the batch size.
+        ConfigError: a setting conflicts with tail batching, or the flag ``domain_quotas`` does not add up to the batch size.
         ResumeError: the checkpoint to resume from was saved without tail batching.
     """
     run.require_chosen(FLAG, _MODE_KEY, MODE)
@@ -72,10 +72,8 @@ def check(run: VerlRun) -> None:
 
 
 def _modes() -> dict[str, type]:
-    """Returns verl's registry of trainer classes, by trainer mode; {} before verl's trainer module is imported.
-
-    This function does not import that module, because another thread may be importing it.
-    """
+    """Returns verl's registry of trainer classes, by trainer mode; {} before verl's trainer module is imported. Imports nothing."""
+    # No import here, because another thread may be importing the module.
     modes: dict[str, type] = getattr(sys.modules.get("verl.trainer.ppo.v1.trainer_base"), "TRAINER_REGISTRY", {})
     return modes
 
