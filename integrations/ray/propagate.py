@@ -73,8 +73,7 @@ def received() -> str | None:
 
 
 def add_to_runtime_env(runtime_env: Any) -> Any:
-    """Returns the runtime environment of a Ray job with the variable :data:`~rl_accel.runtime.SOURCES_VAR` (rl-accel's flags)
-    added.
+    """Returns the runtime environment of a Ray job with rl-accel's flags added, as :data:`~rl_accel.runtime.SOURCES_VAR`.
 
     ``ray.init`` calls this function through ``RAY_RUNTIME_ENV_HOOK``. A value that the user has set is kept.
     """

@@ -50,7 +50,8 @@ _ASSUMED_ARGUMENTS = {
     **dict.fromkeys(("over_sampling_batch_size", "rollout_batch_size", "buffer_filter_path")),
     "debug_train_only": True,  # without a launch line, engine settings are unknown
 }
-"""Values of slime's arguments with which a YAML file is checked if no launch line is given. Holds only arguments that are checked."""
+"""Values of slime's arguments with which a YAML file is checked if no launch line is given. Holds only arguments that the check
+reads."""
 
 
 _MISSPELT_ABOVE = 0.92  # flags of Megatron-LM, which slime's parser does not know, have at most 0.86

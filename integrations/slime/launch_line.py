@@ -115,7 +115,7 @@ def restore_init_function(args: Any, flags: Flags, line: Mapping[str, str]) -> l
 
     Returns:
         Log lines: one if the argument was set back, and one for each feature that is enabled by name and does not support the
-            advantage estimator of this run.
+        advantage estimator of this run.
     """
     notes, estimator = [], getattr(args, "advantage_estimator", None)
     if path := getattr(args, "custom_advantage_function_path", None):
@@ -138,7 +138,7 @@ def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]
 
     Returns:
         Log lines. Each names a flag without effect, a function of the user that rl-accel's function now calls, or an automatic
-            feature that this call turns off.
+        feature that this call turns off.
 
     Raises:
         ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.

@@ -42,10 +42,10 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
 
 
 def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
-    """Calls the function ``after_evaluation`` of each enabled feature that has one. Returns whether slime should skip the default
-    log.
+    """Calls the function ``after_evaluation`` of each enabled feature that has one.
 
-    slime calls this function through ``--custom-eval-rollout-log-function-path``.
+    slime calls this function through ``--custom-eval-rollout-log-function-path``. Returns whether slime should skip the default
+    log.
     """
     for *_, hooks in enabled_features(flags_of(args)):
         if hooks.after_evaluation:

@@ -92,7 +92,7 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
 
     Returns:
         Metrics with the prefix ``rl_accel/tp_replan/``; {} if the run has no engines. ``tp``: current TP size. ``wanted_tp``:
-            advised TP size. ``changes``: number of changes so far. ``preemptions`` (if known): number during this rollout.
+        advised TP size. ``changes``: number of changes so far. ``preemptions`` (if known): number during this rollout.
     """
     if not _generates(rollout.args):
         return {}

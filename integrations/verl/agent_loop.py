@@ -55,8 +55,9 @@ def check(run: VerlRun, flag: str, reason: str) -> None:
 
 
 def choose(run: VerlRun, part: str) -> None:
-    """Adds the mixin ``part``, the full name of a :class:`WorkerPart`, to the agent-loop workers in verl's configuration.
-    Idempotent.
+    """Adds the mixin ``part`` to the agent-loop workers in verl's configuration. Idempotent.
+
+    ``part`` is the full name of a subclass of :class:`WorkerPart`.
     """
     parts = sorted({*run.get(PARTS, ()), part})
     with open_dict(run.config):

@@ -36,7 +36,7 @@ FILE_KEY = "trainer.rl_accel_telemetry"
 """Key in verl's configuration for the path of the file with response records."""
 WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
-"""Number of steps in a row in which no rollout server answers with a preemption counter. Telemetry then stops reading the counters."""
+"""Number of steps in a row without a preemption counter of any rollout server, after which telemetry stops reading the counters."""
 _MOST_RECORDS = 200_000
 """Maximum number of response records that an agent-loop worker keeps if the trainer process does not fetch the records."""
 _FLAG = "rl_accel.telemetry"

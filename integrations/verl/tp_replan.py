@@ -66,9 +66,7 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
 
 
 def _check_appended(run: VerlRun) -> None:
-    """Refuses a restarted run that ignores the TP size which ``rl-accel run`` has appended to the command. It would restart
-    forever.
-    """
+    """Refuses a restarted run whose command ignores the TP size that ``rl-accel run`` has appended. It would restart forever."""
     size = f"{TP_KEY}={run.get(TP_KEY)}"
     for wanted in json.loads(os.environ.get(OVERRIDES_VAR, "[]")):
         if wanted.startswith(f"{TP_KEY}=") and wanted != size:
@@ -141,8 +139,8 @@ class StepObserver:
 
         Returns:
             {} for a validation (no ``training/global_step`` in ``data``) or without a trainer, else these metrics.
-                ``tp_replan/tp``: current size. ``tp_replan/wanted_tp``: advised size. ``tp_replan/changes``: number of changes so
-                far. ``tp_replan/preemptions``, if known.
+            ``tp_replan/tp``: current size. ``tp_replan/wanted_tp``: advised size. ``tp_replan/changes``: number of changes so far.
+            ``tp_replan/preemptions``, if known.
         """
         trainer = self._find_trainer()
         if trainer is None:

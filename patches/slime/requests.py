@@ -16,8 +16,7 @@ class Watcher(Protocol):
     """Observer of the generation requests of an asyncio task."""
 
     def begin(self) -> str:
-        """Returns the id for a request that is about to be sent. Raises ``asyncio.CancelledError`` if the task must stop instead.
-        """
+        """Returns the id for a request that is about to be sent. Raises ``asyncio.CancelledError`` to stop the task instead."""
 
     def end(self, request_id: str, answer: Any) -> None:
         """Called when a request has ended. ``answer`` is the server's answer; None if the request failed or was cancelled."""

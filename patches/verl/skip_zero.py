@@ -212,8 +212,8 @@ def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[
 
     Returns:
         A tuple ``(wanted, sizes, tokens)``. ``wanted``: number of rows that each rank trains, the same on all ranks. ``sizes``:
-            number of rows in each rank's mini-batch. ``tokens``: number of trained tokens (``loss_mask``) in the mini-batches of
-            all ranks together.
+        number of rows in each rank's mini-batch. ``tokens``: number of trained tokens (``loss_mask``) in the mini-batches of all
+        ranks together.
     """
     from verl.utils import tensordict_utils as tu
     from verl.utils.device import get_device_id

@@ -95,8 +95,9 @@ class Arguments:
         self.packed = pack(self._known, "args")
 
     def changes(self, args: Any) -> Packed:
-        """Returns the packed entries of ``args`` that differ from this copy. Finds a change inside an entry only if it is a dict or
-        list.
+        """Returns the packed entries of ``args`` that differ from this copy.
+
+        Finds a change inside an entry only if the entry is a dict or list.
         """
         known = self._known
         items = vars(args).items()

@@ -206,7 +206,9 @@ class Grading:
         return await run_within(coroutine, limits, spec.name)
 
     async def _run_program(self, prompt: str, sample: Any, teach: bool) -> ExecutionResult:
-        """Runs the program in a response in the sandbox. The score is the share of passed test cases in ``metadata["test_cases"]``.
+        """Runs the program in a response in the sandbox. The score is the share of passed test cases.
+
+        The test cases are in ``metadata["test_cases"]`` of the sample.
         """
         try:
             cases, addition = cases_of((sample.metadata or {}).get("test_cases"))

@@ -115,9 +115,7 @@ class TailDataSource(RolloutDataSource):
         raise RuntimeError("rl_accel.tail_batching keeps its own queue; samples cannot be added to its data source")
 
     def play(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """Runs the rollout ``rollout_id`` and returns the batch to train on. Before the return, lets the rollout servers become
-        idle.
-        """
+        """Runs the rollout ``rollout_id`` and returns the batch to train on. Waits until the rollout servers are idle."""
         self._drops, self._rejected, self._responses.retractions = MetricGatherer(), [], None
         result = self._driver.play(rollout_id, max(last_rollout(self.args, len(self)) - rollout_id, 1))
         async_utils.run(self._engines.drain())

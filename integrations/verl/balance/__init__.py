@@ -94,16 +94,15 @@ class BalancingWorker(agent_loop.WorkerPart):
 
 
 class Observer:
-    """Returns the router's metrics once a step, and adds the router's response lengths to each checkpoint of verl in ``folder``."""
+    """Observer that returns the router's metrics, and adds the router's response lengths to verl's checkpoints in ``folder``."""
 
     def __init__(self, router: Any, folder: Path) -> None:
         self._router, self._folder = router, folder
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the metrics ``balance/<name>`` of :meth:`~rl_accel.rollout.balance.Balance.take_numbers`; {} outside a training
-        step.
+        """Returns the router's metrics ``balance/<name>``; {} outside a training step.
 
-        ``logged`` are the metrics that verl logs, by name.
+        ``logged`` are the metrics that verl logs, by name. :meth:`~rl_accel.rollout.balance.Balance.take_numbers` lists the names.
         """
         import ray
 

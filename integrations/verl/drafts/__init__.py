@@ -94,8 +94,9 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
 
 
 def find_problems() -> list[tuple[str, str]]:
-    """Returns known problems of speculative decoding in the installed vLLM, as pairs (configuration key, reason), for ``rl-accel
-    doctor``.
+    """Returns known problems of speculative decoding in the installed vLLM, for ``rl-accel doctor``.
+
+    A problem is a pair (configuration key, reason).
     """
     try:
         from vllm import _custom_ops  # noqa: F401 (registers what the kernel calls)

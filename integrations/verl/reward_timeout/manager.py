@@ -250,9 +250,7 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _target(self) -> tuple[str, dict[str, Any]]:
-        """Pair of the import path of the reward function, and the configured ``reward_kwargs``, which override keyword arguments of
-        a call.
-        """
+        """Import path of the reward function, and the configured ``reward_kwargs``, which override keyword arguments of a call."""
         if self._is_verls_own:
             return _VERLS_OWN, {}
         custom = OmegaConf.select(self.config, "reward.custom_reward_function", default=None) or {}

@@ -85,8 +85,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         self._limit: float | None = self.config.trainer.v1[MODE].agent_loop_limit
 
     async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:
-        """Starts the responses of ``jobs``, then cancels the responses whose ids are in ``cancel``. Ignores ids of finished
-        responses.
+        """Starts the responses of ``jobs``, then cancels the responses whose ids are in ``cancel``. Ignores finished responses.
 
         ``engines_stop`` is True if the engines are about to abort all their requests at once. Requests that go on after this bulk
         abort are cancelled one by one.
@@ -293,7 +292,7 @@ class Workers:
 
         Returns:
             Events of all workers, in order for each worker; [] if no event arrives in time. In that case, also ends calls to dead
-                engines.
+            engines.
         """
         self._send()
         for index in self._actors.keys() - self._polls.keys():

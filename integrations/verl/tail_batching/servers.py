@@ -131,7 +131,7 @@ async def _is_dead(server: Server) -> bool:
 def _engine_has_failed(server: Any) -> bool:
     """Returns True if the engine of a living server is dead. Called in the server's process.
 
-    vLLM's engine is dead if its flag ``errored`` is set, SGLang's if one of the server's child processes has ended.
+    For vLLM, reads the engine's flag ``errored``. For SGLang, looks for a child process of the server that has ended.
     """
     # SGLang then sends SIGQUIT to the server, but the server of a run in the background of a script ignores this signal.
     pids = getattr(getattr(server, "scheduler_info", None), "all_child_pids", ())
@@ -300,8 +300,7 @@ class RolloutServers:
             _end_servers(dead)
 
     def _tell_all(self, name: str, instead: Callable[[Any], None] | None = None) -> None:
-        """Calls the method ``name`` of every replica. With ``instead``, runs ``instead(server)`` in the process of each first
-        server.
+        """Calls the method ``name`` of every replica, or runs ``instead(server)`` in the process of each replica's first server.
 
         Errors of dead replicas are only logged.
         """
