@@ -170,7 +170,7 @@ def _differences(interface: Any, classes: Iterable[Any]) -> Iterator[str]:
 
 
 def _members(interface: Any) -> dict[str, Any]:
-    """Returns the member names of an interface, mapped to the method, or to None for an attribute. Excludes inherited members."""
+    """Returns a mapping from member name of an interface to the method, or to None for an attribute. Excludes inherited members."""
     own = {n: v for n, v in vars(interface).items() if getattr(v, "__module__", "") == interface.__module__}
     return {**dict.fromkeys(inspect.get_annotations(interface)), **{n: v for n, v in own.items() if callable(v)}}
 

@@ -91,7 +91,7 @@ def _in_loop_of_sglang(server: Any, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _lacks(manager: Any) -> bool:
-    """Returns True if SGLang's tokenizer ``manager`` lacks an attribute that this module uses. SGLang 0.5.12 has all of them."""
+    """Returns True if SGLang's tokenizer ``manager`` lacks an attribute that this module uses."""
     return not all(
         hasattr(manager, name) for name in ("is_pause", "is_pause_cond", "model_update_lock", "rid_to_state")
     )
@@ -158,7 +158,7 @@ def register(name: str, engine: EngineSupport) -> None:
 
 
 def engine_of(config: Any) -> EngineSupport:
-    """Returns the capabilities of the engine that verl's ``config`` names; those of ``EngineSupport()`` for an unknown engine."""
+    """Returns the capabilities of the engine that verl's ``config`` names; the defaults for an unknown engine."""
     return _ENGINES.get(config.actor_rollout_ref.rollout.name, EngineSupport())
 
 

@@ -25,7 +25,7 @@ def packed_returns(
     Args:
         rewards: rewards [S], one per sequence.
         kl: KL per token, one tensor [length] per sequence.
-        masks: same shapes as ``kl``. 0: the token has no reward. Returns accumulate over all tokens, as in slime.
+        masks: same shapes as ``kl``. 0: the token has no reward. The returns accumulate over all tokens, as in slime.
 
     Raises:
         AssertionError: a sequence has no token with a non-zero mask; same message as slime's.

@@ -71,7 +71,9 @@ class StickyRouter(Protocol):
 
 @interface_of("verl.workers.rollout.router:RequestLoadBalancer")
 class Router(LoadBalancer, Protocol):
-    """Methods of a request router that verl calls. ``acquire_server`` is not among them, as only rl-accel's own client calls it."""
+    """Methods of a request router that verl calls."""
+
+    # No ``acquire_server``, because only rl-accel's own client calls it.
 
     @remote
     def release_server(self, server_id: str, request_id: str | None = None) -> None: ...

@@ -127,7 +127,7 @@ def require_silent(loss_function: Callable[..., Any]) -> None:
 
 
 def _config_and_mode(loss_function: Any) -> tuple[Any, Any]:
-    """Returns the actor's configuration and the ``loss_mode`` of verl's ``loss_function``; None for what is not known."""
+    """Returns the actor's configuration and the ``loss_mode`` of verl's ``loss_function``; None where unknown."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return config, getattr(getattr(config, "policy_loss", None), "loss_mode", None)
 
@@ -149,12 +149,10 @@ def _require_verls(loss_function: Any) -> None:
 
 
 def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
-    """Raises ConfigError if leaving out rows (responses) with advantage 0 would change the training or ``actor/entropy_loss``.
-
-    Reads only settings that are equal on all ranks, so that all ranks decide the same.
-    """
+    """Raises ConfigError if leaving out rows (responses) with advantage 0 would change the training or ``actor/entropy_loss``."""
     from verl.utils import tensordict_utils as tu
 
+    # Only settings that are equal on all ranks are read, so that all ranks decide the same.
     if tu.get_non_tensor_data(data, "calculate_entropy", False):
         _refuse(f"{_ACTOR}.calculate_entropy", False, True, "actor/entropy_loss is a mean over all rows")
     if getattr(engine, "_qat_enabled", False):

@@ -179,7 +179,7 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
 
 
 def _warm_up(arguments: Any) -> None:
-    """Grades a made-up sample, so that slime's own grader does its lazy imports before the worker process is forked."""
+    """Grades a made-up sample, so that slime's own grader does its lazy imports before this process is forked for calls."""
     metadata: dict[str, Any] = {"instruction_id_list": [], "kwargs": []}
     sample = Sample(prompt="", response="</think>\\boxed{\\frac{1}{2}}", label="0.51", metadata=metadata)
     if arguments.rm_type and not arguments.rm_type.endswith("remote_rm"):

@@ -260,6 +260,7 @@ def _spec_of_path(path: str) -> GraderSpec:
         raise ConfigError(
             f"rl_accel.reward_timeout.grader wants the dotted path of a function, found {path!r}: {error}"
         ) from error
+    # Many graders are coroutine functions because slime wants one, and block the event loop without awaiting anything.
     is_async = inspect.iscoroutinefunction(called)
     awaits = is_async and _awaits(called)
     if not awaits:
@@ -270,10 +271,7 @@ def _spec_of_path(path: str) -> GraderSpec:
 
 
 def _awaits(function: Any) -> bool:
-    """Returns whether the source code of a coroutine function awaits anything; True if the source code is not available.
-
-    slime accepts only coroutine functions as graders, but many of these functions block the event loop and await nothing.
-    """
+    """Returns whether the source code of a coroutine function awaits anything; True if the source code is not available."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):

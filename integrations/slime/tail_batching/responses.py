@@ -336,10 +336,7 @@ class Responses:
         return events
 
     def outside_engines(self) -> list[int]:
-        """Returns the ids of responses whose generate function is running but has no request at a rollout server.
-
-        An example is a generate function that executes a tool call.
-        """
+        """Returns the ids of responses whose generate function runs without a request at a server, such as during a tool call."""
         sessions = list(self._sessions.items())
         return [i for i, session in sessions if session.began and not session.requests and session.result is None]
 

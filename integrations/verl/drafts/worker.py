@@ -28,7 +28,7 @@ class DraftsWorkerExtension(vLLMColocateWorkerExtension):
     def exchange_drafts(self, responses: Sequence[bytes]) -> tuple[list[bytes], Counter[str]]:
         """Adds ``responses``, which other replicas have finished, to the history of this replica's drafter.
 
-        Returns the responses that this replica has finished since the last call, and the drafter's counts since the last call.
+        Returns a pair: the responses that this replica has finished, and the drafter's counts, both since the last call.
         """
         drafter = self.model_runner.drafter
         drafter.absorb(responses)

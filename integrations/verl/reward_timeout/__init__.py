@@ -30,8 +30,8 @@ from rl_accel.telemetry.metrics import Observer
 
 MANAGER = "RewardTimeoutManager"
 MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
-"""Names of rl-accel's reward manager class ``MANAGER`` and of its module, as values of verl's configuration keys
-``reward.reward_manager.name`` and ``reward.reward_manager.module.path``."""
+"""Values that rl-accel sets for verl's configuration keys ``reward.reward_manager.name`` (``MANAGER``) and
+``reward.reward_manager.module.path`` (``MANAGER_MODULE``)."""
 
 SECTION = "reward_timeout"
 """Name of rl-accel's section under ``reward`` in verl's configuration, with the flags, the wrapped reward manager, and the path of
