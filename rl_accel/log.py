@@ -10,13 +10,10 @@ forget_when_off.append(_warned.clear)
 
 
 class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Log handler that writes a record to standard error if no handler of the root logger accepts the record's level.
-
-    Without this handler, vLLM would hide warnings of rl-accel: vLLM imports ``model_hosting_container_standards``, which sets
-    the root logger and all root handlers to level ERROR.
-    """
+    """Log handler that writes a record to standard error if no handler of the root logger accepts the record's level."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        # vLLM imports model_hosting_container_standards, which sets the root logger and all root handlers to level ERROR
         if not any(record.levelno >= handler.level for handler in logging.getLogger().handlers):
             super().emit(record)
 
@@ -32,10 +29,7 @@ def set_up() -> None:
 
 
 def warn_once(key: Hashable, message: str, *arguments: object) -> None:
-    """Logs a warning, but only once per ``key``. The keys are forgotten when the last enabled feature is turned off.
-
-    ``message`` and ``arguments`` are those of :meth:`logging.Logger.warning`.
-    """
+    """Logs a warning once per ``key``. ``message`` and ``arguments`` are those of :meth:`logging.Logger.warning`."""
     if key not in _warned:
         _warned.add(key)
         logging.getLogger("rl_accel").warning(message, *arguments)

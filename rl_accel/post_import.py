@@ -29,11 +29,11 @@ def when_imported(
 ) -> None:
     """Calls ``callback(module object)`` as soon as the module named ``module`` is imported; at once if it is imported already.
 
-    Callbacks run in the order of registration, in the thread that imports the module. An exception raised by a callback propagates
-    from the import statement. All callbacks of the module then stay registered for a second import.
+    Callbacks run in the order of registration, in the thread that imports the module. If a callback raises an exception, the import
+    statement raises it, and all callbacks of the module stay registered for a second import.
 
     If the import is in progress, calls ``wait(module)`` first. ``wait`` must return once the import is complete, or raise an
-    exception. If the caller holds a lock that callbacks need, ``wait`` must raise, because waiting would deadlock.
+    exception. It must raise if the caller holds a lock that callbacks need, because waiting would deadlock.
     """
     with _lock:
         loaded = sys.modules.get(module)

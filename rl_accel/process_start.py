@@ -18,5 +18,5 @@ def folder() -> str:
 
 
 def removed_variables() -> dict[str, str]:
-    """Returns the environment variables that this process had at its start and has no longer."""
+    """Returns the environment variables that this process had at its start but no longer has."""
     return {name: value for name, value in _VARIABLES.items() if name not in os.environ}

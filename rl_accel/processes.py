@@ -23,7 +23,7 @@ def become_subreaper() -> None:
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """Returns a ``preexec_fn`` that ends a child process when its parent (process ID ``parent``) is killed."""
+    """Returns a ``preexec_fn`` that ends a child process (SIGTERM) when its parent, the process with the ID ``parent``, ends."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def ask() -> None:
@@ -37,13 +37,13 @@ def end_with_parent(parent: int) -> Callable[[], None]:
 def descendants(pid: int | None = None) -> list[psutil.Process]:
     """Returns all living descendants of the process ``pid``, by default of the calling process.
 
-    Also reaps (waits for) those direct children of the calling process that have ended, so that they do not remain as zombies.
+    Also reaps ended children of the calling process, so that they do not remain as zombies.
     """
     return [process for process in psutil.Process(pid).children(recursive=True) if not has_ended(process)]
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Returns whether ``process`` is gone or a zombie. Reaps (waits for) a zombie that is a direct child of the calling process."""
+    """Returns whether ``process`` is gone or a zombie. Reaps a zombie that is a child of the calling process."""
     try:
         if process.status() != psutil.STATUS_ZOMBIE:
             return False
@@ -56,9 +56,9 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float = 2.0) -> list[str]:
-    """Sends SIGTERM to the processes that ``find`` returns, and SIGKILL to those still alive after ``grace_s`` seconds.
+    """Sends SIGTERM to the processes that ``find`` returns and, after ``grace_s`` seconds, SIGKILL to those that it still returns.
 
-    SIGKILL is repeated for up to 10 seconds. A process that survives this is stuck in the kernel and is left alone.
+    SIGKILL is repeated for up to 10 seconds.
 
     Returns:
         Names of the processes that the first call of ``find`` returned. Survivors are added with the suffix ``(still alive)``.
@@ -81,8 +81,8 @@ def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float = 2.0) 
 
 
 def end_descendants(leave_s: float) -> list[str]:
-    """Waits up to ``leave_s`` seconds for the calling process's descendants to end, then ends the rest. Returns the names of the
-    rest."""
+    """Waits up to ``leave_s`` seconds until all descendants of this process have ended. Ends the others, and returns their
+    names."""
     deadline = time.monotonic() + leave_s
     while descendants() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -90,7 +90,7 @@ def end_descendants(leave_s: float) -> list[str]:
 
 
 def shell_exit_code(returncode: int) -> int:
-    """Returns the exit code that a shell would report for a ``Popen.returncode``. This is 128 + n if signal n ended the process."""
+    """Returns the exit code that a shell would report for a ``Popen.returncode``: 128 + n if signal n ended the process."""
     return 128 - returncode if returncode < 0 else returncode
 
 

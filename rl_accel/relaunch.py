@@ -23,8 +23,7 @@ EXIT_CODE = 75
 """Exit code of a trainer that requests a restart (``EX_TEMPFAIL`` of sysexits.h)."""
 NOTE_VAR = "RL_ACCEL_RESTART_FILE"
 OVERRIDES_VAR = "RL_ACCEL_RESTART_OVERRIDES"
-"""Environment variable of a restarted trainer: JSON list of the overrides that were appended to its command. If the command is a
-script that does not pass the overrides on, the trainer notices that its own overrides differ from this list."""
+"""Environment variable of a restarted trainer: JSON list of the overrides that were appended to its command."""
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (*_ENDS, signal.SIGUSR1, signal.SIGUSR2)
@@ -32,7 +31,7 @@ _ORPHANS_S = 5.0
 
 
 class Launches:
-    """Launches a trainer, and launches it again (after ``pause_s`` seconds) if it requests this. Forwards signals to the
+    """Runs a trainer, and runs it again (after ``pause_s`` seconds) if the trainer requests this. Forwards signals to the
     trainer."""
 
     def __init__(self, command: Sequence[str], max_restarts: int, pause_s: float) -> None:
@@ -41,7 +40,7 @@ class Launches:
         self._is_stopped = False
 
     def run(self) -> int:
-        """Launches the command once, and again after each request for a restart. Returns the exit code of the last launch.
+        """Runs the command, and runs it again after each request for a restart. Returns the exit code of the last launch.
 
         The exit code is 128 + n if signal n ended the launch. Must run in the main thread of a process without other tasks.
         """

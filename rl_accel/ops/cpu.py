@@ -27,18 +27,15 @@ def _digest(folder: Path) -> str:
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Disk cache of compiled kernels, keyed by the sources of all files in the kernel's folder.
-
-    numba's own key covers only the file of the compiled function. But a kernel also uses constants of other files, such as sizes
-    of buffers, and would write out of bounds with old sizes. A damaged cache is deleted, and the kernel is compiled again. If
-    the disk is full, each process compiles the kernel.
-    """
+    """Disk cache of compiled kernels. Compiles a kernel again if a source file in its folder has changed or the cache is
+    damaged."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self._sources = _digest(Path(inspect.getfile(function)).parent)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
+        # A kernel also uses constants of other files, such as sizes of buffers, and would write out of bounds with old sizes.
         return (*super()._index_key(sig, codegen), self._sources)
 
     def load_overload(self, *args: Any) -> Any:
@@ -54,9 +51,10 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def compiled(function: Kernel) -> Kernel:
-    """Compiles a Python function to a CPU kernel, which releases the interpreter lock and uses plain IEEE arithmetic.
+    """Compiles a Python function to a CPU kernel, and caches the machine code on disk if possible.
 
-    The machine code is cached on disk if possible."""
+    The kernel releases the interpreter lock and uses plain IEEE arithmetic.
+    """
     jitted: Any = numba.njit(nogil=True, error_model="numpy", fastmath=False)(function)
     with contextlib.suppress(RuntimeError):  # no folder for the cache is writable, neither this file's nor the user's
         jitted._cache = _Cache(function)
@@ -65,8 +63,7 @@ def compiled(function: Kernel) -> Kernel:
 
 
 def run(tasks: Iterable[Callable[[], None]], threads: int) -> None:
-    """Runs ``tasks`` on ``threads`` new threads, or on the calling thread if ``threads`` is 1. Waits for all tasks, then raises the
-    first error."""
+    """Runs ``tasks`` on ``threads`` new threads, or on the calling thread if ``threads`` is 1. Raises the first error of a task."""
     if threads == 1:
         for task in tasks:
             task()

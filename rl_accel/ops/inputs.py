@@ -28,10 +28,10 @@ class Inputs:
     """Checked arguments of a scan (GAE or discounted returns).
 
     Attributes:
-        rewards: [B, T], or packed [N].
+        rewards: [B, T] (batch, tokens), or [N]: the tokens of all sequences one after the other (packed).
         values: the critic's values, in the shape of ``rewards``; None for discounted returns.
         mask: in the shape of ``rewards``, 1 for a token that counts, 0 for a token that is skipped; None: every token counts.
-        offsets: None for [B, T] tensors, else the S + 1 boundaries of the sequences in packed [N] tensors.
+        offsets: S + 1 boundaries of the S packed sequences; None for [B, T] tensors.
         gamma, lam: discount per token and lambda of GAE.
         chunk_size, num_threads: tokens per chunk and number of threads; None for the backend's default.
     """
@@ -69,8 +69,7 @@ def check_scan(
 
     Raises:
         TypeError: an argument is not a dense tensor or not a number, or has an unsupported dtype.
-        ValueError: shapes, dtypes or devices do not fit together, a number is out of range, or ``cu_seqlens`` does not cover all
-            tokens.
+        ValueError: shapes, dtypes or devices differ, a number is out of range, or ``cu_seqlens`` does not cover all tokens.
     """
     rewards = check_tensor("rewards", rewards, FLOATS).detach()
     if rewards.dim() != (2 if cu_seqlens is None else 1):
@@ -96,9 +95,10 @@ def check_tensor(
     of: str = "rewards",
     gradient: bool = True,
 ) -> torch.Tensor:
-    """Returns ``value`` if the argument ``name`` is a dense tensor of one of ``dtypes``.
+    """Returns ``value`` if it is a dense tensor of one of ``dtypes`` and, if ``like`` is given, has the shape and device of
+    ``like``.
 
-    If ``like`` is given, ``value`` must have the same shape and device. ``of`` is the name of ``like`` in error messages.
+    ``name`` and ``of`` are the names of ``value`` and ``like`` in error messages.
 
     Raises:
         TypeError: ``value`` is not a tensor, not dense or of another dtype.
@@ -121,18 +121,18 @@ def check_tensor(
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use. ``torch.get_num_threads()`` would return 1 in a Ray actor, where
-    Ray sets OMP_NUM_THREADS=1."""
+    """Returns the number of cores that this process may use."""
+    # torch.get_num_threads() is 1 in a Ray actor, where Ray sets OMP_NUM_THREADS=1
     return len(os.sched_getaffinity(0))
 
 
 def default_threads() -> int:
-    """Returns the default number of threads of a kernel: the usable cores, at most 16 (16 threads use up the memory bandwidth)."""
-    return min(usable_cores(), 16)
+    """Returns the default number of threads of a kernel: the usable cores, at most 16."""
+    return min(usable_cores(), 16)  # 16 threads use up the memory bandwidth
 
 
 def is_binary(mask: torch.Tensor) -> bool:
-    """Returns whether ``mask`` (with a dtype of ``BINARY_MASKS``) holds only 0 and 1."""
+    """Returns whether ``mask`` holds only 0 and 1. Its dtype must be one of ``BINARY_MASKS``."""
     if mask.dtype == torch.bool or mask.numel() == 0:
         return True
     low, high = torch.aminmax(mask)
@@ -140,11 +140,8 @@ def is_binary(mask: torch.Tensor) -> bool:
 
 
 def check_mask_values(mask: torch.Tensor | None) -> None:
-    """Raises ValueError if a mask on the CPU holds NaN or a value outside [0, 1].
-
-    A mask on an accelerator is not checked, because reading the result would stall the device's queue. With invalid values in
-    such a mask, the results of kernels are meaningless, but no error is raised.
-    """
+    """Raises ValueError if a mask on the CPU holds NaN or a value outside [0, 1]. Does not check a mask on an accelerator."""
+    # on an accelerator, reading the result would stall the device's queue
     if mask is None or mask.device.type != "cpu" or mask.dtype is torch.bool or mask.numel() == 0:
         return
     low, high = torch.aminmax(mask)

@@ -11,7 +11,7 @@ from rl_accel.ops.inputs import BINARY_MASKS, check_tensor, is_binary
 
 
 def check(values: object, mask: object) -> None:
-    """Raises TypeError or ValueError if :func:`masked_whiten` refuses these arguments. Use it to refuse them before other work."""
+    """Raises TypeError or ValueError if :func:`masked_whiten` refuses these arguments."""
     whitened = check_tensor("values", values, (torch.float32, torch.float64), gradient=False)
     counted = check_tensor("mask", mask, BINARY_MASKS, like=whitened, of="values")
     for name, tensor in (("values", whitened), ("mask", counted)):
@@ -24,13 +24,13 @@ def check(values: object, mask: object) -> None:
 
 
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
-    """Shifts ``values`` to zero mean and scales ``values`` to unit variance. Only elements with mask 1 enter mean and variance.
+    """Shifts and scales ``values`` so that the elements with mask 1 have mean 0 and variance 1.
 
     Args:
-        values: any shape, float32 or float64, contiguous, CPU, no gradient. Elements with mask 0 may hold anything, even NaN, and
-            are shifted and scaled like the others.
+        values: any shape, float32 or float64, contiguous, CPU, no gradient. Elements with mask 0 may be NaN, and are shifted and
+            scaled too.
         mask: same shape, 0 and 1 (bool, int32, int64, float32), contiguous, at least two ones.
-        shift_mean: whether the result has zero mean. If False, the mean is added back.
+        shift_mean: False leaves the mean as it is.
 
     Returns:
         A new tensor of the shape and dtype of ``values``.

@@ -19,8 +19,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Sizes of a model, from which the GPU memory needs of weights and key-value cache follow. Each GPU has at least one
-    key-value head, so heads are copied if there are more GPUs.
+    """Sizes of a model, from which the memory of weights and key-value cache on each GPU follows.
 
     Attributes:
         parameters: number of parameters of the model.
@@ -38,25 +37,21 @@ class ModelMemory:
 
     def weight_bytes(self, tp: int, bytes_per_value: int = 2) -> float:
         """Returns the size in bytes of the weights on each GPU at the tensor-parallel size ``tp``."""
-        copies = max(1.0, tp / self.kv_heads)
+        copies = max(1.0, tp / self.kv_heads)  # each GPU has at least one key-value head
         return (self.parameters + self.kv_parameters * (copies - 1)) / tp * bytes_per_value
 
     def kv_bytes_per_token(self, tp: int, bytes_per_value: int = 2) -> int:
         """Returns the bytes per token in the key-value cache of each GPU at the tensor-parallel size ``tp``.
 
-        The result is too large for models with sliding windows, which are not taken into account.
+        The result is too large for models with sliding windows.
         """
         return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * bytes_per_value
 
 
 def read_memory(configuration: Mapping[str, Any]) -> ModelMemory | None:
-    """Computes the GPU memory needs of a model from its configuration (``config.json`` or ``PretrainedConfig.to_dict()``).
+    """Returns the sizes of a model, from its configuration (``config.json`` or ``PretrainedConfig.to_dict()``).
 
-    transformers builds the model without weights, which takes about a second.
-
-    Returns:
-        The memory needs. None if the model family is not in :data:`KNOWN_FAMILIES` or the weights are quantised, because the
-        memory needs would only be a guess then.
+    Returns None if the model family is not in :data:`KNOWN_FAMILIES` or the weights are quantised.
     """
     family = configuration.get("model_type")
     if family not in KNOWN_FAMILIES or configuration.get("quantization_config"):
@@ -79,11 +74,11 @@ def read_memory(configuration: Mapping[str, Any]) -> ModelMemory | None:
 
 
 def read_configuration(path: str, is_quantised: bool, fetch: Callable[[str], str] = str) -> Mapping[str, Any] | None:
-    """Returns the Hugging Face configuration of a model, or None if it cannot be read (:attr:`TpBounds.note` then says so).
+    """Returns the Hugging Face configuration of a model, or None if it cannot be read.
 
     Args:
         path: local folder of the model, or another path or name of the model.
-        is_quantised: whether the engine quantises the weights. If so, the returned configuration has "quantization_config".
+        is_quantised: True if the engine quantises the weights. The result then has the key "quantization_config".
         fetch: function for a ``path`` without a local ``config.json``; returns a path or name from which transformers can load.
     """
     try:
@@ -102,17 +97,16 @@ def read_configuration(path: str, is_quantised: bool, fetch: Callable[[str], str
 class TpBounds:
     """Possible tensor-parallel (TP) sizes of a rollout server.
 
-    A possible size divides the number of GPUs, stays within a node, and leaves room for the key-value cache. vLLM and SGLang also
-    require that the size divides the number of attention heads and the inner sizes of the MLP layers. The size must divide the
-    number of key-value heads or be a multiple of this number. In the latter case, each key-value head is copied to several GPUs.
+    A possible size divides the number of GPUs, fits into a node, and leaves memory for the key-value cache. It divides the number
+    of attention heads and the inner sizes of the MLP layers. It divides the number of key-value heads or is a multiple of this
+    number.
 
     Args:
         flags: flags, of which ``min_tp``, ``max_tp`` and ``memory_gb`` (memory of one GPU in GiB) are used.
         world_size: number of GPUs that a possible size must divide: all GPUs for rollout, divided by the data-parallel size and the
             pipeline-parallel size of a server.
         gpus_per_node: number of GPUs in each node of the cluster.
-        model: configuration of the model as a mapping (``config.json``). For an unknown model family, the numbers of heads limit
-            the sizes, but GPU memory does not.
+        model: configuration of the model (``config.json``). GPU memory limits the sizes only for :data:`KNOWN_FAMILIES`.
         max_tokens: maximum length of a sequence (prompt and response) in tokens.
         memory_share: share of a GPU's memory that the rollout engine may use for weights and key-value cache.
         bytes_per_value: bytes per value of weights and cache; 2 for bfloat16.
@@ -120,7 +114,7 @@ class TpBounds:
 
     Attributes:
         sizes: the possible sizes, ascending.
-        note: text about limits that could not be checked for lack of information; empty if every limit was checked.
+        note: text about limits that could not be checked; "" if all were checked.
 
     Raises:
         ConfigError: no size is possible. The message names the reason for each size.
@@ -170,7 +164,7 @@ class TpBounds:
             raise ConfigError(f"{FLAG}: no tensor-parallel size is possible on {world_size} GPUs: {reasons}")
 
     def obstacles_of(self, size: int) -> str:
-        """Returns the reason why the tensor-parallel size ``size`` is impossible, or an empty string if it is possible."""
+        """Returns the reason why the tensor-parallel size ``size`` is impossible; "" if it is possible."""
         return self._obstacles.get(size, f"there are {len(self._obstacles)} GPUs")
 
 
@@ -201,7 +195,7 @@ def _obstacles_of_model(size: int, model: Mapping[str, Any]) -> Iterator[str]:
 def _obstacles_of_memory(
     size: int, memory: ModelMemory, available: float, tokens: int, bytes_per_value: int
 ) -> Iterator[str]:
-    """Yields the reason if ``available`` GiB of a GPU are too little for its weights and a cache of ``tokens`` tokens."""
+    """Yields a reason if ``available`` GiB of each GPU are too little for the weights and a cache of ``tokens`` tokens."""
     weights = memory.weight_bytes(size, bytes_per_value) / _GIB
     cache = tokens * memory.kv_bytes_per_token(size, bytes_per_value) / _GIB
     if weights + cache > available:

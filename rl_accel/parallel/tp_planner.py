@@ -21,7 +21,7 @@ from rl_accel.rollout.round_driver import METRICS_PREFIX as TAIL_BATCHING
 logger = logging.getLogger("rl_accel")
 
 STATE_FILE = "rl_accel_tp_replan.json"
-"""Name of the file, next to the checkpoints, in which the planner's measurements of past training steps are saved."""
+"""Name of the file with the measurements of past training steps, in the folder of the checkpoints."""
 
 StepKind = Literal["short", "long", "all"]
 """Kind of a training step by its rollout; only steps of the same kind are compared.
@@ -32,35 +32,29 @@ all: a step without tail batching, or a final round of tail batching."""
 Change = Literal["raise", "lower", "roll back"]
 
 RAISE_ABOVE = 1.05
-"""Ratio of the latest preemptions to the mean of earlier ones above which the TP size doubles (value from RollPacker)."""
+"""Ratio of the latest to earlier preemptions above which the TP size doubles (value from RollPacker)."""
 CALM_STEPS = 4
 """Number of training steps in a row without a preemption after which the TP size halves (value from RollPacker)."""
-REFERENCE_STEPS = (6, 15)
-"""Minimum and maximum number of earlier steps that the latest steps are compared with. Fewer steps are too noisy. More steps would
-include an outdated state of the run."""
+REFERENCE_STEPS = (6, 15)  # fewer steps are too noisy, more steps would include an outdated state
+"""Minimum and maximum number of earlier steps with which the latest steps are compared."""
 CONFIRM_STEPS = 2
-"""Number of latest steps that must all have more preemptions than earlier steps, before this counts as a rise."""
+"""Number of latest steps that must all have more preemptions than earlier steps to count as a rise."""
 FEW_PREEMPTIONS = 10
-"""Minimum that is used for the number of preemptions of a step: smaller numbers count as 10. So a rise from 1 to 5 preemptions
-counts as no rise, because another TP size would gain nothing."""
-NOISE = 3.25
-"""Number of standard deviations that a rise of preemptions must exceed. If preemptions vary by 20% at random, about one step in
-2,000 is still taken for a rise."""
+"""Minimum that is used for the number of preemptions of a step. A rise from 1 to 5 preemptions therefore counts as no rise."""
+NOISE = 3.25  # if preemptions vary by 20% at random, about one step in 2,000 is still taken for a rise
+"""Number of standard deviations that a rise of preemptions must exceed."""
 CHECK_STEPS = (5, 20)
-"""Number of steps at a new TP size before the planner decides whether to keep the size: 5 of each kind (:data:`StepKind`) that
-occurred before the change, or 20 of any kind, whichever comes first. The first step at the new size does not count."""
-SLOWER = 0.03
-"""Relative rise of rollout seconds per token above which a change of the TP size is rolled back. A successful change gains 1 to
-4%, according to the RollPacker paper."""
+"""Number of steps at a new TP size before the planner decides whether to keep it: 5 of each kind (:data:`StepKind`) that occurred
+before the change, or 20 in all. The first step at the new size does not count."""
+SLOWER = 0.03  # a successful change gains 1 to 4%, according to the RollPacker paper
+"""Relative rise of rollout seconds per token above which a change of the TP size is rolled back."""
 SURE = 2.0
 """Number of standard errors that a rise of rollout seconds per token must exceed before the TP size is rolled back."""
 RETRY_STEPS = 25
-"""Number of steps for which a change from one TP size to another is blocked. A change is blocked after it was rolled back or not
-carried out. If an increase was successful, the decrease back is blocked. The number doubles each time that the same change is
-blocked, so that a run does not oscillate."""
-WINDOW = 80
-"""Number of latest training steps that the planner remembers. These are enough for long rounds of tail batching, too: about
-every fifth step is a long round, so that the planner remembers about 16 of them."""
+"""Number of steps for which a change of the TP size is blocked after it was rolled back or not carried out. Doubles each time that
+the same change is blocked. After a successful increase, the decrease back is blocked in the same way."""
+WINDOW = 80  # about 16 long rounds of tail batching, which are every fifth step
+"""Number of latest training steps that the planner remembers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +63,10 @@ class Observation:
 
     Args:
         kind: kind of the step, see :data:`StepKind`.
-        tp: TP size at which the step ran, even if another size was requested before.
-        preemptions: number of sequences evicted from the key-value caches of all servers; None: unknown (not the same as 0).
+        tp: TP size at which the step ran.
+        preemptions: number of sequences evicted from the key-value caches of all servers; None: unknown.
         rollout_seconds: seconds from the first launch of a request until the batch was complete; above 0.
-        tokens: number of tokens generated in this time, including those of aborted responses; above 0.
+        tokens: number of tokens generated in this time, including those of cancelled responses; above 0.
     """
 
     kind: StepKind
@@ -89,7 +83,7 @@ class TPDecision:
     Attributes:
         tp: TP size for the next step.
         change: kind of the change; "roll back" returns to the TP size before the last change.
-        reason: reason for the change and expected effect, as one line of text with the numbers.
+        reason: one line of text with the reason and the expected effect.
     """
 
     tp: int
@@ -100,15 +94,13 @@ class TPDecision:
 class TpPlanner:
     """Decides after each training step whether the TP size of the rollout engine should change.
 
-    The TP size doubles when preemptions rise (:func:`find_rise`) and halves after steps without preemptions. The planner then
-    compares rollout seconds per token before and after the change (:func:`compare_speed`), and may roll the change back. Until
-    this check is done, no other change is requested. ``docs/tp-replan.md`` has the whole rule.
-
-    If a step ran at a TP size that the planner did not request, the planner starts anew.
+    The TP size doubles when preemptions rise (:func:`find_rise`) and halves after steps without preemptions. A change that makes
+    rollouts slower (:func:`compare_speed`) is rolled back. Until this check is done, no other change is requested.
+    ``docs/tp-replan.md`` has the whole rule.
 
     Args:
         bounds: the possible TP sizes.
-        max_changes: maximum number of changes in a run. One change is reserved for a rollback, so below 2 nothing ever changes.
+        max_changes: maximum number of changes in a run, including rollbacks. Below 2, nothing ever changes.
     """
 
     def __init__(self, bounds: TpBounds, max_changes: int = 6) -> None:
@@ -137,9 +129,10 @@ class TpPlanner:
         return None if seen.preemptions is None else self._plan()
 
     def _match_request(self, tp: int) -> None:
-        """Checks whether the last requested change was carried out, by the TP size ``tp`` of the latest step.
+        """Updates the planner for the TP size ``tp`` of the latest step.
 
-        If the change was not carried out, blocks it for some steps. If the size has changed, starts a new history of steps."""
+        If a requested change was not carried out, blocks this change for some steps. If the size has changed, starts a new history.
+        """
         asked, self._asked = self._asked, None
         if tp == self._tp:
             if asked is not None:
@@ -200,12 +193,12 @@ class TpPlanner:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ratio of a measurement of the latest steps to the same measurement of earlier steps, averaged over kinds of steps.
+    """Ratio of a measurement in the latest steps to the same measurement in earlier steps.
 
     Attributes:
-        value: value of the ratio; 1 means unchanged.
+        value: the ratio; 1 means unchanged.
         noise: deviation of the ratio from 1 that noise alone may cause.
-        text: measured numbers from which the ratio was computed, as text for the log.
+        text: the numbers from which the ratio was computed, for the log.
     """
 
     value: float
@@ -214,7 +207,7 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool:
-        """True if noise alone may explain why the ratio is above 1."""
+        """True if noise alone may explain a ratio above 1."""
         return self.value - 1 <= self.noise
 
     def __str__(self) -> str:
@@ -222,12 +215,10 @@ class Ratio:
 
 
 def find_rise(history: Sequence[Observation]) -> Ratio | None:
-    """Compares preemptions of the latest steps with preemptions of earlier steps at the same TP size.
+    """Compares preemptions of the latest steps with those of earlier steps at the same TP size.
 
-    Compares steps of the same kind (:data:`StepKind`): the smaller number of the latest two steps, and the mean of earlier
-    steps. The result is the mean over all kinds, weighted by their rollout seconds. A kind with too few earlier steps counts as
-    unchanged. Noise is estimated from differences between successive steps, so that a steady rise does not count as noise. The
-    estimate is at least the noise of events that occur independently of each other (Poisson).
+    For each kind of step (:data:`StepKind`), divides the smaller number of the latest two steps by the mean of earlier steps. The
+    result is the mean over all kinds, weighted by their rollout seconds. A kind with too few earlier steps counts as unchanged.
 
     Returns:
         Ratio of latest to earlier preemptions. None while no kind has enough steps.
@@ -240,23 +231,22 @@ def find_rise(history: Sequence[Observation]) -> Ratio | None:
             continue
         mean = fmean(reference)
         base = max(mean, FEW_PREEMPTIONS)
+        # from successive steps, so that a steady rise does not count as noise
         scatter = fmean((b - a) ** 2 / 2 for a, b in pairwise(reference))
         share = sum(step.rollout_seconds for step in steps) / sum(step.rollout_seconds for step in history)
         rise += share * (max(min(latest), FEW_PREEMPTIONS) / base - 1)
+        # at least the noise of independent events (Poisson), whose variance is their mean
         variance += (share / base) ** 2 * max(scatter, mean, 1.0) * (1 + 1 / len(reference))
         words.append(f"{kind} {min(latest)} over {mean:.4g}")
     return Ratio(1 + rise, NOISE * math.sqrt(variance), ", ".join(words)) if words else None
 
 
 def compare_speed(before: Sequence[Observation], after: Sequence[Observation]) -> Ratio | None:
-    """Compares rollout seconds per token after a change of the TP size with those before the change.
-
-    Only steps of the same kind (:data:`StepKind`) are compared. Otherwise, a change in the mix of kinds would look like a change of
-    speed. Noise is estimated from the scatter of the steps before the change.
+    """Compares rollout seconds per token after a change of the TP size with those before, for steps of the same kind.
 
     Returns:
         Rollout seconds after the change, divided by the seconds that as many tokens would have taken before. None if no kind of
-        step occurs both before and after the change.
+        step (:data:`StepKind`) occurs both before and after the change.
     """
     seconds_per_token = {
         kind: sum(step.rollout_seconds for step in steps) / sum(step.tokens for step in steps)
@@ -279,7 +269,7 @@ def _by_kind(history: Sequence[Observation]) -> dict[str, list[Observation]]:
 
 
 def _calm_steps(history: Sequence[Observation]) -> int:
-    """Returns the number of steps without preemptions since the last step with preemptions or with an unknown number of them."""
+    """Returns the number of latest steps in a row that had no preemptions. An unknown number of preemptions ends the row."""
     return next((i for i, step in enumerate(reversed(history)) if step.preemptions != 0), len(history))
 
 
@@ -289,7 +279,7 @@ class PlannedRun:
     Args:
         bounds: the possible TP sizes.
         max_changes: maximum number of changes in a run, see :class:`TpPlanner`.
-        folder: folder of the checkpoints, where the measurements are saved. None: nothing is saved.
+        folder: folder of the checkpoints, where the measurements are saved; None: they are not saved.
     """
 
     def __init__(self, bounds: TpBounds, max_changes: int, folder: str | None) -> None:
@@ -309,20 +299,19 @@ class PlannedRun:
         seconds: float,
         tokens: float,
     ) -> tuple[TPDecision | None, dict[str, float]]:
-        """Passes a training step to the planner and saves its measurements.
-
-        The first call passes saved steps of earlier launches to the planner before this step.
+        """Passes a training step to the planner and saves its measurements. The first call passes the saved steps of earlier
+        launches before.
 
         Args:
             number: number of the training step or rollout.
-            metrics: metrics of the step. Those of tail batching say what kind of round it was, and replace ``tokens``.
+            metrics: metrics of the step. Those of tail batching, if any, give the kind of round and replace ``tokens``.
             tp: TP size at which the step ran.
             preemptions: number of preemptions of all servers; None: unknown.
             seconds: duration of the rollout in seconds; 0: unknown, and nothing is decided.
             tokens: number of tokens generated in the rollout; 0: unknown, and nothing is decided.
 
         Returns:
-            The requested change of the TP size, or None; and the metrics for the log, by name.
+            Two values: the requested change of the TP size (or None), and the metrics for the log.
         """
         if self._seen is None:
             self._seen = self._replay(number)
@@ -344,7 +333,7 @@ class PlannedRun:
         return change, numbers if preemptions is None else {**numbers, "preemptions": float(preemptions)}
 
     def _replay(self, first: int) -> list[dict[str, Any]]:
-        """Passes the saved steps before step ``first`` to the planner, except steps at impossible TP sizes. Returns these steps."""
+        """Passes the saved steps before step ``first`` to the planner and returns them. Leaves out steps at impossible TP sizes."""
         if self._file is None or not self._file.is_file():
             return []
         try:

@@ -14,7 +14,7 @@ from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.telemetry.aggregates import SMALLEST_GAIN, Range
 
 CANCEL_SECONDS = 0.0007
-"""CPU seconds on one core that it takes to cancel a response at the end of a rollout (docs/benchmarks, tail batching)."""
+"""CPU seconds of one core that it takes to cancel a response at the end of a rollout (measured)."""
 BALANCED_ROUNDS = 4
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
@@ -42,11 +42,11 @@ class Option:
     """A change of the run whose effect is predicted, such as turning on a feature.
 
     Attributes:
-        how: text that the user has to add to the command, to make the change; "" if no settings can make it.
+        how: text to add to the command, to make the change; "" if no settings can make it.
         setup: description of the changed run.
         flags: flags of tail batching.
-        timeout: whether rewards have adaptive time limits (feature reward_timeout).
-        skip_zero: whether responses of advantage 0 are left out of the actor update (feature skip_zero).
+        timeout: True if rewards have adaptive time limits (feature reward_timeout).
+        skip_zero: True if responses of advantage 0 are left out of the actor update (feature skip_zero).
         ours: True for a feature of rl-accel, False for a change that needs no rl-accel.
         cost: disadvantages of the change, as text for the output.
     """
@@ -70,13 +70,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Answer:
-    """Predicted effect of an option.
+    """Predicted effect of an option (a change of the run).
 
     Attributes:
-        outcome: prediction for the run with the option; each field is the mean over all random draws.
-        ratio: step seconds of the unchanged run, divided by step seconds with the option.
-        low, high: bounds of the 95% interval of ``ratio`` over the draws.
-        more_memory: relative increase of the peak number of tokens in a key-value cache.
+        outcome: prediction for the changed run; each field is the mean over all random draws.
+        ratio: step seconds of the unchanged run, divided by those of the changed run.
+        low, high: bounds of the 95% interval of ``ratio``.
+        more_memory: relative increase of the maximum number of tokens in a key-value cache.
     """
 
     option: Option
@@ -99,9 +99,9 @@ def rounds_of(
 
     Args:
         seed: seed of the simulation.
-        timeout: whether rewards have adaptive time limits.
-        ends: True if these rollouts are the whole training. The last rollout then runs all remaining prompts, and prompts come in
-            the order of the data. False if training goes on after them; ``seed`` then shuffles the prompts, too.
+        timeout: True if rewards have adaptive time limits.
+        ends: True if training ends with these rollouts. The last rollout then runs all remaining prompts. If False, training goes
+            on, and ``seed`` also shuffles the prompts.
     """
     run = TailRun(setup.prompts, setup.responses, flags)
     limits = AdaptiveTimeout(RewardTimeoutFlags(maximum=PROGRAM_BUDGET)) if timeout else None
@@ -110,11 +110,10 @@ def rounds_of(
 
 
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
-    """Returns the mean of ``value`` per rollout, as if training went on after the simulated ``rounds``.
+    """Returns the mean of ``value`` per rollout, including the long rounds that prompts in tail batching's queue still need.
 
-    After the last rollout, prompts may still wait in tail batching's queue. They need further long rounds (rollouts that wait
-    for all responses), which the mean includes. A further long round is assumed to have the mean value of the simulated long
-    rounds or, if there are none, the largest value of all rounds. ``prompts``: number of prompts in a batch.
+    Each of these long rounds counts with the mean value of the simulated long rounds or, if there are none, the largest value of
+    all rounds. ``prompts``: number of prompts in a batch.
     """
     values = [value(played) for played in rounds]
     long = [value(played) for played in rounds if played.metrics.kind == "long"]
@@ -123,10 +122,10 @@ def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float
 
 
 def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Prediction:
-    """Returns means over the simulated rollouts ``rounds``, and the step seconds that follow from the means.
+    """Returns the prediction that follows from the simulated rollouts ``rounds``.
 
-    ``ends``: True if training ends with the last of these rollouts. If False, prompts may remain in tail batching's queue, and
-    the means also cover the further rollouts of these prompts (:func:`steady`).
+    ``ends``: True if training ends with the last rollout. If False, the means include the further rollouts of prompts that are
+    still in tail batching's queue (:func:`steady`).
     """
 
     def mean(value: Callable[[Round], float]) -> float:
@@ -143,10 +142,10 @@ def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Pre
 
 
 def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
-    """Simulates rollouts with the feature balance (:class:`~rl_accel.rollout.balance.Balance` assigns requests to replicas).
+    """Predicts rollouts with the feature balance.
 
-    Only the first :data:`BALANCED_ROUNDS` rollouts are simulated, because one simulation of 512 prompts of 16 responses takes
-    seconds. Their mean gain is subtracted from the mean seconds of all rollouts, simulated without the feature.
+    Simulates balance for the first :data:`BALANCED_ROUNDS` rollouts only, because this is slow. Subtracts the mean gain from the
+    mean seconds of all rollouts without balance.
     """
     stock, few = replace(setup, cluster=Cluster), min(rounds, BALANCED_ROUNDS)
     whole, plain, migrating = (
@@ -158,7 +157,7 @@ def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
 
 
 def options_of(setup: Setup) -> list[Option]:
-    """Returns the options to evaluate for a run: features of rl-accel, then alternatives."""
+    """Returns the changes of a run whose effect is predicted: features of rl-accel, then alternatives."""
     return [*_features(setup), *_alternatives(setup)]
 
 
@@ -203,7 +202,8 @@ def _features(setup: Setup) -> Iterator[Option]:
 
 
 def _alternatives(setup: Setup) -> Iterator[Option]:
-    """Yields changes of the run that need no rl-accel: twice the replicas, other numbers of slots, half the limit of tokens."""
+    """Yields changes of the run that need no rl-accel: twice the replicas, other numbers of slots, half the maximum response
+    length."""
     more = replace(setup, replicas=2 * setup.replicas)
     yield Option("twice the replicas", "", more, ours=False, cost="GPUs")
     slots, waiting = setup.engine.slots, _requests_wait(setup)
@@ -231,10 +231,9 @@ def _requests_wait(setup: Setup) -> bool:
 def answer(
     setup: Setup, options: Sequence[Option], draws: int, rounds: int, note: Callable[[], None] = lambda: None
 ) -> list[Answer]:
-    """Predicts the effect of each option, from ``draws`` random draws of ``rounds`` rollouts each.
+    """Predicts the effect of each option (a change of the run), from ``draws`` random draws of ``rounds`` rollouts each.
 
-    Returns the result for the unchanged run, followed by one result per option. Draw number n has the same random seed for each
-    option and for the unchanged run, so that both can be compared. ``note`` is called after each draw, to show progress.
+    Returns the prediction for the unchanged run, then one per option. ``note`` is called after each draw, to show progress.
     """
 
     answers: list[Answer] = []
@@ -242,7 +241,7 @@ def answer(
     for option in [Option("as it is", "", setup, ours=False), *options]:
         predictions = []
         for draw in range(draws):
-            predictions.append(option.simulate(rounds, draw))
+            predictions.append(option.simulate(rounds, draw))  # the same seed for each option
             note()
         base = base or predictions
         mean, plain = mean_of(predictions), mean_of(base)
@@ -259,9 +258,9 @@ def mean_of(outcomes: Sequence[Prediction]) -> Prediction:
 
 
 def best_of(answers: Sequence[Answer]) -> Answer | None:
-    """Returns the answer of the feature of rl-accel with the highest gain; None if no feature gains anything.
+    """Returns the answer for the feature of rl-accel with the highest gain; None if no feature gains anything.
 
-    Gains that differ by less than :data:`SMALLEST_GAIN` count as equal; the first of these answers is returned.
+    Of gains that differ by less than :data:`SMALLEST_GAIN`, the first counts.
     """
     ours = [answer for answer in answers if answer.option.ours and not answer.is_nothing]
     most = max((answer.ratio for answer in ours), default=0.0)

@@ -7,16 +7,12 @@ from rl_accel.features import BalanceFlags
 from rl_accel.rollout.balance import Balance, Instruction
 from rl_accel.rollout.simulation import Cluster, EngineModel, Request
 
-TICK = 4.0
-"""Simulated seconds between calls of ``Balance.tick``. A real run calls ``tick`` several times per second, but more calls do not
-increase the gain in the simulation."""
+TICK = 4.0  # a real run calls it several times per second, which gains nothing more in the simulation
+"""Simulated seconds between calls of ``Balance.tick``."""
 
 
 class BalancedCluster(Cluster):
-    """Simulated replicas that share one queue of requests.
-
-    ``core`` decides which replica runs a request, and when a running request migrates. Its decisions take no simulated time.
-    """
+    """Simulated replicas that share one queue of requests. ``core`` assigns requests to replicas and migrates running requests."""
 
     def __init__(self, engine: EngineModel, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:
         super().__init__(engine, replicas, prompt_tokens)
@@ -40,7 +36,7 @@ class BalancedCluster(Cluster):
         prompts: Sequence[int] | None = None,
         replicas: Iterable[int] | None = None,
     ) -> None:
-        """Launches requests. :class:`Balance` chooses the replica of each request, so the argument ``replicas`` is ignored."""
+        """Launches requests. Ignores ``replicas``, because :class:`Balance` chooses the replica of each request."""
         self._tick = max(self._tick, self.now)
         had = tokens or repeat(0.0, len(ids))
         for request_id, length, begun, prompt in zip(ids, lengths, had, prompts or ids, strict=True):
@@ -48,7 +44,7 @@ class BalancedCluster(Cluster):
             self._carry_out(self._core.request(str(request_id), self.now, str(prompt), self._prompt_tokens))
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
-        """Stops running or waiting requests. Returns the number of tokens that each of these requests has generated."""
+        """Stops running or waiting requests. Returns the number of tokens that each request has generated."""
         tokens: list[int] = []
         instructions: list[Instruction] = []
         for request_id in ids:
@@ -59,7 +55,7 @@ class BalancedCluster(Cluster):
         return tokens
 
     def next_event(self) -> float:
-        """Returns the simulated time of the next event in seconds, or infinity if there is no next event."""
+        """Returns the simulated time of the next event in seconds; infinity if there is none."""
         return min(super().next_event(), self._tick) if self._wanted else super().next_event()
 
     def happen(self) -> Request | None:

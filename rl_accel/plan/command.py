@@ -26,7 +26,7 @@ _PUBLISHED = "published:"
 
 
 def _engine(_: Any, __: Any, value: str | None) -> EngineModel | str | None:
-    """Parses ``--step-seconds``. Returns an engine model for "1:0.02,64:0.04", and the text ``MODEL`` for "published:MODEL"."""
+    """Parses ``--step-seconds``: "1:0.02,64:0.04" gives an engine model, "published:MODEL" gives the text ``MODEL``."""
     if value is None or value.startswith(_PUBLISHED):
         return value and value.removeprefix(_PUBLISHED)
     try:

@@ -13,13 +13,11 @@ from rl_accel.rollout.simulation import Cluster, EngineModel, Floats
 from rl_accel.telemetry.stage_clock import Response
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
-"""Numbers of running requests for which the seconds of a decoding step are fitted; in between, the seconds are linear. Numbers
-closer together could not be fitted separately."""
+"""Numbers of running requests for which the seconds of a decoding step are fitted; in between, the seconds are linear."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
 """Names of the constants of :class:`EngineModel` that are fitted in addition to ``step_seconds``."""
 _MAX_RESPONSES = 20_000
-"""Maximum number of responses in a fit, which then takes some ten seconds. More responses are reduced to about this number at
-random."""
+"""Maximum number of responses in a fit. More responses are reduced to about this number at random."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Fit:
 
     Attributes:
         engine: the engine model with the fitted constants.
-        error: root mean square error of the seconds of a response, relative to the mean seconds of a response.
+        error: root mean square error of the seconds of a response, relative to their mean.
         responses: number of responses in the fit.
     """
 
@@ -40,7 +38,7 @@ class Fit:
 class _Batch:
     """Responses of one rollout server in one training step.
 
-    Holds three arrays, ordered by begin time: begin times in seconds, end times in seconds, and numbers of tokens.
+    Holds arrays, ordered by begin time: ``begins`` and ``ends`` in seconds, and ``tokens``, the number of tokens.
     """
 
     def __init__(self, responses: Sequence[Response]) -> None:
@@ -50,8 +48,7 @@ class _Batch:
     def seconds(self, cluster: Cluster) -> Floats:
         """Simulates the responses on ``cluster``. Returns the seconds that each response takes.
 
-        Responses begin in the measured order: if n responses had ended in the measured run before a response began, it begins in
-        the simulation when n responses have ended.
+        A response begins in the simulation once as many responses have ended as before its begin in the measured run.
         """
         tokens = self.tokens.astype(int).tolist()
         began, ended = np.zeros(len(tokens)), np.zeros(len(tokens))
@@ -79,8 +76,6 @@ def fit_engine(
 ) -> Fit:
     """Fits the constants of an engine model to the measured seconds of responses, by least squares.
 
-    In the fitted model, a decoding step with more running requests is never shorter.
-
     Args:
         steps: measured responses of each training step.
         prompt_tokens: number of tokens in each prompt.
@@ -88,7 +83,7 @@ def fit_engine(
         cache_tokens: capacity of the key-value cache in tokens.
 
     Raises:
-        RlAccelError: too few responses have tokens and times.
+        RlAccelError: fewer than 16 responses have tokens and times.
     """
     batches = _batches_of(steps)
     seconds = np.concatenate([np.empty(0), *(batch.ends - batch.begins for batch in batches)])
@@ -107,7 +102,8 @@ def fit_engine(
 
 
 def _batches_of(steps: Sequence[Sequence[Response]]) -> list[_Batch]:
-    """Groups responses by training step and rollout server. Drops responses without tokens. Keeps about :data:`_MAX_RESPONSES`."""
+    """Groups responses by training step and rollout server. Leaves out responses without tokens and, if there are more than
+    :data:`_MAX_RESPONSES`, random groups."""
     batches: dict[tuple[int, str | None], list[Response]] = {}
     for number, step in enumerate(steps):
         for response in step:
@@ -122,28 +118,26 @@ def _batches_of(steps: Sequence[Sequence[Response]]) -> list[_Batch]:
 
 
 def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: int, **limits: Any) -> Floats:
-    """Returns the matrix of the least-squares problem, shape [responses, constants]. The matrix times the constants gives the
-    seconds.
+    """Returns the matrix [responses, constants] that gives the seconds of the responses when it is multiplied by the constants.
 
-    Column n holds the simulated seconds of the responses if constant n is 1 and all others are 0. This is exact, because seconds
-    are linear in the constants: lengths, slots and cache size alone determine the decoding steps in which a response runs.
+    The constants are the seconds of a decoding step with ``knots[0]`` running requests, the increase from each knot to the next,
+    and :data:`_CONSTANTS`. Column n holds the simulated seconds of the responses if constant n is 1 and all others are 0.
 
-    The constants are the seconds of a decoding step with ``knots[0]`` running requests, the increase of these seconds from each
-    knot to the next, and :data:`_CONSTANTS`. ``limits``: slots and cache size of the engine.
+    ``limits``: slots and cache size of the engine.
     """
     count = len(knots)
 
     def simulated(rise: int, **constant: Any) -> Floats:
-        """Returns the simulated seconds of each response for an artificial engine, whose decoding steps take 1 s to 2 s.
+        """Returns the simulated seconds of each response for an engine whose decoding steps take 1 s to 2 s.
 
-        A step takes 1 s with up to ``knots[rise - 1]`` running requests, and 2 s with ``knots[rise]`` or more; in between, the
-        seconds rise linearly. If ``rise`` is ``len(knots)``, each step takes 1 s. ``constant``: other constants of the engine, 0
-        if missing.
+        A step takes 1 s with up to ``knots[rise - 1]`` running requests, 2 s with ``knots[rise]`` or more, and a linear mix in
+        between. If ``rise`` is ``len(knots)``, each step takes 1 s. ``constant``: other constants of the engine, 0 if missing.
         """
         paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
         engine = EngineModel(paces, **limits, **constant)
         return np.concatenate([batch.seconds(Cluster(engine, 1, prompt_tokens)) for batch in batches])
 
+    # exact, because lengths, slots and cache size alone determine the decoding steps in which a response runs
     level = simulated(count)
     columns = [level, *(simulated(rise) - level for rise in range(1, count))]
     columns += [simulated(count, **{name: 1.0}) - level for name in _CONSTANTS]
@@ -151,8 +145,8 @@ def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: 
 
 
 def _least_squares(factors: Floats, seconds: Floats, least: float) -> Floats:
-    """Returns the constants with the best fit of ``factors @ constants`` to ``seconds``. The first constant is at least
-    ``least``, all others are at least 0."""
+    """Returns the constants with the best fit of ``factors @ constants`` to ``seconds``; the first at least ``least``, the others
+    at least 0."""
     from scipy.optimize import lsq_linear
 
     norms = np.linalg.norm(factors, axis=0)

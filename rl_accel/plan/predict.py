@@ -27,7 +27,7 @@ _OURS, _MODE = "rl_accel.", "trainer.v1.trainer_mode="
 
 
 def flags_of_words(words: Iterable[str]) -> Flags:
-    """Returns the rl-accel flags among the words of a command. Such words have verl's form ``+rl_accel.…=…`` or ``++rl_accel.…=…``.
+    """Returns the rl-accel flags among the words of a command, such as ``+rl_accel.gae.enable=True``.
 
     Raises:
         ConfigError: a flag is invalid.
@@ -38,18 +38,15 @@ def flags_of_words(words: Iterable[str]) -> Flags:
 
 
 def asynchronous_mode(words: Iterable[str]) -> str:
-    """Returns the word of a command that turns on an asynchronous trainer mode of verl; "" if there is none.
-
-    Runs in an asynchronous mode cannot be predicted. If the mode is set several times, the last word counts.
-    """
+    """Returns the word of a verl command that turns on an asynchronous trainer mode; "" if there is none."""
     mode = next((word for word in reversed([*words]) if word.lstrip("+").startswith(_MODE)), "")
     return mode if "async" in mode else ""
 
 
 def words_of_run(folder: Path, run: Profile) -> list[str]:
-    """Returns the command that started a run, as a list of words, if ``rl-accel ab`` has saved the command.
+    """Returns the words of the command that started a run, if ``rl-accel ab`` has saved the command.
 
-    Otherwise, returns words that enable the features that were on according to the run's log.
+    Otherwise, returns words that turn on the features that the run's log names.
     """
     kept = (folder if folder.is_dir() else folder.parent) / "run.json"
     with contextlib.suppress(OSError, *BAD_RECORD):  # no such file, or a file of another program
@@ -67,8 +64,8 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
         draws: number of random draws, each of which simulates the whole run.
 
     Returns:
-        The mean prediction over all draws. And the mean rollout seconds of each draw, shape [draws], multiplied by random errors of
-        the simulation, which are drawn from the errors at the other run (``setup.uneven``).
+        Two values: the mean prediction over all draws; and the mean rollout seconds of each draw, shape [draws], with random errors
+            like those at the other run (``setup.uneven``).
     """
     in_rounds, limited = (flags.requested(feature) != "off" for feature in (TAIL_BATCHING, REWARD_TIMEOUT))
     poll = 0.0 if in_rounds or flags.requested(SAMPLER) != "off" else POLL_SECONDS
@@ -88,7 +85,7 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
 def check(first: Path, second: Path, options: Mapping[str, Any], console: Console) -> None:
     """Predicts the run in ``second`` from the run in ``first``. Prints predicted and measured seconds and wasted tokens.
 
-    ``options``: values of the options of ``rl-accel plan``.
+    ``options``: options of ``rl-accel plan``, by name.
 
     Raises:
         RlAccelError: a run cannot be read, or the second run trains asynchronously.

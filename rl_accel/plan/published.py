@@ -8,9 +8,7 @@ from rl_accel.rollout.workload import load
 def engine(model: str, tp: int | None = None) -> EngineModel:
     """Returns the engine model for a replica of the language model ``model`` on ``tp`` H800 GPUs.
 
-    By default, ``tp`` is the TP size of RollPacker's published runs of this model. The seconds of a decoding step are the sum of
-    a fixed overhead, the time to read weights and cache from memory, and the time to compute a token for each request. With
-    several GPUs, each layer adds a wait for all GPUs.
+    By default, ``tp`` is the TP size of RollPacker's published runs of this model.
 
     Raises:
         RlAccelError: no constants are known for the model.

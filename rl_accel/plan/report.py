@@ -26,7 +26,7 @@ _WANTS = {
     " critic, KL or entropy term",
     "balance": "it wants several replicas with fewer slots than requests, and --slots says how many they have",
 }
-"""Mapping from feature to a text that says what its prediction needs. Printed if the plan has no prediction for the feature."""
+"""Text for each feature that says what its prediction needs. Printed if the plan has no prediction for the feature."""
 _ANSWERS: Mapping[str, Callable[[Answer], str]] = {
     "": lambda a: a.option.name,
     "rollout": lambda a: format_seconds(a.outcome.rollout_seconds),
@@ -45,9 +45,9 @@ class Plan:
 
     Attributes:
         setup: the run that was simulated.
-        fit: fit of the engine model to the run's telemetry; None if the user has described the engine.
-        answers: result for the unchanged run, then one result per option (a feature or an alternative).
-        drawn: sentence for the output, with the numbers of random draws and rollouts.
+        fit: fit of the engine model to the run's telemetry; None without telemetry.
+        answers: prediction for the unchanged run, then one per option (a feature or an alternative).
+        drawn: sentence with the numbers of random draws and rollouts.
         advice: sentences with advice on verl's own settings.
         preemptions: measured number of preemptions per step of the run.
     """

@@ -27,15 +27,15 @@ class Setup:
     Args:
         prompts, responses: number of prompts in a batch, and number of responses per prompt.
         replicas: number of replicas of the rollout engine.
-        engine: performance model (simulated speed) of the engine in each replica.
+        engine: speed model of the engine in each replica.
         workload: lengths and reward times of the responses.
         stages: mean seconds of each stage of a step except the rollout stage ``gen``, by stage name.
         poll_seconds: seconds between the trainer's checks whether the rollout is done; 0: the trainer notices the end at once.
         after_seconds: seconds of the stage ``gen`` that follow after the trainer has noticed the end of the rollout.
-        cluster: class of the simulated cluster; a subclass may route requests differently.
-        uneven: errors of the simulation: measured seconds divided by simulated seconds, for each rollout of the measured run.
-        zero_shares: share of the stage ``update_actor`` that the feature skip_zero saves: first the measured share, then
-            bootstrap samples of it. The share is measured in characters of prompts and responses. Empty: nothing is saved.
+        cluster: class of the simulated cluster.
+        uneven: measured seconds divided by simulated seconds, for each rollout of the measured run.
+        zero_shares: share of the stage ``update_actor`` that the feature skip_zero saves: first the measured share, then bootstrap
+            samples of it. Empty: nothing is saved.
         is_slime: True for a run of slime, False for a run of verl.
     """
 
@@ -63,14 +63,15 @@ class Setup:
         return sum(self.stages.values()) - self.training_seconds
 
     def noticed(self, seconds: float) -> float:
-        """Returns the seconds of the stage ``gen``: rollout seconds, rounded up to the next poll, plus ``after_seconds``."""
+        """Returns the seconds of the stage ``gen`` for a rollout of ``seconds``: rounded up to the next poll, plus
+        ``after_seconds``."""
         poll = self.poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
     def skipping_zero(self, seed: int) -> "Setup":
         """Returns the setup with the feature skip_zero, which shortens the stage ``update_actor``.
 
-        The saved share is ``zero_shares[seed % len(zero_shares)]``, or 0 if ``zero_shares`` is empty.
+        The saved share is one of ``zero_shares``, chosen by ``seed``.
         """
         share = self.zero_shares[seed % len(self.zero_shares)] if self.zero_shares else 0.0
         update = self.stages.get("update_actor", 0.0) * (1 - share)
@@ -78,11 +79,7 @@ class Setup:
 
 
 def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | None]:
-    """Returns the setup of a run, and the fit of the engine model to the run's telemetry. Without telemetry, the fit is None.
-
-    The batch size is taken from steps in which no response was cut off. (With tail batching, only long rounds are such steps.)
-    Lengths are taken from all steps, even warm-up steps, so that prompts are in the order of the data. The engine model is
-    fitted to the steps after the warm-up.
+    """Returns the setup of a run, and the fit of the engine model to the run's telemetry (None without telemetry).
 
     Args:
         run: profile of the run.
@@ -98,6 +95,7 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
     if run.estimate is not None:
         return _setup_of_aggregates(run, run.estimate, options), None
     steps = list(run.responses.values())
+    # steps that show the whole batch; with tail batching, only long rounds do
     whole = [by_prompt(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     if not steps:
         needs = f"{LEAST_STEPS} steps after the warm-up with response_length/mean and response_length/max"
@@ -114,6 +112,7 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
     rewards = np.array(
         [r.rewarded - r.generated for step in steps for r in step if r.rewarded and r.generated is not None]
     )
+    # run.kept includes warm-up steps, so that prompts are in the order of the data
     setup = Setup(
         options.get("prompts") or max(map(len, whole)),
         options.get("responses") or max(len(group) for groups in whole for group in groups),
@@ -130,8 +129,8 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
 
 
 def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str, Any]) -> Setup:
-    """Returns the setup of a run without telemetry, from the means and maxima in its log. Many distributions of lengths fit
-    these numbers; each random draw of the plan uses one of them."""
+    """Returns the setup of a run without telemetry. Each random draw uses another distribution of lengths that fits the run's
+    log."""
     rollouts = estimate.rollouts
     responses = options.get("responses") or rollouts.group
     if responses is None:
@@ -176,12 +175,12 @@ def _measured_over_simulated(setup: Setup, step: Sequence[Response]) -> float:
 def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
     """Returns the number of tokens of each response, one list per prompt.
 
-    The final length of a response that was cut off is unknown; a random longer length of a completed response takes its place.
-    If some steps have cut-off responses, all other steps are left out: these are long rounds of tail batching, in which prompts
-    of earlier steps run again.
+    A response that was cut off gets the length of a random longer response that was completed. If responses were cut off in some
+    steps, only these steps are used.
     """
     rng = np.random.default_rng(0)
     ended = np.sort([r.tokens or 1 for step in steps for r in step if r.outcome == COMPLETED])
+    # the other steps are then long rounds of tail batching, in which prompts of earlier steps run again
     cut = [step for step in steps if any(r.outcome != COMPLETED for r in step)]
 
     def length(response: Response) -> float:

@@ -10,7 +10,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 
 
 def _device_module() -> types.ModuleType:
-    """Returns a substitute for ``torch.cuda``: functions of ``torch.cpu``, and functions with constant results (1 device)."""
+    """Returns a module that replaces ``torch.cuda``: functions of ``torch.cpu``, and functions with constant results."""
 
     def always(value: Any) -> Callable[..., Any]:
         return lambda *_args, **_kwargs: value
@@ -44,7 +44,7 @@ def _device_module() -> types.ModuleType:
 
 
 class PlatformCPU(PlatformBase):
-    """Platform of verl on CPU cores. Each rank reserves one unit of Ray's resource "GPU", although there is no GPU."""
+    """Implementation of verl's platform interface on CPU cores."""
 
     device_name = "cpu"
     vendor_name = "cpu"

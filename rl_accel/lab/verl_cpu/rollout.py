@@ -29,10 +29,9 @@ logger = logging.getLogger("rl_accel")
 
 
 class CPURolloutServer:
-    """Server of one replica of the rollout model, with the methods that verl calls on a vLLM or SGLang server actor.
+    """Rollout server of one replica on the CPU, with the methods that verl calls on a vLLM or SGLang server actor.
 
-    The exception of a failed request reaches only the caller of this request. If a caller cancels a :meth:`generate` call with
-    ``ray.cancel``, the slot of the request is free again before the next decoding step.
+    Cancelling a :meth:`generate` call with ``ray.cancel`` frees the slot of the request before the next decoding step.
     """
 
     def __init__(self, config: Any, model_config: Any, replica_rank: int) -> None:
@@ -68,7 +67,7 @@ class CPURolloutServer:
     ) -> TokenOutput:
         """Generates one response. Prompt and response are sequences of token ids.
 
-        While the server rejects requests (see :meth:`abort_all_requests`), returns an empty response with stop reason "aborted".
+        Returns an empty response with stop reason "aborted" while the server rejects requests (:meth:`abort_all_requests`).
 
         Raises:
             ValueError: the prompt is invalid or too long, a sampling parameter is unknown, or images, video or audio are given.
@@ -103,7 +102,8 @@ class CPURolloutServer:
         )
 
     async def load_weights(self, weights: dict[str, torch.Tensor], global_steps: int | None) -> None:
-        """Loads ``weights`` (name -> tensor) into the model as version ``global_steps``. None keeps the current version number."""
+        """Loads ``weights`` (tensors by name) into the model. ``global_steps``: new version number of the weights; None:
+        unchanged."""
         await asyncio.wrap_future(self._engine.load_weights(weights))
         if global_steps is not None:
             self._global_steps = global_steps
@@ -112,7 +112,8 @@ class CPURolloutServer:
         self._global_steps = global_steps
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Ends all requests. Later requests wait for :meth:`resume_generation`, or are aborted at once if ``reject_request``."""
+        """Ends all requests. Later requests wait for :meth:`resume_generation`; with ``reject_request``, they end at once
+        instead."""
         self._rejecting, self._paused = reject_request, True
         return {"aborted_count": await asyncio.wrap_future(self._engine.pause())}
 
@@ -121,12 +122,12 @@ class CPURolloutServer:
         await asyncio.wrap_future(self._engine.resume())
 
     async def abort_request(self, request_id: str) -> dict[str, Any]:
-        """Ends the requests with the id ``request_id``. ``aborted`` in the result is True if there were such requests."""
+        """Ends the requests with the id ``request_id``. "aborted" in the returned dict is True if there was such a request."""
         count = await asyncio.wrap_future(self._engine.abort(request_id))
         return {"aborted": count > 0, "request_id": request_id}
 
     async def sleep(self) -> None:
-        """Waits until all requests in flight have ended, unless the server is paused. Unlike vLLM's server, frees no memory."""
+        """Waits until all requests have ended. Returns at once if the server is paused. Frees no memory."""
         if self._inflight and not self._paused:
             await asyncio.wait(self._inflight)
 
@@ -153,10 +154,10 @@ _OPTIONS = ("seconds_per_step", "kv_tokens", "weight_tokens")
 
 
 def _engine_options(config: RolloutConfig) -> dict[str, Any]:
-    """Reads the options of the engine from ``rollout.engine_kwargs.hf_cpu``. Returns them as arguments of :class:`Engine`.
+    """Returns keyword arguments of :class:`Engine`, read from verl's section ``rollout.engine_kwargs.hf_cpu``.
 
     Raises:
-        ValueError: a key is not among :data:`_OPTIONS`, or ``weight_tokens`` is invalid.
+        ValueError: a key is not among :data:`_OPTIONS`, or ``weight_tokens`` is no whole number of at least 0.
     """
     options = dict(config.engine_kwargs.get("hf_cpu") or {})
     if unknown := options.keys() - set(_OPTIONS):
@@ -189,10 +190,7 @@ def server_name(replica_rank: int, role: str = "") -> str:
 
 
 class CPURolloutReplica(RolloutReplica):
-    """Rollout replica with a single server actor on the CPU. The model is never split.
-
-    With a tensor-parallel size of n, n ranks share the server, whose key-value cache has the memory of all n ranks.
-    """
+    """Rollout replica on the CPU: one server actor, which all ranks of a tensor-parallel group share."""
 
     async def launch_servers(self) -> None:
         tp = self.config.tensor_model_parallel_size
@@ -215,8 +213,7 @@ class CPURolloutReplica(RolloutReplica):
 
 
 class CPUServerAdapter(BaseRollout):
-    """Sends weights from training workers to a rollout server through Ray's object store. Of the ranks that share a server, only
-    the first one sends."""
+    """Sends new weights from the training workers to the rollout server, through Ray's object store."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -225,11 +222,9 @@ class CPUServerAdapter(BaseRollout):
         self.is_leader_rank = rank % tp == 0
 
     async def resume(self, tags: list[str]) -> None:
-        """Does nothing, because :meth:`release` frees no memory.
-
-        Does not even contact the server. verl calls this method before all ranks gather the weights together. If one rank raised
-        an error, such as that of a dead server, the other ranks would wait forever.
-        """
+        """Does nothing, because :meth:`release` frees no memory."""
+        # Must not even contact the server: every rank calls this before all ranks gather the weights. If one rank raised an
+        # error, such as that of a dead server, the other ranks would wait forever.
 
     async def release(self) -> None:
         if self.is_leader_rank:
@@ -258,9 +253,9 @@ class CPUServerAdapter(BaseRollout):
 
 
 def read_counters(servers: Sequence[str]) -> dict[str, Reading | None]:
-    """Reads the number of preemptions of each server. ``servers`` are names of Ray actors.
+    """Returns the number of preemptions of each server, by name; None for a server that does not answer.
 
-    A server that does not answer has None in the result, and a warning is logged.
+    ``servers`` are names of Ray actors.
     """
     readings: dict[str, Reading | None] = dict.fromkeys(servers)
     pending = {}

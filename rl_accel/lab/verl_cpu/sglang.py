@@ -23,7 +23,7 @@ from rl_accel.post_import import when_imported
 TRIED = ("0.5.12.post1", "0.5.15.post1")
 """Tested versions of SGLang, oldest first: the one that verl pins and the one in slime's image."""
 GPU_ONLY = ("sgl_kernel", "torchvision", "torchaudio", "torchao")
-"""Packages that SGLang imports, but that cannot be installed here: none has a build for the pinned CPU version of torch."""
+"""Packages that SGLang imports, but that have no build for the pinned CPU version of torch."""
 
 ENGINE_KWARGS = {
     "device": "cpu",
@@ -46,10 +46,10 @@ def installed_version() -> str | None:
 
 
 def activate() -> None:
-    """Prepares this process for SGLang on a CPU, if the version of SGLang is in the tested range :data:`TRIED`. Idempotent.
+    """Makes SGLang work on a CPU in this process. Does nothing if SGLang is missing, or older or newer than :data:`TRIED`.
 
     Raises:
-        PatchRefused: SGLang lacks a function that must be patched. Raised only when SGLang imports the function's module.
+        PatchRefused: SGLang lacks a function that must be patched. Raised later, by the import of the function's module.
     """
     oldest, newest = map(Version, TRIED)
     is_tried = oldest <= Version(installed_version() or "0") <= newest
@@ -66,8 +66,7 @@ def activate() -> None:
 
 
 class _Stubs(MetaPathFinder, Loader):
-    """Import finder that provides a stub module for each package in :data:`GPU_ONLY` that is not installed. Has no effect before
-    the first import of SGLang."""
+    """Import finder that replaces packages in :data:`GPU_ONLY` that are not installed, from the first import of SGLang on."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -88,8 +87,8 @@ class _Stubs(MetaPathFinder, Loader):
 
 
 class _Stub(ModuleType):
-    """Empty replacement for a module that is not installed, so that imports succeed. Every attribute is a class, whose
-    attributes are classes too. Calling such a class raises RuntimeError."""
+    """Empty replacement for a module that is not installed. Every attribute is a class, and calling this class raises
+    RuntimeError."""
 
     def __getattr__(self, name: str) -> type:
         return _stub_class(self.__name__, name)
@@ -116,8 +115,7 @@ def _require(module: Any, *names: str) -> None:
 
 
 def _send_cpu_tensors(patch_torch: Any) -> None:
-    """Lets SGLang send CPU tensors to other processes. A GPU tensor is sent as a tuple with a device index, which SGLang
-    changes. The tuple of a CPU tensor has no device index, so SGLang's code would fail."""
+    """Lets SGLang send CPU tensors to other processes. SGLang's own function expects a device index, which CPU tensors lack."""
     _require(patch_torch, "_modify_tuple", "monkey_patch_torch_reductions")
     from torch import multiprocessing
 
@@ -137,15 +135,14 @@ def _skip_images(utils: Any) -> None:
 
 
 def _name_requests(common: Any) -> None:
-    """Names an HTTP request in SGLang's metrics by the path in its URL. SGLang itself would read the attribute ``path`` of the
-    matching route, and fail if this route is one of FastAPI's routers, which lack the attribute."""
+    """Replaces SGLang's function that names an HTTP request in its metrics: the name becomes the path in the URL."""
     _require(common, "_get_fastapi_request_path")
+    # SGLang's function reads ``path`` of the matching route, which FastAPI's routers lack
     common._get_fastapi_request_path = lambda request: (request.url.path, True)
 
 
 class _Unpinned(ModuleType):
-    """Replacement for the module ``torch``. Its function ``tensor`` ignores the argument ``pin_memory``; all else is torch's
-    own."""
+    """Replacement for the module ``torch``, whose function ``tensor`` ignores the argument ``pin_memory``."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules["torch"], name)
@@ -155,10 +152,9 @@ class _Unpinned(ModuleType):
 
 
 def _pin_no_memory(logits_processor: Any) -> None:
-    """Keeps SGLang from pinning memory, which fails without a GPU. SGLang pins memory for log-probabilities when it continues a
-    retracted request (one that was preempted for lack of memory)."""
+    """Keeps SGLang from pinning memory, which fails without a GPU."""
     _require(logits_processor, "torch")
-    logits_processor.torch = _Unpinned("torch")
+    logits_processor.torch = _Unpinned("torch")  # used when SGLang continues a preempted request
 
 
 def _prepare_children(engine: Any) -> None:
@@ -174,8 +170,7 @@ _CHILDREN = {
 
 
 class _Child:
-    """Stands in for the main function of a child process of SGLang. The child process calls :func:`activate` before it imports
-    SGLang's own main function."""
+    """Replacement for the main function of a child process of SGLang. Calls :func:`activate` first, then the original function."""
 
     def __init__(self, name: str) -> None:
         self._name = name

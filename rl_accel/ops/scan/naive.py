@@ -14,8 +14,7 @@ from rl_accel.ops.inputs import Inputs
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) if ``inputs.values`` is None, in the shape and dtype of the
-    rewards."""
+    """Returns (advantages, returns); without ``inputs.values``, (discounted returns,). Shape and dtype are those of the rewards."""
     rewards, values = inputs.rewards, inputs.values
     mask = torch.ones_like(rewards) if inputs.mask is None else inputs.mask.to(rewards.dtype)
     results = torch.empty_like(rewards, memory_format=torch.contiguous_format)
@@ -45,8 +44,7 @@ def gae_rows(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, ga
 
 
 def returns_rows(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Returns the discounted returns of [B, T] tensors. Tokens with mask 0 get the return 0 and leave the running return
-    unchanged."""
+    """Returns the discounted returns of [B, T] tensors. Tokens with mask 0 get 0 and leave the running return unchanged."""
     running = torch.zeros_like(rewards[:, :0].sum(1))
     reversed_returns = []
     for t in reversed(range(rewards.shape[1])):

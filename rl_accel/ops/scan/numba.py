@@ -29,36 +29,31 @@ from rl_accel.ops.inputs import OUTSIDE, Inputs, default_threads
 Array = npt.NDArray[Any]
 
 REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
-"""Columns of the table of sequences. The first four hold the index of a sequence's first token in the flat arrays of rewards,
-values, mask and outputs; LENGTH holds the number of tokens."""
+"""Columns of the table of sequences: index of the first token in the flat arrays of rewards, values, mask and outputs, and number
+of tokens."""
 STREAM_BYTES = 32 << 20
-"""Size of the results in bytes above which stores bypass the caches. Larger results do not fit into the caches anyway, and a
-store that bypasses the caches need not read the old cache line first."""
-SMALL_TOKENS = 1 << 18
-"""Number of tokens below which one thread is faster than several, because waking threads takes time. On two cores, the measured
-break-even is at about 300,000 tokens."""
+"""Total size of the results in bytes above which stores bypass the caches, because the results would not fit."""
+SMALL_TOKENS = 1 << 18  # measured on two cores: about 300,000
+"""Number of tokens below which one thread is faster than several."""
 SHARES_PER_THREAD = 4
 
 LANES = 8
 BLOCK = 2048
-"""Number of tokens of a sequence that are in scratch memory at a time. Large enough for long contiguous reads, and small enough for
-the scratch memory to fit into a level-2 cache."""
-PITCH = BLOCK + 16
-"""Number of elements in scratch memory from the start of one lane (sequence) to the start of the next. Not a power of two,
-because the lanes would then compete for the same cache sets."""
+"""Number of tokens of each sequence that are in scratch memory at a time. Scratch memory then fits into a level-2 cache."""
+PITCH = BLOCK + 16  # at a power of two, the lanes would compete for the same cache sets
+"""Number of elements in scratch memory from the start of one lane (sequence) to the start of the next."""
 PLANE = LANES * PITCH
 REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
 OUT = REWARD
-"""Index of the first result in scratch memory. Results overwrite the rewards, which are no longer needed. This keeps scratch
-memory small and leaves more of the cache for inputs."""
+"""Index of the first result in scratch memory. Results overwrite the rewards, which are no longer needed."""
 STATE = 3 * PLANE
-"""Index of the scan's state in scratch memory. The state is 8 next values, then 8 running advantages (or returns): one number
-for each lane, that is for each of the eight sequences that are scanned side by side."""
+"""Index of the scan's state in scratch memory: 8 next values, then 8 running advantages (or returns), one for each lane
+(sequence)."""
 SCRATCH = STATE + 2 * LANES
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) if ``inputs.values`` is None, in the dtype of the rewards.
+    """Returns (advantages, returns); without ``inputs.values``, (discounted returns,). The dtype is that of the rewards.
 
     Half-precision inputs are computed in float32.
     """
@@ -88,7 +83,7 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def _flat(tensor: torch.Tensor, inputs: Inputs) -> tuple[Array, Array]:
-    """Returns the memory of ``tensor`` as one flat dense array, and the index of the first token of each sequence in this array.
+    """Returns the memory of ``tensor`` as a flat array, and the index of each sequence's first token in this array.
 
     Copies only half-precision tensors and tensors whose last dimension is not dense.
     """
@@ -109,11 +104,9 @@ def _flat(tensor: torch.Tensor, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _aligned(tokens: int, dtype: Any) -> Array:
-    """Returns an uninitialised array that starts on a 64-byte boundary, which stores that bypass the caches need.
-
-    numpy requests huge pages from the operating system, torch does not. Without huge pages, the page faults of outputs of hundreds
-    of megabytes would cost more than the whole scan.
-    """
+    """Returns an uninitialised array that starts on a 64-byte boundary, which stores that bypass the caches need."""
+    # numpy requests huge pages from the operating system, torch does not. Without them, the page faults of large outputs would cost
+    # more than the whole scan.
     spare = 64 // dtype.itemsize
     memory = np.empty(tokens + spare, dtype)
     skip = -memory.ctypes.data % 64 // dtype.itemsize
@@ -121,13 +114,13 @@ def _aligned(tokens: int, dtype: Any) -> Array:
 
 
 def deal(lengths: Array, threads: int) -> list[Array]:
-    """Divides the sequences with ``lengths`` [S] into shares of about equal work for the threads, longest sequences first.
+    """Divides the sequences with ``lengths`` [S] into shares of about equal work, a few shares for each thread.
 
-    A share is a list of groups. A group holds up to eight sequences of similar length, which are scanned side by side. There are
-    a few shares for each thread, to balance unequal lengths and delays: a thread that has finished a share takes the next.
+    A share is a list of groups. A group holds up to eight sequences of similar length, which are scanned side by side.
 
     Returns:
-        Shares, each [G, LANES]: a row holds the indices of the sequences of a group; -1 marks a lane without a sequence.
+        Shares, each [G, LANES]: a row holds the indices of a group's sequences, the longest first; -1 marks a lane without a
+        sequence.
     """
     rows = np.flatnonzero(lengths)
     if not len(rows):
@@ -154,8 +147,8 @@ def _shuffle(builder: Any, x: Any, y: Any, picks: list[int]) -> Any:
 
 
 def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
-    """Generates LLVM code that transposes an 8 x 8 matrix, given as 8 vectors. Three rounds exchange elements between two
-    vectors: first single elements, then pairs, then halves."""
+    """Generates LLVM code that transposes an 8 x 8 matrix. Argument and result are lists of 8 vectors."""
+    # three rounds exchange elements between two vectors: first single elements, then pairs, then halves
     rounds = (
         (1, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
         (2, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
@@ -179,8 +172,10 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 
 class _Tile:
-    """Generates LLVM code that loads and stores one tile (8 sequences x 8 tokens) in scratch memory. ``offset`` is the position
-    of the tile's first token in each lane."""
+    """Generates LLVM code that loads and stores a tile (8 sequences x 8 tokens) in scratch memory.
+
+    ``offset`` is the position of the tile's first token in each lane (sequence).
+    """
 
     def __init__(self, context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> None:
         self._context, self._builder = context, builder
@@ -225,8 +220,8 @@ Codegen = Callable[[Any, Any, Any, Any], Any]
 
 @intrinsic
 def gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: Any) -> tuple[Any, Codegen]:
-    """Computes GAE over one tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first. Reads and updates
-    the next values and running advantages there."""
+    """Computes GAE over a tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first. Updates the state
+    there."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
@@ -251,8 +246,7 @@ def gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: 
 
 @intrinsic
 def returns_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any) -> tuple[Any, Codegen]:
-    """Computes discounted returns over one tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first.
-    Reads and updates the running returns there."""
+    """Computes discounted returns over a tile (8 sequences x 8 tokens) in scratch memory, like :func:`gae_tile`."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
@@ -290,7 +284,7 @@ def stream(typing_context: Any, target: Any, to: Any, source: Any, at: Any) -> t
 
 @intrinsic
 def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Codegen]:
-    """Prefetches the cache line of array[index]. ``index`` may be out of bounds, because a prefetch never faults."""
+    """Prefetches the cache line of array[index]. ``index`` may be out of bounds."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         at = _address(context, b, signature.args[0], arguments[0], arguments[1], ir.IntType(8))
@@ -316,8 +310,10 @@ def fence(typing_context: Any) -> tuple[Any, Codegen]:
 
 
 def _take_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
-    """Writes mask[at:at+count] to target[to:to+count] as floats, or ones if ``mask`` is None. Returns whether a mask value is
-    outside [0, 1]."""
+    """Writes mask[at:at+count] to target[to:to+count] as floats; ones if ``mask`` is None.
+
+    Returns True if a mask value is outside [0, 1].
+    """
     raise NotImplementedError("compiled code only")
 
 
@@ -370,7 +366,7 @@ def clear(target: Array, to: int, count: int) -> None:
 
 @compiled
 def accumulate(target: Array, to: int, at: int, count: int) -> None:
-    """Adds ``count`` elements of ``target`` to other elements of ``target``: target[to:to+count] += target[at:at+count]."""
+    """Adds elements of ``target`` to others: target[to:to+count] += target[at:at+count]."""
     targets, sources = target[to : to + count], target[at : at + count]
     for i in range(count):
         targets[i] += sources[i]
@@ -403,18 +399,17 @@ def scan_lanes(
     decay: float,
     streamed: bool,
 ) -> bool:
-    """Scans groups of sequences from :func:`deal` and writes the results. Returns whether the mask holds a value outside [0, 1].
+    """Scans groups of sequences from :func:`deal`. Returns True if the mask holds a value outside [0, 1].
 
-    If ``values`` is given, the scan computes GAE: advantages go to ``first_out``, returns to ``second_out``. If ``values`` is None,
-    discounted returns with discount ``decay`` go to ``first_out``. The lanes of a group (one sequence each) walk in lockstep, from
-    the last token of each sequence to the first. A lane with a shorter sequence continues with tokens of mask 0.
+    With ``values``, writes GAE advantages to ``first_out`` and returns to ``second_out``.
+    Without ``values``, writes discounted returns to ``first_out``.
 
     Args:
         rewards, values, mask: flat arrays; ``values`` and ``mask`` may be None.
         table: [S, 5] int64, one row per sequence; columns: see :data:`LENGTH`.
         groups: [G, LANES] int64, row numbers of ``table``, the longest sequence first; -1 marks a lane without a sequence.
         scratch: array of SCRATCH zeros, not shared with other threads.
-        gamma: discount, the factor of the next value; unused if ``values`` is None.
+        gamma: factor of the next value; unused without ``values``.
         decay: factor of the running advantage (gamma * lambda) or of the running return (gamma).
         streamed: whether stores to the outputs bypass the caches.
     """

@@ -28,7 +28,7 @@ jit: Any = triton.jit
 
 
 def scan(inputs: Inputs, *, block: int = BLOCK) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) if ``inputs.values`` is None, in the dtype of the rewards.
+    """Returns (advantages, returns); without ``inputs.values``, (discounted returns,). The dtype is that of the rewards.
 
     ``block``: number of tokens that a GPU program processes at a time, a power of two.
     """
@@ -73,23 +73,23 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _split(rate: float) -> tuple[float, float]:
-    """Returns ``rate`` as the sum of two numbers. A kernel rounds Python floats to float32, which is too coarse for float64
-    results; the second number is the rounding error of the first."""
+    """Returns ``rate`` as the sum of its float32 value and the rounding error, because kernels round Python floats to float32."""
     high = float(torch.tensor(rate, dtype=torch.float32))
     return high, rate - high
 
 
 @jit
 def _compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
-    """Returns the map that applies map 1, then map 2. Map (a, b, c, d, e) takes the state (n, x) to (a n + b, c x + d n + e).
-    ``_token_map`` says what the state is."""
+    """Returns the map that applies map 1, then map 2. Map (a, b, c, d, e) takes the state (n, x) to (a n + b, c x + d n + e)."""
     return a2 * a1, a2 * b1 + b2, c2 * c1, c2 * d1 + d2 * a1, c2 * e1 + d2 * b1 + e2
 
 
 @jit
 def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
-    """Returns the map (see ``_compose``) of one token, which takes the state at the next token to the state at this token. The
-    state is (next value, advantage) for GAE, else (running return, return of the token)."""
+    """Returns the map (see ``_compose``) from the state at the next token to the state at this token.
+
+    The state is (next value, advantage) for GAE, else (running return, return of the token).
+    """
     keep = 1 - m
     if GAE:
         return keep, value * m, decay * m + keep, gamma * m, (reward - value) * m
@@ -99,8 +99,7 @@ def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
 
 @jit
 def _range(offsets, longest, row, PACKED: tl.constexpr):
-    """Returns the index of the first token of sequence ``row`` in packed tensors (0 in padded tensors), and the number of tokens
-    of the sequence."""
+    """Returns two numbers for sequence ``row``: index of its first token (0 without ``PACKED``), and number of its tokens."""
     if PACKED:
         first = tl.load(offsets + row)
         return first, tl.load(offsets + row + 1) - first
