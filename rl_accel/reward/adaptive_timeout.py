@@ -16,37 +16,27 @@ _FORMAT = "rl_accel.adaptive_timeout"
 _VERSION = 1
 
 AnchorTuple = tuple[float, float, int]
-"""Anchor of a prompt and test case: longest wall seconds of a correct execution, longest CPU seconds of a correct execution, and
-number of correct executions."""
+"""Anchor of a prompt and test case: longest wall seconds and longest CPU seconds of a correct execution, and number of correct
+executions."""
 Reason = Literal["learning", "adaptive", "probe"]
 """Reason for the time limit of an execution.
 
-learning: the full budget (the longest allowed time), because too few correct results are known or adaptive limits are in doubt.
+learning: the full budget, because too few correct results are known or adaptive limits are in doubt.
 adaptive: derived from the anchor (the longest correct execution so far).
 probe: the full budget, to detect correct answers that are slower than all previous correct answers."""
 
 FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
-"""Default full budgets (longest allowed times) in seconds, of a grader and of a program under test.
-
-Used unless the user or the framework sets a full budget."""
+"""Default full budgets in seconds: of a grader, and of a program under test."""
 _MAX_UNPROVEN = 4
-"""Maximum number of executions that get an adaptive limit before their results show that adaptive limits fit.
-
-Until then, further executions get the full budget, so that wrong limits stop few answers. See :class:`AdaptiveTimeout`."""
+"""Maximum number of executions that get an adaptive limit before their results show that adaptive limits fit."""
 _MAX_RECENT_RECORDS = 64
-"""Maximum number of keys in the list of the latest records (new longest correct executions).
-
-While a key is in the list, its executions are no evidence for or against the limits, because few can exceed a new record."""
-_SUSPEND_AT = 12.0
-"""Log likelihood ratio (evidence that adaptive limits no longer fit) at which these limits are suspended.
-
-Chance alone reaches this value at most once in 160,000 correct executions."""
+"""Maximum number of keys in the list of the latest records (new longest correct executions)."""
+_SUSPEND_AT = 12.0  # chance alone reaches this at most once in 160,000 correct executions
+"""Evidence (log likelihood ratio) that adaptive limits no longer fit, at which these limits are suspended."""
 _EVIDENCE_BEYOND_LIMIT = 4.0
-"""Amount added to the log likelihood ratio (evidence that limits no longer fit) if a record takes longer than its limit."""
+"""Evidence (log likelihood ratio) that is added if a new longest correct execution of a key takes longer than its limit."""
 _RECORD_SHARE_WHEN_SLOWER = 0.7
-"""Assumed probability that a correct execution is a record (the longest of its key so far) if executions have become slower.
-
-If they have not, the probability is 1/n for the n-th correct execution of a key. See :class:`AdaptiveTimeout`."""
+"""Assumed probability that a correct execution is the longest of its key so far, if executions have become slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +44,8 @@ class Limit:
     """Time limits of one execution. An execution that exceeds either limit is stopped.
 
     Attributes:
-        wall: maximum number of wall seconds from the start to the end of the execution.
-        cpu: maximum number of CPU seconds of the whole process tree, at least ``wall``. Stops programs that compute on several
-            cores.
+        wall: maximum number of wall seconds.
+        cpu: maximum number of CPU seconds of all its processes together, at least ``wall``.
         reason: reason for these limits, see :data:`Reason`.
     """
 
@@ -66,32 +55,29 @@ class Limit:
 
 
 def longest(one: AnchorTuple, other: AnchorTuple, correct: int) -> AnchorTuple:
-    """Merges two anchors: the longer wall seconds, the longer CPU seconds, and ``correct`` as the number of correct executions."""
+    """Merges two anchors: the longer wall seconds and the longer CPU seconds of both. ``correct``: number of correct executions."""
     return max(one[0], other[0]), max(one[1], other[1]), correct
 
 
 class AdaptiveTimeout:
     """Time limits per key (a prompt and test case), learned from correct executions. Not thread-safe.
 
-    The limit of a key is ``scale * anchor + slack``, clamped to ``[minimum, maximum]``. The anchor is the time of the key's longest
-    correct execution. Until a key has ``min_correct`` correct executions, the limit is ``maximum`` (the full budget). A share
-    ``probe_share`` of adaptive limits is replaced by the full budget. Without these probes, a slow but correct answer could never
-    raise the anchor.
+    The limit of a key is ``scale * anchor + slack``, clamped to ``[minimum, maximum]``. Until a key has ``min_correct`` correct
+    executions, the limit is ``maximum`` (the full budget). A share ``probe_share`` of adaptive limits is replaced by the full
+    budget, so that slow but correct answers can raise the anchor.
 
-    Limits are suspended when correct executions show that the limits no longer fit, for example because the machine or a judge has
-    become slower. A statistical test counts records. A record is a correct execution that takes longer than all earlier correct
-    executions of its key, and more than half of its limit. If nothing has changed, the n-th correct execution of a key is a record
-    with probability 1/n at most, for any distribution of times. The test (a cumulative sum of log likelihood ratios) detects too
-    many records. Then the limits of all keys are learned anew.
+    A statistical test detects that executions have become slower, for example because the machine is busy. All limits are then
+    learned anew. The test counts records: correct executions that take longer than all earlier ones of their key, and more than
+    half of the limit. If nothing has changed, the n-th correct execution of a key is a record with probability 1/n at most.
 
-    At first, at most four executions get an adaptive limit, so that wrong limits stop few answers before the test detects them.
-    Each execution that ends by itself and is no record allows two further adaptive limits. A stopped execution allows none.
+    At first, at most four executions get an adaptive limit, so that wrong limits stop few answers. Each execution that ends by
+    itself and is no record allows two further adaptive limits.
 
     Args:
         flags: values of the parameters above; None: the default values.
         capacity: maximum number of keys; the least recently used keys are evicted.
-        caution: strength by which limits based on few executions are widened. With n correct executions, ``scale`` is multiplied by
-            ``1 + caution / n``. The cost is small, because the limit of most keys is ``minimum`` anyway.
+        caution: amount by which limits based on few executions are widened: ``scale`` is multiplied by ``1 + caution / n`` after n
+            correct executions.
     """
 
     def __init__(self, flags: RewardTimeoutFlags | None = None, capacity: int = 200_000, caution: float = 2.0) -> None:
@@ -110,11 +96,11 @@ class AdaptiveTimeout:
 
     @property
     def maximum(self) -> float:
-        """Full budget (longest allowed time of an execution) in seconds, unless the caller of :meth:`limit` sets another."""
+        """Full budget in seconds, unless the caller of :meth:`limit` sets another."""
         return self.flags.maximum or FULL_BUDGET
 
     def limit(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the time limits of the next execution of ``key`` (a prompt and test case), or a probe (see :data:`Reason`).
+        """Returns the time limits of the next execution of ``key`` (a prompt and test case), which may be a probe.
 
         ``maximum`` is the full budget in seconds; None: the attribute :attr:`maximum`.
         """
@@ -130,10 +116,7 @@ class AdaptiveTimeout:
         return limit
 
     def learned(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the time limits learned for ``key`` (a prompt and test case), to update an execution that is already running.
-
-        Unlike :meth:`limit`, never returns a probe, and gives any number of executions an adaptive limit.
-        """
+        """Returns the time limits learned for ``key`` (a prompt and test case). Unlike :meth:`limit`, never returns a probe."""
         full = maximum or self.maximum
         if key in self._anchors:
             self._anchors.move_to_end(key)
@@ -145,10 +128,7 @@ class AdaptiveTimeout:
         return Limit(wall, max(wall, cpu), "adaptive")
 
     def expected(self, key: str, maximum: float | None = None) -> float:
-        """Returns the wall seconds of the longest correct execution of ``key``, or the full budget if none is known.
-
-        ``maximum`` is the full budget, as in :meth:`limit`.
-        """
+        """Returns the wall seconds of the longest correct execution of ``key``; if none is known, the full budget ``maximum``."""
         wall, _, correct = self.get(key)
         return wall if correct else maximum or self.maximum
 
@@ -159,8 +139,7 @@ class AdaptiveTimeout:
             key: prompt and test case.
             wall, cpu: wall seconds and CPU seconds of the execution.
             correct: True if the result was correct.
-            stopped: True if the duration is no evidence about limits: a time limit stopped the execution, or it ran in a new
-                process, which may have had to load a model first.
+            stopped: True if the duration says nothing about limits, for example because a time limit stopped the execution.
 
         Returns:
             True if this execution shows that the learned limits no longer fit. All limits are then suspended.
@@ -181,25 +160,24 @@ class AdaptiveTimeout:
         return suspends
 
     def forget_limit(self) -> None:
-        """Lets one more execution have an adaptive limit, in place of one that was cancelled or from which nothing is
-        learned."""
+        """Allows one more adaptive limit, because an execution with such a limit was cancelled or says nothing about limits."""
         self._unproven = max(0, self._unproven - 1)
 
     def suspend(self, era: int) -> None:
         """Suspends all adaptive limits: every key has the full budget until enough new correct executions are known.
 
-        Anchors (longest correct executions) are kept and can only grow. ``era`` is the number of this suspension. A process that
-        receives a larger number from another process suspends its limits too.
+        Anchors are kept. ``era`` is the number of this suspension, the same in all processes.
         """
         self.era, self._evidence, self._unproven = era, 0.0, 0
         self._recent_records.clear()
         self._anchors = OrderedDict((key, (wall, cpu, 0)) for key, (wall, cpu, _) in self._anchors.items())
 
     def _update_evidence(self, key: str, wall: float, correct: bool) -> None:
-        """Updates the statistical evidence that time limits no longer fit, after an execution that ended by itself."""
+        """Updates the evidence that time limits no longer fit, after an execution that ended by itself."""
         limit, (longest_before, _, known) = self.learned(key), self.get(key)
         if limit.reason == "learning" or key in self._recent_records:
             return
+        # CUSUM test: a cumulative sum of log likelihood ratios, which never falls below 0
         by_chance = 1 / (known + 1)
         if correct and wall > longest_before and wall > limit.wall / 2:
             expected = max(0.0, math.log(_RECORD_SHARE_WHEN_SLOWER / by_chance))
@@ -216,7 +194,7 @@ class AdaptiveTimeout:
         return self._anchors.get(key, (0.0, 0.0, 0))
 
     def merge(self, anchors: Mapping[str, AnchorTuple]) -> None:
-        """Merges anchors (longest correct executions) of other processes by key. Keeps the larger values. Idempotent."""
+        """Merges anchors of other processes by key. Keeps the larger values."""
         for key, theirs in anchors.items():
             ours = self.get(key)
             self._anchors[key] = longest(ours, theirs, max(ours[2], theirs[2]))
@@ -225,15 +203,15 @@ class AdaptiveTimeout:
             self._anchors.popitem(last=False)
 
     def anchors(self) -> dict[str, AnchorTuple]:
-        """Returns the anchors (longest correct executions) of all keys. The most recently used key is last."""
+        """Returns the anchors of all keys, the most recently used key last."""
         return dict(self._anchors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the anchors (longest correct executions) of all keys as a JSON-serialisable dict for :meth:`load_state_dict`."""
+        """Returns the anchors of all keys as a JSON-serialisable dict for :meth:`load_state_dict`."""
         return {"format": _FORMAT, "version": _VERSION, "anchors": self.anchors()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces all anchors (longest correct executions) by those in ``state``. The saved run may have had other flags.
+        """Replaces all anchors by those in ``state``, a result of :meth:`state_dict`.
 
         Raises:
             ValueError: ``state`` has another format or version, or is damaged. Nothing is changed in that case.

@@ -24,16 +24,15 @@ SAVE_SECONDS = 30.0
 
 @dataclass
 class AnchorDelta:
-    """Changes to one process's replica of the anchors since the last exchange, to be sent to the central store.
+    """Changes to one process's anchors since the last exchange with the central store.
 
     Attributes:
         incarnation: random id of the store process at the last exchange; "" before the first exchange.
         version: version number of the store at the last exchange.
         learned: anchors of correct executions since the last exchange, by key (a prompt and test case).
-        everything: all anchors of the replica, by key, if the store has restarted and may have lost them; else empty.
+        everything: all anchors of the process, by key, if a restarted store may have lost them; else empty.
         counts: increase of each count since the last exchange, by name, such as "timeouts".
-        era: number of the last suspension of limits, see :meth:`AdaptiveTimeout.suspend`. The store ignores anchors from before its
-            own last suspension.
+        era: number of the last suspension of limits (:meth:`AdaptiveTimeout.suspend`). The store ignores anchors of earlier eras.
     """
 
     incarnation: str = ""
@@ -62,7 +61,7 @@ class Update:
 
 
 class LocalAnchors:
-    """One process's replica of the anchors (an :class:`AdaptiveTimeout`), and the changes that the store does not have yet."""
+    """One process's copy of the anchors, and the changes that the central store does not have yet."""
 
     def __init__(self, timeout: AdaptiveTimeout | None = None) -> None:
         self.timeout = AdaptiveTimeout() if timeout is None else timeout
@@ -71,7 +70,7 @@ class LocalAnchors:
         self._incarnation, self._version, self._tell_everything = "", 0, False
 
     def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> None:
-        """Records an ended execution, here and for the next exchange with the store. Arguments: :meth:`AdaptiveTimeout.record`."""
+        """Records an ended execution for this process and for the store. Arguments: :meth:`AdaptiveTimeout.record`."""
         if self.timeout.record(key, wall, cpu, correct, stopped):
             self._learned = {}
             self.count("suspended")
@@ -94,14 +93,15 @@ class LocalAnchors:
         return delta
 
     def put_back(self, delta: AnchorDelta) -> None:
-        """Takes back ``delta``, which could not be sent: its changes will be sent in the next exchange with the store."""
+        """Takes back ``delta``, which could not be sent. Its changes are sent in the next exchange with the store."""
         for key, anchor in delta.learned.items() if delta.era == self.timeout.era else ():
             self._learn(key, anchor)
         _add(self._counts, delta.counts)
         self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
-        """Merges the anchors in the store's reply ``update``. Suspends the limits first if another process has suspended limits."""
+        """Merges the anchors in the store's reply ``update``. If another process has suspended the limits, first suspends them
+        here."""
         if update.era > self.timeout.era:
             self.timeout.suspend(update.era)
         if update.era == self.timeout.era:
@@ -115,12 +115,12 @@ class LocalAnchors:
 
 
 class AnchorStore:
-    """Central store: merges the anchors (longest correct executions) of all processes, and adds up all counts by name.
+    """Central store: merges the anchors of all processes, and adds up all counts by name.
 
     Args:
-        path: JSON file to which anchors are saved, and from which they are loaded if the file exists. None: memory only. If
-            the file cannot be read, a warning is logged, the file is not changed, and the anchors stay in memory only.
-        timeout: :class:`AdaptiveTimeout`, still without anchors, to which all anchors are added; None: a new one.
+        path: JSON file from which anchors are loaded and to which they are saved; None: memory only. A file that cannot be read is
+            left unchanged, and anchors stay in memory only.
+        timeout: :class:`AdaptiveTimeout` without anchors, to which all anchors are added; None: a new one.
     """
 
     def __init__(self, path: Path | None = None, timeout: AdaptiveTimeout | None = None) -> None:
@@ -147,7 +147,7 @@ class AnchorStore:
     def exchange(self, delta: AnchorDelta) -> Update:
         """Merges the changes ``delta`` of one process. Returns the anchors that changed since the last exchange with this process.
 
-        Saves the store if the last save is more than :data:`SAVE_SECONDS` ago.
+        Saves the store at most every :data:`SAVE_SECONDS`.
         """
         if delta.era > self._timeout.era:
             self._timeout.suspend(delta.era)
@@ -169,16 +169,17 @@ class AnchorStore:
         return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
     def take_counts(self) -> tuple[str, dict[str, float]]:
-        """Returns the random id of this store, and the counts since the last call, each summed over all processes, by name.
+        """Saves the store. Returns two values: its random id, and the counts since the last call, by name, summed over all
+        processes.
 
-        Adds the current number of anchors to the result, under the name "anchors". Saves the store.
+        The count "anchors" is the current number of anchors.
         """
         self.save()
         counts, self._counts = self._counts, {}
         return self.incarnation, {**counts, "anchors": float(len(self))}
 
     def save(self) -> None:
-        """Writes all anchors atomically to the file of this store, if any has changed. A write error is only logged."""
+        """Writes all anchors to the file of this store, if any has changed. A write error is only logged."""
         self._saved_at = time.monotonic()
         if self._path is None or self._saved == self._version:
             return

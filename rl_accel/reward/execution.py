@@ -19,9 +19,7 @@ T = TypeVar("T")
 HELD_SECONDS = 1.0
 """Seconds between two awaits of a coroutine grader above which a warning is logged, because the grader blocks the event loop."""
 _running: set["asyncio.Task[Any]"] = set()
-"""Tasks of coroutine graders that have not ended, including tasks that ignore their cancellation.
-
-This set keeps the tasks alive, because asyncio itself has only weak references to tasks."""
+"""Running tasks of coroutine graders. Kept here because asyncio itself has only weak references to tasks."""
 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
 """Outcome of an execution (a program under test, or a call of a grader).
@@ -34,17 +32,15 @@ killed: the execution exceeded another limit, the process of a grader died, or t
 
 
 class LimitUpdates:
-    """Passes new time limits of a running execution from the policy that computes them to a subscriber that enforces them.
-
-    Limits published before the subscription are kept. Only the latest limits count.
-    """
+    """Passes new time limits of a running execution from the code that computes them to the code that enforces them."""
 
     def __init__(self) -> None:
         self._latest: tuple[float, float] | None = None
         self._set_limits: Callable[[float, float], None] | None = None
 
     def publish(self, wall: float, cpu: float) -> None:
-        """Stores new limits, in seconds since the start of the execution. Passes changed limits on to the subscriber."""
+        """Sets new limits, in seconds since the start of the execution. Passes changed limits to the function in
+        :meth:`subscribed`."""
         if self._latest != (wall, cpu):
             self._latest = wall, cpu
             if self._set_limits is not None:
@@ -54,7 +50,7 @@ class LimitUpdates:
     def subscribed(self, set_limits: Callable[[float, float], None]) -> Iterator[None]:
         """Context manager that calls ``set_limits(wall, cpu)`` for all limits that are published within the block.
 
-        If limits were published before the block, first calls ``set_limits`` with the latest of these limits.
+        First calls ``set_limits`` with the latest limits published before the block, if any.
         """
         self._set_limits = set_limits
         try:
@@ -70,17 +66,16 @@ class Limits:
     """Resource limits of one execution (a program under test, or a call of a grader).
 
     Args:
-        wall: wall seconds from start to end. Seconds in which the execution was ready but waited for a processor do not count.
+        wall: wall seconds from start to end, without waits for a processor.
         cpu: CPU seconds of all processes of the execution together.
-        memory: maximum number of bytes of address space of each process (in addition to the address space of its worker), and of
-            resident memory of all processes together.
-        processes: maximum number of processes and threads that exist at the same time.
-        file_bytes: maximum size in bytes of a file that the execution writes.
-        output_bytes: maximum size in bytes of the printed text. More text stops the execution. The result contains only the
-            beginning of the text.
+        memory: bytes of address space of each process (in addition to that of its worker), and of resident memory of all processes
+            together.
+        processes: number of processes and threads that exist at the same time.
+        file_bytes: size in bytes of a file that the execution writes.
+        output_bytes: size in bytes of the printed text. More text stops the execution.
         updates: source of new values of ``wall`` and ``cpu`` during the execution.
-        full: full budget (longest allowed time) in seconds. A call of a trusted grader in a new process may exceed ``wall`` and
-            ``cpu`` up to this time, see :class:`~rl_accel.reward.worker_pool.EarlyCall`. None: no call may exceed them.
+        full: full budget in seconds, up to which a call in a new process may exceed ``wall`` and ``cpu``, see
+            :class:`~rl_accel.reward.worker_pool.EarlyCall`. None: no call may exceed them.
         kind: name of a group of calls for which a grader loads the same things, such as a model. Example: the data source.
 
     Raises:
@@ -114,16 +109,15 @@ class ExecutionResult:
     Attributes:
         verdict: outcome of the execution, see :data:`Verdict`.
         value: return value of a grader; None unless ``verdict`` is "done".
-        wall, cpu: wall seconds of the execution, and CPU seconds of all its processes. The CPU seconds of a coroutine grader,
-            and of a very short call of another trusted grader, are not measured and given as 0.
-        waited: seconds in which the execution was ready to run but had no processor. This is the sum over all threads of the
-            execution, at most ``wall - cpu``. 0 if the kernel does not report these seconds.
+        wall, cpu: wall seconds of the execution, and CPU seconds of all its processes. For a coroutine grader and for very short
+            calls, ``cpu`` is not measured and 0.
+        waited: seconds in which the execution was ready to run but had no processor, summed over its threads, at most ``wall -
+            cpu``; 0 if unknown.
         reason: short text that names the exception or the exceeded limit; "" if there is none.
         output: beginning of the text that a program or an isolated grader printed.
-        error: exception that a trusted grader raised; None if there is none.
-        prove: None, or a function to call if the result is correct. Present in results of a trusted grader whose process is new:
-            it has not given a correct result yet (for this ``Limits.kind``), so that ``wall`` may include the loading of a
-            model. The function records that the process is no longer new.
+        error: exception that a grader without isolation raised; None if there is none.
+        prove: None, or a function to call if the result is correct. The function records that the grader's process is no longer
+            new, see :class:`~rl_accel.reward.worker_pool.EarlyCall`.
     """
 
     verdict: Verdict
@@ -140,13 +134,12 @@ class ExecutionResult:
 async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:
     """Awaits a coroutine grader until the wall limit. Returns the result of this execution.
 
-    The wall limit is ``limits.wall`` seconds, until ``limits.updates`` publishes another wall limit. At the limit, or if this call
-    is cancelled, the coroutine is cancelled, but not awaited any further. Processes that the coroutine has started are then killed
-    with all their descendants. Processes that other tasks or threads have started for the coroutine are not killed.
+    At the limit, or if this call is cancelled, cancels the coroutine and does not wait for its end. Also kills the processes that
+    the coroutine has started, and their descendants, but no processes that other tasks or threads have started for the coroutine.
 
     Args:
         coroutine: the call of the grader, not yet awaited.
-        limits: resource limits. Only ``wall`` is enforced; the other limits are neither enforced nor measured.
+        limits: resource limits. Only ``wall`` is enforced, and new values of ``wall`` from ``limits.updates``.
         name: name of the grader, printed in the warning that the grader blocks the event loop.
     """
     loop = asyncio.get_running_loop()
@@ -187,8 +180,8 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
 async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:
     """Awaits all ``awaitables`` concurrently and returns their results in order.
 
-    Once ``ends(result)`` is true for a result, the unfinished awaitables are cancelled, and their results are missing in the list.
-    Once an awaitable raises an exception, the unfinished awaitables are cancelled, and the exception is raised.
+    If ``ends(result)`` is true for a result, cancels the unfinished awaitables and returns the results of the others.
+    If an awaitable raises an exception, cancels the unfinished awaitables and raises the exception.
     """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
@@ -205,8 +198,8 @@ async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], b
 def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) -> Generator[Any, Any, Any]:
     """Runs the ``coroutine`` of the grader ``name`` step by step; a step is the code between two awaits.
 
-    Logs a warning at the first step of the grader that takes longer than :data:`HELD_SECONDS`. Adds to the set ``started`` the
-    pids of child processes that the steps have started.
+    Logs a warning if a step takes longer than :data:`HELD_SECONDS`. Adds the pids of child processes that the steps start to
+    ``started``.
     """
     value, error = None, None
     while True:
@@ -236,7 +229,7 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) ->
 
 
 def _children() -> set[int]:
-    """Returns the pids of this thread's child processes that were not reaped. Empty if the kernel reports no children."""
+    """Returns the pids of child processes of this thread; empty if the kernel does not report them."""
     try:
         with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
             return set(map(int, file.read().split()))
@@ -245,15 +238,13 @@ def _children() -> set[int]:
 
 
 def _kill(started: set[int]) -> None:
-    """Kills the processes in ``started`` (pids) and their descendants.
-
-    Each process is stopped before its children are listed, because it may start a new child when a child is killed.
-    """
+    """Kills the processes in ``started`` (pids) and their descendants."""
     parents = started & _children()  # other pids may belong to new processes by now
     stopped: list[psutil.Process] = []
     while parents:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(parents.pop())
+            # stopped before its children are listed, because it may start a new child when one is killed
             process.suspend()
             stopped.append(process)
             parents |= {child.pid for child in process.children()}

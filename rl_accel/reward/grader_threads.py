@@ -12,11 +12,10 @@ _CALLS: ContextVar[list[Future[Any]] | None] = ContextVar("rl_accel_grader_threa
 
 
 class GraderThreads(ThreadPoolExecutor):
-    """Thread pool that adds a thread for each thread that hangs. Becomes the default executor of an event loop.
+    """Thread pool that adds a thread for each thread that hangs.
 
-    A thread cannot be stopped. In asyncio's own thread pool, a few hung threads would leave no thread for later calls. This
-    executor therefore grows by one thread for each call that is still running when its execution is stopped. When such a call
-    returns, the maximum number of threads decreases again.
+    A thread cannot be stopped, and a few hung threads would leave no thread for later calls. The pool therefore grows by one thread
+    for each call that is still running when its execution is stopped. It shrinks again when the call returns.
     """
 
     def __init__(self) -> None:
@@ -47,8 +46,8 @@ def threads_of_execution(loop: asyncio.AbstractEventLoop) -> Iterator[Callable[[
     Yields a function to call when the execution is stopped. This function adds one thread to the thread pool for each thread that
     the execution still occupies, and cancels calls that have not begun.
 
-    The first block on a ``loop`` makes a :class:`GraderThreads` the default executor of this loop. If the program has set another
-    default executor, that executor stays, and the yielded function does nothing.
+    Makes a :class:`GraderThreads` the default executor of ``loop``. If the program has set another default executor, that executor
+    stays, and the yielded function does nothing.
     """
     current = getattr(loop, "_default_executor", None)
     if current is None or getattr(current, "_thread_name_prefix", "") == "asyncio":

@@ -22,22 +22,18 @@ from rl_accel.reward.sandbox import Case, Sandbox
 logger = logging.getLogger("rl_accel")
 
 _Waiting = tuple[float, int, "asyncio.Future[None]"]
-"""Entry of a queue (heap) of waiting executions: arrival time plus expected duration in seconds, sequence number, and future.
-
-The future is resolved when the execution gets a slot."""
+"""Waiting execution: arrival time plus expected seconds, sequence number, and a future that is resolved when it gets a slot."""
 _CHECKS_PER_MINIMUM = 4
 """Number of checks for a new time limit within ``minimum`` seconds, the shortest adaptive limit."""
 _SHORTEST_CHECK_SECONDS = 0.02
 _CHECKS_PER_BUDGET, _MOST_BUDGETS = 8, 10
 _WARN_AFTER_EXECUTIONS = (8, 64, 512, 4096)
-"""Numbers of ended executions at which a warning is logged if every execution so far has exceeded its time limit."""
+"""Numbers of executions after which a warning is logged if every execution so far has exceeded its time limit."""
 
 
 def prompt_key(*parts: Any) -> str:
-    """Returns a digest that identifies a prompt in every epoch, run and process.
-
-    ``parts`` are the values that define the prompt, such as text and ground truth.
-    """
+    """Returns a digest of ``parts``, the values that define a prompt, such as text and ground truth. Equal in every run and
+    process."""
     try:
         text = json.dumps(parts, default=repr, sort_keys=True)
     except (TypeError, ValueError):  # dict keys that JSON does not support or that cannot be sorted
@@ -50,12 +46,10 @@ class FairScheduler:
     """Scheduler that shares ``slots`` execution slots fairly among prompts. Use this class from one event loop.
 
     A free slot goes to the prompt that holds the fewest slots. Among prompts with equally many slots, the execution with the
-    smallest ``expected seconds - seconds waited`` gets the slot, so that no execution waits forever.
+    smallest ``expected seconds - seconds waited`` gets the slot.
 
     An execution is late if it runs for long and still has no adaptive limit. A prompt with a late execution counts as holding two
     slots fewer, so that its other executions start sooner. Their results may give the late execution a limit.
-
-    The amortised cost per slot is O(log n).
     """
 
     def __init__(self, slots: int) -> None:
@@ -74,8 +68,8 @@ class FairScheduler:
     async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
         """Context manager that waits for a free slot and holds this slot for ``prompt`` (a prompt key) within the block.
 
-        ``expected`` is the expected duration of the block in seconds. Yields a function that marks the execution in the block as
-        late (see :class:`FairScheduler`). The block may call this function once.
+        Yields a function that marks the execution in the block as late (see :class:`FairScheduler`), to be called at most once.
+        ``expected`` is the expected duration of the block in seconds.
         """
         await self._take(prompt, expected)
         late = []
@@ -96,6 +90,7 @@ class FairScheduler:
 
     async def _take(self, prompt: str, expected: float) -> None:
         granted = asyncio.get_running_loop().create_future()
+        # in this order, no execution waits forever
         waiting = (monotonic() + expected, next(self._numbers), granted)
         heapq.heappush(self._queues.setdefault(prompt, []), waiting)
         self._give_out(prompt)
@@ -156,20 +151,14 @@ class _Running:
 class LimitedExecutor:
     """Runs at most ``slots`` executions at once under adaptive time limits; further calls wait for a slot.
 
-    The policy (:class:`~rl_accel.reward.adaptive_timeout.AdaptiveTimeout`) gives each execution the full budget, or an adaptive
-    limit that it derives from the anchor (the longest correct execution) of the prompt and test case.
-
-    A running execution that started with the full budget gets an adaptive limit, counted from its start, as soon as enough other
-    executions of its test case were correct. Most executions that hang are such: all responses of a prompt are graded at about
-    the same time, before a limit is known. The limit rises if the anchor rises. Trade-off: a slow but correct answer may be
-    stopped where it would otherwise have finished and raised the anchor. A probe is an execution that keeps the full budget on
-    purpose, whether the policy chose the probe at the start or later. If the policy suspends limits, running executions have the
-    full budget again.
+    The policy (:class:`~rl_accel.reward.adaptive_timeout.AdaptiveTimeout`) gives each execution the full budget or an adaptive
+    limit. A running execution with the full budget gets an adaptive limit, counted from its start, as soon as enough other
+    executions of its test case were correct. A probe keeps the full budget. If the policy suspends limits, running executions have
+    the full budget again.
 
     An execution that has run for ``minimum`` seconds and still has no adaptive limit is late. Its prompt then gains priority.
 
-    ``docs/metrics.md`` describes the counts that are added to ``anchors``. A finished execution with
-    ``teach=False`` (evaluation) counts as ``eval_executions`` only.
+    ``docs/metrics.md`` describes the counts that are added to ``anchors``.
 
     Args:
         anchors: anchors and counts of this process.
@@ -177,9 +166,9 @@ class LimitedExecutor:
         limits: resource limits of an execution. The policy replaces the wall and CPU seconds.
         maximum: full budget in seconds; None: the full budget of the policy.
         adapts: False gives each execution the full budget, for graders whose time depends on other services.
-        queues: for ``adapts=False``: True if a grader may wait for a resource that others hold, such as one of a few connections.
-            A running execution then gets a new full budget whenever other executions have ended in time, up to a total of
-            :data:`_MOST_BUDGETS` budgets.
+        queues: for ``adapts=False``: True if a grader may wait for a resource that others hold, such as one of a few connections. A
+            running execution then gets a new full budget whenever other executions have ended in time, up to :data:`_MOST_BUDGETS`
+            budgets.
     """
 
     def __init__(
@@ -226,6 +215,7 @@ class LimitedExecutor:
             limit, updates = running.limit, running.updates
             limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=updates, full=self._maximum)
             begins_adaptive = limit.reason == "adaptive"
+            # Most executions that hang begin before a limit is known: all responses of a prompt are graded at about the same time.
             following = None
             if limit.reason != "probe" and (self._adapts or self._queues):
                 follow = self._follow_limit if self._adapts else self._renew_budget
@@ -259,8 +249,8 @@ class LimitedExecutor:
         return result
 
     async def _follow_limit(self, running: _Running) -> None:
-        """Asks the policy repeatedly for the limit of a running execution, and applies changed limits. Stops when the execution
-        becomes a probe, which keeps the full budget.
+        """Asks the policy repeatedly for the limit of a running execution, and applies changed limits. Stops when the limit is a
+        probe.
 
         Marks the execution as late if it has run for ``minimum`` seconds without an adaptive limit.
         """
@@ -329,8 +319,7 @@ async def execute_program(
 ) -> list[ExecutionResult]:
     """Runs the program ``code`` on its test cases. Returns the results in the order of the test cases.
 
-    With ``early_stop``, the test cases run one after another until the first test case that does not pass. The list then ends with
-    the result of this test case.
+    With ``early_stop``, the test cases run one after another, and the first one that does not pass is the last.
     """
 
     async def one(number: int) -> ExecutionResult:

@@ -27,8 +27,8 @@ class Case:
 
     Kind ``stdin``: the program reads ``given`` from its standard input. The text that the program prints must equal ``expected``,
     apart from trailing white space.
-    Kind ``call``: a function of the program is called. ``given`` is the JSON text ``[name, arguments]`` with the name and the
-    positional arguments of the function. The return value must equal the value in the JSON text ``expected``.
+    Kind ``call``: a function of the program is called. ``given`` is the JSON text ``[name, arguments]``. The return value must
+    equal the value in the JSON text ``expected``.
 
     Raises:
         ValueError: ``kind`` is unknown. Or the kind is ``call``, and ``given`` or ``expected`` is no such JSON text.
@@ -52,17 +52,15 @@ class Case:
 
 
 class Sandbox(WorkerPool):
-    """Pool of warm worker processes for untrusted programs. A worker runs one program at a time, in a newly forked process.
+    """Pool of worker processes for untrusted programs. Each program runs in a newly forked process. Use it from one event loop.
 
-    Use this class from one event loop.
+    Isolation "process": a program has its own session, resource limits, a minimal environment and a private folder. If this process
+    is root, the program also runs as another user. If the kernel allows it, the program also has its own PID and network
+    namespaces.
+    Isolation "bubblewrap": also a private /tmp and a read-only file system with only the interpreter and the system's programs.
 
-    With isolation "process", a program has its own session, resource limits, a minimal environment and a private folder. If this
-    process is root, the program also runs as another user. If the kernel allows it, the program also has its own PID and network
-    namespaces. Isolation "bubblewrap" adds a private /tmp and a read-only file system that contains only the interpreter and the
-    system's programs.
-
-    A single warning lists the resources of this process's user that the isolation does not protect from programs: network,
-    processes, files. Without root, "process" does not protect the files of this user.
+    A warning lists what is not protected from programs: network, processes or files of this process's user. Without root, "process"
+    does not protect files.
 
     Args:
         workers: maximum number of programs that run at once; further programs wait in order. None: number of cores that this
@@ -91,40 +89,33 @@ class Sandbox(WorkerPool):
 
 
 class Graders(WorkerPool):
-    """Pool of worker processes that call a grader (a function that computes the reward of a response).
+    """Pool of worker processes that call a grader (a function that computes the reward of a response). Use it from one event loop.
 
-    Without isolation, the grader is trusted. A worker process imports the grader once and serves call after call, so that the
-    grader's caches, pools and connections persist. If a call exceeds a limit, the process and all processes started by it are
-    killed, and a new process replaces the killed process. Concurrent calls run in several processes, which share no state (see
-    :class:`~rl_accel.reward.worker_pool.WorkerPool`). These processes have the environment, ``sys.path``, working folder and output
-    of this process. Only the limit ``wall`` is enforced. Arguments and return values are pickled, with cloudpickle if
-    pickle fails.
+    Without isolation, the grader is trusted. A worker process imports the grader once and serves call after call. If a call exceeds
+    the limit ``wall``, the only one that is enforced, its process and all processes started by it are killed, and a new process
+    replaces it. Concurrent calls run in several processes, which share no state. These processes have the environment,
+    ``sys.path``, working folder and output of this process. Arguments and return values are pickled.
 
     Isolation is for a grader that executes the code that it grades. Each call runs in its own forked process, and all limits are
-    enforced. Workers start like those of a :class:`~rl_accel.reward.sandbox.Sandbox`. The grader is imported with a minimal
-    environment. The grader sees installed packages and ``readable``, but no other part of this process's ``sys.path``. Text that
-    a call prints becomes ``output`` of the result; text printed at import is dropped. A call may return numbers, text, lists and
-    dicts only. Threads that the grader's module starts at import do not exist in the calls. Example, with verl's judge of
-    programs::
+    enforced. The grader is imported with a minimal environment, and sees only installed packages and ``readable``. Text that a call
+    prints becomes ``output`` of the result. A call may return numbers, text, lists and dicts only. Threads that the grader's module
+    starts at import do not exist in the calls. Example, with verl's judge of programs::
 
         Graders("/path/of/prime_code/testing_util.py:run_test", isolation="auto")
 
-    Use this class from one event loop.
-
     Args:
         target: import path of the grader, "module:function" or "/path/file.py:function". The file is added to ``readable``.
-        workers: maximum number of calls that run at once; further calls wait in order. None: number of cores that this process
-            may use.
+        workers: maximum number of calls that run at once; further calls wait in order. None: number of cores that this process may
+            use.
         arguments: None if ``target`` is the grader. Else ``target`` is a function that returns the grader; each worker calls
-            ``target`` once with these keyword arguments, which are pickled.
-        isolation: None for a trusted grader. Else "auto", "process" or "bubblewrap", as for a
-            :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read. Without
-            root, "process" does not hide files of this user either.
+            ``target`` once with these keyword arguments.
+        isolation: None for a trusted grader; else "auto", "process" or "bubblewrap", as for a
+            :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read or, without root,
+            files of this user.
         readable: files and folders that the grader reads at import or in a call.
         in_thread: True calls a trusted grader in a thread other than the main thread, as stock verl does.
-        computing: maximum number of worker processes of a trusted grader that computes. While all calls mostly wait for
-            something other than a processor, such as a server, up to ``workers`` processes are started. None: as many as
-            ``workers``.
+        computing: maximum number of worker processes of a trusted grader while its calls mostly compute. While they mostly wait,
+            for example for a server, up to ``workers`` processes are started. None: as many as ``workers``.
         constants: keyword arguments that are the same objects in all calls, by name. Each process gets them once, when it starts.
         folder: working folder during the import of a trusted grader; "" for the folder of this process, which calls always have.
         environment, setup: environment variables and setup function for a trusted grader, see
@@ -169,7 +160,7 @@ class Graders(WorkerPool):
     ) -> ExecutionResult:
         """Calls the grader with the keyword arguments ``kwargs`` and the positional arguments ``args``.
 
-        If a trusted grader changes an argument that is a dict or a list, the caller's object gets the same new content.
+        If a grader without isolation changes an argument that is a dict or a list, the caller's object changes too.
 
         Cancelling this call stops the grader, and all processes started by the grader, at once. If the worker process dies, the
         grader is called again on another worker. If that worker dies too, the verdict is "killed".
@@ -213,10 +204,8 @@ class Graders(WorkerPool):
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler for the return values of isolated graders. Accepts only numbers, text, and lists, dicts and sets of these.
-
-    Other types would be unsafe, because untrusted code may have written the pickled bytes.
-    """
+    """Unpickler that accepts only plain values, such as numbers, text and lists, because untrusted code may have written the
+    bytes."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"an isolated grader returns plain values, found {module}.{name}")

@@ -21,8 +21,7 @@ logger = logging.getLogger("rl_accel")
 _MOST_WARNINGS = 100
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
 _SCORE = object()
-"""Placeholder in a template made by :func:`_form_of`, for each number of a reward that is a list or tuple. A stand-in has the
-score in these places."""
+"""Placeholder for the number in a template made by :func:`_form_of` from a list or tuple. A stand-in has the score in its place."""
 
 
 class GraderError(RlAccelError, RuntimeError):
@@ -36,22 +35,20 @@ class GraderError(RlAccelError, RuntimeError):
 class Scores:
     """Reads the reward from each grader result, and makes a stand-in (a substitute reward) if the grader was stopped.
 
-    A reward is a number or a dict; on slime it may be anything else, too. Normally the framework gets whatever a grader returns or
-    raises. With the flag ``score_errors``, a response also gets a stand-in if its grader raised an exception or if training cannot
-    use its reward.
+    A reward is a number or a dict; on slime it may be anything else, too. With the flag ``score_errors``, a response also gets a
+    stand-in if its grader raised an exception or if training cannot use its reward. Without the flag, the framework gets both as
+    they are.
 
-    A batch that mixes dicts and numbers, or dicts with different keys, would end the run with an error. A stand-in therefore has
-    the form of earlier rewards of its source (a grader or a data source), or else of another source.
+    A stand-in has the form (number, or keys of a dict) of earlier rewards of its source (a grader or a data source), or else of
+    another source, because a batch with several forms would end the run with an error.
 
     Args:
         flags: settings, of which ``correct_above``, ``timeout_score`` and ``score_errors`` are used.
-        anchors: counts of this process. This class counts responses without a usable reward as ``errors``, or ``eval_errors`` in an
-            evaluation. :class:`~rl_accel.reward.limited_executor.LimitedExecutor` counts responses whose grader was stopped.
+        anchors: counts of this process, to which responses without a usable reward are added as ``errors`` or ``eval_errors``.
         keys: keys that the framework reads from a dict reward. In training, a dict without the first key is unusable; in
             evaluations, a dict without the last key is.
         number_keys: keys of a dict reward that may hold the training score. The first of these keys that the dict has is used.
-        correct_keys: keys of a dict reward that may hold the number that tells whether the answer is correct. The first of these
-            keys that the dict has is used.
+        correct_keys: keys of a dict reward that may hold the number that tells whether the answer is correct, used likewise.
         numbers_only: True if training cannot use a reward without a number.
     """
 
@@ -88,12 +85,12 @@ class Scores:
             result: result of a call of the grader.
             source: name of the grader or data source. A stand-in has the form of this source's rewards: a number, or the same keys.
             teach: False in an evaluation, whose errors are counted separately.
-            size: number of rewards if the grader returned a list of rewards; this method then returns a list too. None if the
-                grader returned a single reward.
+            size: number of rewards that the grader should return as a list; this method then returns a list too. None: a single
+                reward.
 
         Raises:
-            Exception: exception that a trusted grader raised, or a :class:`GraderError` if the grader ended otherwise without a
-                result. With the flag ``score_errors``, a stand-in is returned instead.
+            Exception: the grader raised this exception, or ended otherwise without a result (:class:`GraderError`). Not raised if
+                the flag ``score_errors`` is set.
         """
         problem = self.problem(result, size, teach)
         if not problem:
@@ -153,9 +150,9 @@ class Scores:
 
 
 def _rewards(result: ExecutionResult, size: int | None) -> list[Any] | None:
-    """Returns the rewards in ``result`` as a list of any length, or None if the grader should have returned a list and did not.
+    """Returns the rewards in ``result`` as a list; None if ``size`` is given and the grader returned no list.
 
-    If ``size`` is None, the grader returned a single reward, and the list has this one item.
+    Without ``size``, the list has one item: the reward.
     """
     if size is None:
         return [result.value]
@@ -179,7 +176,7 @@ def _number_in(reward: Any, keys: Sequence[str]) -> float | None:
 
 
 def _form_of(reward: Any) -> Any:
-    """Returns a template of a reward for :meth:`Scores._stand_in`: a dict, list or tuple of empty values; None for a number."""
+    """Returns a template for stand-ins in the form of ``reward``: a dict, list or tuple with empty values; None for a number."""
     if isinstance(reward, Mapping):
         return {key: _empty(value) for key, value in reward.items()}
     if type(reward) in (list, tuple):
@@ -192,15 +189,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _empty(value: Any) -> Any:
-    """Returns an empty value of the same type as ``value``, such as 0 or "". Returns None for user-defined types.
-
-    Used for the keys of a stand-in. Keeps numbers, arrays and tensors what they are, because verl averages such values.
-    """
+    """Returns an empty value of the same type as ``value``, such as 0 or ""; None for user-defined types."""
     if type(value) in _PLAIN or isinstance(value, np.number | np.bool_):
         return type(value)()
     if isinstance(value, str):
         return ""
     if isinstance(value, numbers.Number) or hasattr(value, "dtype"):
         with contextlib.suppress(Exception):
-            return value * 0
+            return value * 0  # verl averages such values
     return None

@@ -31,23 +31,22 @@ SIZES = struct.Struct("!QQ")
 class Start:
     """First message from the trainer process to a worker: settings of the worker.
 
-    The message may have a payload, a pickled pair. First, the keyword arguments of the function that returns the grader, or None
-    if ``target`` is the grader itself. Second, the keyword arguments of the grader that are the same in all calls (constants).
+    Its payload is empty, or a pickled pair: the keyword arguments of the function that returns the grader (None if ``target`` is
+    the grader itself), and the keyword arguments of the grader that are the same in all calls.
 
-    The worker replies with a message of two keys. ``problem`` is the reason why the worker cannot serve, such as an error in the
-    import of the grader, or "" if the worker can serve. ``shared`` lists the resources that untrusted code shares with the trainer
-    process: "network", "processes", "files".
+    The worker replies with a message of two keys. ``problem`` is the reason why the worker cannot serve, or "". ``shared`` lists
+    what untrusted code shares with the trainer process: "network", "processes", "files".
 
     Attributes:
         isolation: "process" or "bubblewrap" for untrusted code; "" for a trusted grader, which has time limits only.
-        folder: parent folder of the temporary folder in which untrusted code runs; working folder in which a trusted grader is
-            imported, "" for that of the trainer process.
+        folder: for untrusted code, parent folder of its temporary folder. For a trusted grader, working folder during the import;
+            "" for that of the trainer process.
         target: import path of the grader, "module:function" or "/path/file.py:function"; "" to run programs.
         path: ``sys.path`` of the worker; None keeps the default.
         in_thread: True calls a trusted grader outside the main thread.
         environment: environment variables for a trusted grader, in addition to those of the trainer process.
         reseed: True seeds random numbers anew, so that they differ from those of earlier processes of the same grader.
-        setup: name of a function, "module:function", that is called with ``environment`` before a process imports a trusted grader.
+        setup: name of a function, "module:function", that is called with ``environment`` before the import of a trusted grader.
     """
 
     isolation: str
@@ -64,12 +63,12 @@ class Start:
 class WorkerRequest:
     """Request to a worker: execute a program on a test case, or call the grader.
 
-    The payload of the message holds the pickled keyword arguments of the grader. During the execution, the message
-    ``{"stop": True}`` stops the execution, and ``{"wall": ..., "cpu": ...}`` sets new time limits in seconds.
+    The payload holds the pickled arguments of the grader. During the execution, the message ``{"stop": True}`` stops the execution,
+    and ``{"wall": ..., "cpu": ...}`` sets new time limits in seconds.
 
-    The worker's answer has the fields of an :class:`rl_accel.reward.execution.ExecutionResult`. The payload of the answer is the
-    pickled value or exception of the grader. If the answer contains ``renews``, the process of the grader has ended, and the
-    worker is starting another one. It takes no request until it has sent the reply of a new worker (see :class:`Start`) again.
+    The worker's answer has the fields of an :class:`rl_accel.reward.execution.ExecutionResult`. Its payload is the pickled value or
+    exception of the grader. If the answer contains ``renews``, the worker is replacing the process of the grader: it sends the
+    reply to :class:`Start` again before it takes the next request.
 
     Attributes:
         limits: resource limits by name, see :class:`rl_accel.reward.execution.Limits`.
@@ -83,14 +82,13 @@ class WorkerRequest:
 
 
 class PeerClosed(Exception):
-    """The trainer process, which sends the requests, has closed the socket, or the reaper (supervising process) has ended."""
+    """The trainer process has closed the socket, or the reaper (supervising process) has ended."""
 
 
 class Channel:
     """The worker's end of the socket to the trainer process, which sends the requests.
 
-    ``reaper`` is a pidfd (file descriptor) of the process that supervises this process. If that process ends, the socket counts
-    as closed.
+    ``reaper`` is a pidfd (file descriptor) of the supervising process. If that process ends, the socket counts as closed.
     """
 
     def __init__(self, control: socket.socket, reaper: int | None = None) -> None:
@@ -160,11 +158,8 @@ def decode(data: bytearray) -> tuple[Message, bytes]:
 
 
 def _main() -> None:
-    """Runs the worker until the socket is closed. The first command-line argument is the file descriptor of the socket.
-
-    Loads this folder as a package named ``rl_accel_worker``. Otherwise, ``import watch`` in a program might find our
-    ``watch.py``.
-    """
+    """Runs the worker until the socket is closed. The first command-line argument is the file descriptor of the socket."""
+    # loaded as a package, or ``import watch`` in a program might find our ``watch.py``
     folder = os.path.dirname(os.path.abspath(__file__))
     spec = importlib.util.spec_from_file_location("rl_accel_worker", __file__, submodule_search_locations=[folder])
     if spec is None or spec.loader is None:

@@ -63,13 +63,13 @@ def _call(namespace: dict[str, Any], case: dict[str, str]) -> tuple[str, str]:
 def verdict_of(
     stopped: str, status: int, report: bytes, printed: str, case: dict[str, str], grader: Grader | None
 ) -> tuple[str, str, bytes]:
-    """Returns the verdict on an execution, the reason for the verdict, and the pickled return value of a grader (or b"").
+    """Returns three values: verdict on an execution, reason for the verdict, and pickled return value of a grader (or b"").
 
     Args:
         stopped: name of the limit that stopped the execution, or "".
         status: status of the child process from ``os.waitpid``, if no limit stopped the execution.
-        report: bytes that the child process wrote: the result of :func:`run_program` or :func:`grade`, or other bytes that
-            untrusted code wrote instead.
+        report: bytes from the child process: the result of :func:`run_program` or :func:`grade`, or anything else that untrusted
+            code wrote.
         printed: text that the execution printed.
         case: test case of the program.
         grader: the grader; None for a program.
@@ -98,11 +98,10 @@ def _lines(text: str) -> list[str]:
 
 
 def find_grader(start: Start, payload: bytes) -> Grader:
-    """Imports and returns the grader that ``start.target`` names.
+    """Sets ``sys.path`` and environment as ``start`` says. Then imports and returns the grader that ``start.target`` names.
 
-    First sets ``sys.path`` as ``start`` says and, for a trusted grader, sets environment variables and calls ``start.setup``.
-    ``payload`` is the payload of the message ``start``, or empty. If the payload holds arguments, ``start.target`` names a function
-    that is called once with these arguments and returns the grader.
+    ``payload`` is the payload of the message ``start``. If it holds arguments, ``start.target`` names a function that is called
+    with them and returns the grader.
 
     Raises:
         BaseException: any error of the import or of the call. A TypeError if the result is not callable.
@@ -129,25 +128,22 @@ def find_grader(start: Start, payload: bytes) -> Grader:
 
 
 def _load(path: str) -> Any:
-    """Executes the Python file ``path`` and returns the resulting module.
-
-    The module is not added to ``sys.modules``, because the file may have the name of a package that the file imports.
-    """
+    """Executes the Python file ``path`` and returns the resulting module, which is not added to ``sys.modules``."""
     spec = importlib.util.spec_from_file_location(f"grader_{abs(hash(path))}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
+    # not added to sys.modules, because the file may have the name of a package that it imports
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], bytes]:
-    """Calls the grader. ``payload`` is pickled: positional arguments, keyword arguments, and names of ``grader.constants`` to
-    add.
+    """Calls the grader. ``payload``: pickled positional arguments, keyword arguments, and names of ``grader.constants`` to add.
 
-    Returns a dict with ``verdict`` and ``reason``, and pickled bytes. The bytes hold the exception, or a pair: the return value,
-    and the arguments that the grader has changed (by position or name). With ``plain`` (for an isolated grader), :func:`_plain`
-    reduces the value to types that are safe to unpickle, changes are dropped, and b"" replaces the exception.
+    Returns two values: a dict with ``verdict`` and ``reason``, and pickled bytes. The bytes hold the exception, or a pair: the
+    return value, and the arguments that the grader has changed. With ``plain`` (for an isolated grader), the return value is
+    reduced to plain values (:func:`_plain`), and exceptions and changed arguments are dropped.
     """
     try:
         args, kwargs, names = pickle.loads(payload)
@@ -178,11 +174,11 @@ def _changes(given: dict[Any, Any], before: dict[Any, bytes]) -> dict[Any, Any]:
 def _pickled(error: BaseException) -> bytes:
     """Returns the exception ``error`` pickled, with its traceback as a note.
 
-    An error that is no Exception, such as SystemExit, is replaced by a RuntimeError with the same text. The original error would
-    end the thread in the trainer process in which it is raised again.
+    An error that is no Exception, such as SystemExit, is replaced by a RuntimeError with the same text.
     """
     try:
         trace = "".join(traceback.format_exception(error))
+        # SystemExit would end the thread of the trainer process that raises it again
         if not isinstance(error, Exception):
             error = RuntimeError(_describe(error))
         error.add_note(f"In the process of the grader:\n{trace}")
@@ -196,10 +192,10 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _with_text(error: Exception) -> Any:
-    """Tells pickle, through :mod:`copyreg`, how to restore an exception whose type pickle cannot restore otherwise.
+    """Returns what pickle needs (see :mod:`copyreg`) to restore an exception that it cannot restore otherwise.
 
-    The restored exception belongs to a subclass of this type and has the same text. It lacks arguments and attributes that
-    cannot be pickled.
+    The restored exception has the same text, and its type is a subclass of the original type. Parts that cannot be pickled are
+    missing.
     """
     kind, text = type(error), str(error)
     state = {name: value for name, value in vars(error).items() if _survives(value)}
@@ -217,7 +213,7 @@ def _survives(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Converts ``value`` to plain numbers, text, bytes, lists, tuples, sets and dicts, such as an array to a list of numbers.
+    """Converts ``value`` to plain numbers, text, bytes, lists, tuples, sets and dicts; an array becomes a list of numbers.
 
     Raises:
         TypeError: ``value`` contains another type.

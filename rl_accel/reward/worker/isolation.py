@@ -48,10 +48,8 @@ def pid_namespace_works() -> bool:
 
 
 def enter_pid_namespace() -> None:
-    """Makes the next fork of this process the first process of a new PID namespace.
-
-    Processes in this namespace see no process outside the namespace, and all of them are killed when the first process ends.
-    Without root, this function also creates a user namespace, in which the user keeps its user id and group id.
+    """Makes the next fork of this process the first process of a new PID namespace. When that process ends, all others in it are
+    killed.
 
     Raises:
         OSError: the kernel does not allow this.
@@ -59,7 +57,7 @@ def enter_pid_namespace() -> None:
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
         return _unshare(CLONE_NEWPID)
-    _unshare(CLONE_NEWUSER | CLONE_NEWPID)
+    _unshare(CLONE_NEWUSER | CLONE_NEWPID)  # without root; the user keeps its ids in the new user namespace
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -72,10 +70,7 @@ def mount_own_proc() -> None:
 
 
 def leave_network() -> bool:
-    """Moves this process to an empty network namespace, and to private shared memory and message queues.
-
-    Returns False if the kernel does not allow this.
-    """
+    """Moves this process to an empty network namespace and a private IPC namespace. Returns False if the kernel forbids it."""
     with contextlib.suppress(OSError):
         _unshare(CLONE_NEWNET | CLONE_NEWIPC)
         return True
@@ -83,10 +78,10 @@ def leave_network() -> bool:
 
 
 def let_interpreter_be_read() -> str:
-    """Lets other users reach the interpreter and the folders in ``sys.path``. Returns the reason why this failed, or "".
+    """Lets other users read the interpreter and the folders in ``sys.path``. Returns the reason why this failed, or "".
 
-    If such a folder lies in a folder that is closed to other users, such as /root, an open folder is mounted over the closed
-    one, for this process and its children. The open folder contains only the interpreter and the folders in ``sys.path``.
+    If they lie in a folder that is closed to other users, such as /root, this process and its children see an open folder in its
+    place, which contains only the interpreter and the folders in ``sys.path``.
     """
     roots = (sys.base_prefix, sys.prefix, *sys.path)
     interpreter = tuple(map(os.path.realpath, roots[:2]))
@@ -147,8 +142,7 @@ class Identity:
 
     Attributes:
         uid: the user id, also used as group id.
-        claim: abstract socket that reserves the user id, which is part of the socket's name. Only one socket can have this name.
-            The kernel frees the name when the last process that holds the socket has ended.
+        claim: socket that reserves the user id: its name contains the id, and only one socket on the machine can have this name.
     """
 
     uid: int
@@ -202,9 +196,10 @@ class Identity:
 
 
 def _may_change_user() -> bool:
-    """True if this process can become each user in ``UIDS``. In a container, root may lack capabilities or mapped user ids."""
+    """True if this process is root and can become each user in ``UIDS``."""
     if os.geteuid() != 0:
         return False
+    # in a container, root may lack capabilities or mapped user ids
     with open("/proc/self/status") as file:
         effective = re.search(r"^CapEff:\s*(\w+)", file.read(), re.MULTILINE)
     held = int(effective[1], 16) if effective else 0

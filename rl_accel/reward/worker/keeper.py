@@ -28,16 +28,15 @@ from .isolation import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from .watch import Sink, Watch, cpu_of_ended, descendants, kill_all, seconds_waited
 
 _DECAY = 0.9
-"""Factor by which the sums of wall seconds and busy seconds shrink at each call, so that recent calls count most. A grader
-mostly waits if its busy seconds are less than half of its wall seconds."""
+"""Factor by which earlier calls count less at each new call, in the sums of wall seconds and busy seconds."""
 
 
 @dataclass
 class Keeper:
-    """Supervises one process that calls the grader. Watches each call, and replaces the process if it was stopped or died.
+    """Supervises one process that calls the grader, and replaces this process if it was stopped or died.
 
-    ``start`` is the first message to the worker, ``arguments`` the payload of this message. ``grader`` is the imported grader if
-    this keeper is a fork of the template (the first process that has imported the grader); else None.
+    ``start`` is the first message to the worker, ``arguments`` its payload. ``grader`` is None, or the imported grader if this
+    keeper is a fork of the template.
     """
 
     channel: Channel
@@ -85,7 +84,7 @@ class Keeper:
         raise PeerClosed
 
     def _wait_until_ready(self, process: socket.socket, child: int) -> Message:
-        """Waits for the first message of the new grader process (socket ``process``, pid ``child``) and returns this message."""
+        """Waits for the first message of the new grader process (socket ``process``, pid ``child``) and returns it."""
         report, ended = Sink(process.fileno()), os.pidfd_open(child)
         while not report.whole:
             found = _wait_for([report.descriptor, ended, *self.channel.descriptors])
@@ -122,7 +121,7 @@ class Keeper:
     def _run_grader_process(self, calls: Channel) -> NoReturn:
         """Body of the grader process: imports the grader if necessary, reports success or an error to the keeper, serves calls.
 
-        If this process becomes the template, it serves no calls, but forks a keeper for each further worker.
+        If this process becomes the template, it forks keepers instead of serving calls.
         """
         try:
             os.setsid()
@@ -155,7 +154,7 @@ class Keeper:
             os._exit(0)
 
     def _serve_forks(self, grader: Grader) -> None:
-        """Loop of the template (see the module docstring): forks a keeper for each socket that the trainer process sends."""
+        """Loop of the template: forks a keeper for each socket that the trainer process sends."""
         gc.collect()
         gc.freeze()  # garbage collection in a fork would copy every page
         start, control = self.start, self.channel.control
@@ -219,8 +218,8 @@ def _fork_is_safe(connections_before: set[str]) -> bool:
 
 
 def _connections() -> set[str]:
-    """Returns "number target" of each open file descriptor that a fork must not share, such as a socket. Leaves out files that
-    are open for reading only."""
+    """Returns each open file descriptor that a fork must not share, as text "number target". Leaves out files open for reading
+    only."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -27,7 +27,7 @@ from .keeper import Keeper
 from .watch import Sink, Watch, descendants, kill_all, threads_of_user
 
 END_SECONDS = 3.0
-"""Seconds that a worker has, after the trainer process has ended, to end its program and itself. Then the worker is killed."""
+"""Seconds that a worker has to end itself after the trainer process has ended. Then the worker is killed."""
 OUTPUT_KEPT = 10_000
 PRELOAD = (
     "bisect collections copy datetime decimal fractions functools heapq importlib io itertools json math operator os random re"
@@ -83,18 +83,16 @@ def main(descriptor: int) -> None:
 
 
 def _reap(worker: int, control: socket.socket, folder: str, identity: isolation.Identity | None) -> NoReturn:
-    """Runs in the reaper, the parent process of the worker. Waits until the worker or the trainer process ends, then cleans up.
+    """Runs in the reaper, the parent process of the worker. Waits until the worker or the trainer process has ended.
 
-    Kills all remaining descendants and removes the temporary folder of the worker. The reaper notices the end of the
-    trainer process because the socket ``control`` closes. If another process holds this socket open, a pidfd of the trainer process
-    reports the end.
+    Then kills all remaining descendants and removes the temporary folder of the worker.
     """
     poll = select.poll()
     ended = os.pidfd_open(worker)
     poll.register(ended, select.POLLIN)
     poll.register(control, 0)  # reports that the socket was closed, but no messages
     with contextlib.suppress(OSError):
-        poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
+        poll.register(os.pidfd_open(os.getppid()), select.POLLIN)  # another process may hold the socket open
     if ended not in {descriptor for descriptor, _ in poll.poll()}:
         control.shutdown(socket.SHUT_RDWR)
         last = select.poll()
@@ -117,8 +115,8 @@ class Server:
         start: first message to the worker, with its settings.
         folder: temporary folder of the worker.
         identity: user under which untrusted code runs; None: the user of the worker.
-        unseen_threads: number of threads of the worker's user outside the PID namespace of the worker. The worker cannot see these
-            threads, but the kernel counts them against the limit on processes.
+        unseen_threads: number of threads of the worker's user outside the PID namespace of the worker. They count against the limit
+            on processes.
     """
 
     channel: Channel
@@ -163,13 +161,12 @@ class Server:
     def _execute(self, request: WorkerRequest, payload: bytes, grader: Grader | None, spared: Collection[int]) -> None:
         """Executes a request and sends the result once all processes of the execution have ended.
 
-        Removes the working folder only after the result is sent, because the removal may take long. ``spared`` holds the pids of
-        children of the worker that do not belong to the execution.
+        ``spared`` holds the pids of children of the worker that do not belong to the execution.
         """
         limits = request.limits
         with contextlib.ExitStack() as stack:
             folder = os.path.join(self.folder, "run")
-            stack.callback(isolation.remove, folder)
+            stack.callback(isolation.remove, folder)  # after the result is sent, because it may take long
             os.mkdir(folder, 0o700)
             if self.identity:
                 stack.callback(self.identity.remove_files)
@@ -231,7 +228,7 @@ class Server:
     def _confine(self, request: WorkerRequest, folder: str, output: int, report: int) -> int:
         """Prepares this forked process for untrusted code: sets working folder, input, output, environment, limits and user.
 
-        Moves the pipe for the report to another file descriptor and returns this file descriptor. Closes all other pipes and files.
+        Returns the new file descriptor of the pipe ``report``. Closes all other pipes and files.
         """
         os.chdir(folder)
         with open("stdin", "wb") as file:
@@ -271,7 +268,7 @@ def _limit(which: int, value: float) -> None:
 
 
 def _address_space() -> int:
-    """Bytes of address space that this process has inherited from the worker. The imports of a grader may take gigabytes."""
+    """Bytes of address space that this process uses already, inherited from the worker."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 

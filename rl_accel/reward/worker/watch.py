@@ -14,19 +14,15 @@ from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
-"""Maximum wall time of an execution, as a multiple of its wall limit. Includes waits for a processor, unlike the wall limit."""
+"""Maximum wall seconds of an execution, including waits for a processor, as a multiple of its wall limit."""
 LATE_SECONDS = 0.1
-"""Delay in seconds above which a check of the limits counts as late, because the machine was busy or suspended.
-
-Such a delay does not count against the wall limit."""
+"""Delay in seconds above which a check of the limits counts as late. Such a delay does not count against the wall limit."""
 ALIVE_SECONDS = 1.0
-"""Interval in seconds between messages to the trainer process that an execution still runs.
-
-Sent after the time of the wall limit has passed, because waits for a processor do not count against the limit."""
+"""Seconds between messages to the trainer process that an execution still runs, sent after the time of its wall limit."""
 TELL_SECONDS = 0.1
-"""Seconds from the start of a call of a trusted grader to the first message that says whether the grader mostly waits.
+"""Seconds after the start of a call at which the trainer process is first told whether the grader mostly waits.
 
-Waits for a processor do not count. Later messages follow about 2, 4, 8, ... times these seconds after the start."""
+Later messages follow after about 2, 4, 8, ... times these seconds."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -34,13 +30,11 @@ _MOST_PROCESSES = 100_000
 _waits_before: dict[str, float] = {}
 """Seconds that each thread had waited for a processor before the current execution, by the thread's folder in /proc."""
 _TIMES, _RESIDENT, _STACK = slice(11, 15), 21, 25
-"""Indices into the result of :func:`_stat`: CPU ticks, resident pages, address of the stack.
-
-The CPU ticks include those of ended children that the process has waited for."""
+"""Indices into the result of :func:`_stat`: CPU ticks (with those of ended children), resident pages, address of the stack."""
 
 
 class Sink:
-    """Buffer for bytes from a pipe. Holds at most ``most + 1`` bytes; the last byte shows that more than ``most`` bytes came."""
+    """Buffer for bytes from a pipe. Full as soon as more than ``most`` bytes came; keeps ``most + 1`` of them."""
 
     def __init__(self, descriptor: int, most: float = math.inf) -> None:
         self.descriptor = descriptor
@@ -81,13 +75,13 @@ class Watch:
     """Watches one execution (a program under test, or a call of a grader), which starts when this object is created.
 
     Args:
-        limits: limit "wall" in seconds; optionally "cpu" in seconds, "memory" (bytes of resident memory) and "processes" (number
-            of threads). Messages from ``channel`` change this dict in place.
+        limits: "wall" in seconds; optionally "cpu" in seconds, "memory" (bytes of resident memory) and "processes" (number of
+            threads). Messages from ``channel`` change this dict in place.
         channel: socket from which messages come that stop the execution or set new limits.
         spared: pids of children of this process that do not belong to the execution.
         report: buffer for the result of the execution.
-        output: buffer for the text that the execution prints. None for a trusted grader, whose text is not watched, and whose
-            process sends the answer as a message and continues to run.
+        output: buffer for the text that the execution prints. None for a grader whose process answers and then continues
+            to run.
     """
 
     limits: dict[str, float]
@@ -98,7 +92,7 @@ class Watch:
     _waited: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds that each thread of the execution has waited for a processor, by the thread's folder in /proc."""
     _paused: float = field(default=0.0, init=False)
-    """Sum of seconds by which checks of the limits came late: this process had no processor, or the machine was suspended."""
+    """Sum of the seconds by which checks of the limits came late (:data:`LATE_SECONDS`)."""
     _cpu_before: float = field(default=0.0, init=False)
     _began: float = field(default_factory=time.monotonic, init=False)
     _looked: bool = field(default=False, init=False)
@@ -111,11 +105,8 @@ class Watch:
         self._lives_on = self.output is None
 
     def _record_earlier_use(self) -> None:
-        """Records the seconds that a trusted grader's processes have used or waited for a processor so far, to subtract them later.
-
-        Runs at the first check of the limits. Most calls end before this check, and avoid the cost of this function.
-        """
-        self._looked = True
+        """Records the CPU seconds and waits of the grader's processes so far, to subtract them later."""
+        self._looked = True  # at the first check of the limits: most calls end before it and avoid this cost
         living = descendants(self.spared)
         self._cpu_before = cpu_of_ended() + _cpu_of(living)
         _waits_before.update({thread: seconds_waited(thread) for pid in living for thread in _threads(pid)})
@@ -131,9 +122,7 @@ class Watch:
         return max(0.0, cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before)
 
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
-        """Waits until the execution ends, answers or exceeds a limit.
-
-        If a trusted grader has answered, its process goes on running. Else, kills all remaining processes of the execution.
+        """Waits until the execution ends, answers or exceeds a limit. Then kills its processes, unless a grader has answered.
 
         Args:
             child: pid of the first process of the execution.
@@ -141,11 +130,9 @@ class Watch:
         Returns:
             A tuple ``(stopped, status, seconds)``.
             stopped: name of the limit that stopped the execution ("cancelled" if a message did), or "".
-            status: status of ``child`` from ``os.waitpid`` if ``child`` ended by itself, -1 if the execution was stopped, None if
-            ``child`` has answered.
-            seconds: dict of seconds. ``wall`` is the duration of the execution. ``cpu`` is the CPU time of all its processes.
-            ``waited`` is the part of ``wall`` in which the execution was ready but had no processor. ``cpu`` and ``waited`` are 0
-            if a trusted grader has answered before the first check of the limits.
+            status: status of ``child`` from ``os.waitpid``; -1 if the execution was stopped; None if ``child`` has answered.
+            seconds: dict of seconds. ``wall``: duration. ``cpu``: CPU time of all processes. ``waited``: part of ``wall`` without a
+                processor. ``cpu`` and ``waited`` are 0 after an answer before the first check of the limits.
 
         Raises:
             PeerClosed: the trainer process no longer waits for the result. Nothing is killed then.
@@ -169,10 +156,7 @@ class Watch:
         return [self.report] if self.output is None else [self.report, self.output]
 
     def _until_end(self, child: int) -> tuple[str, int | None]:
-        """Waits until the execution ends, answers or must be stopped. Kills nothing.
-
-        Returns ``(stopped, status)`` as :meth:`until_over` does, with ``status`` -1 if the execution must be stopped.
-        """
+        """Waits until the execution ends, answers or must be stopped. Returns ``(stopped, status)`` as :meth:`until_over` does."""
         sinks = {sink.descriptor: sink for sink in self._sinks()}
         ended = os.pidfd_open(child)
         poll = select.poll()
@@ -241,16 +225,14 @@ class Watch:
             self._waited[thread] = max(seconds_waited(thread), self._waited.get(thread, 0.0))
 
     def _waited_of(self, wall: float, cpu: float) -> float:
-        """Returns the seconds of ``wall`` in which the execution was ready to run and had no processor.
-
-        Adds the waits of all threads, because threads may wait one after the other, such as a grader and the program that it
-        starts. If threads wait at the same time, the sum is too large; the result is therefore at most ``wall - cpu``.
-        """
+        """Returns the seconds of ``wall`` in which the execution was ready to run and had no processor; at most ``wall - cpu``."""
+        # Threads may wait one after the other, such as a grader and the program that it starts. If they wait at the same time,
+        # the sum is too large.
         return max(0.0, min(sum(self._waited.values()) + self._paused, wall - cpu))
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/<pid>/stat that follow the process name. (The name may contain any characters.)"""
+    """Returns the fields of /proc/<pid>/stat that follow the process name."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
 
@@ -264,9 +246,9 @@ def _threads(pid: int) -> list[str]:
 
 
 def seconds_waited(folder: str) -> float:
-    """Returns the seconds in which a thread was ready but had no processor, minus its seconds in :data:`_waits_before`.
+    """Returns the seconds that a thread has waited for a processor, minus its seconds in :data:`_waits_before`; 0 if unknown.
 
-    ``folder`` is the folder of the thread in /proc. The thread may be a zombie. Returns 0 if the kernel reports no seconds.
+    ``folder`` is the folder of the thread in /proc.
     """
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"{folder}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9 - _waits_before.get(folder, 0.0)
@@ -274,7 +256,7 @@ def seconds_waited(folder: str) -> float:
 
 
 def _cpu_of(processes: Collection[int]) -> float:
-    """Returns the CPU seconds of living processes (pids), including the CPU seconds of children that they have waited for."""
+    """Returns the CPU seconds of living processes (pids) and of their ended children."""
     ticks = 0
     for pid in processes:
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -283,9 +265,9 @@ def _cpu_of(processes: Collection[int]) -> float:
 
 
 def descendants(spared: Collection[int] = ()) -> list[int]:
-    """Returns the pids of all descendants of this process, without the children in ``spared`` and their descendants.
+    """Returns the pids of all descendants of this process, except the children in ``spared`` and their descendants.
 
-    The result includes orphaned processes, because this process is their subreaper.
+    The result includes orphaned processes.
     """
     below: list[int] = []
     parents = [os.getpid()]
@@ -299,10 +281,8 @@ def descendants(spared: Collection[int] = ()) -> list[int]:
 
 
 def kill_all(spared: Collection[int] = ()) -> None:
-    """Kills and reaps all descendants of this process, without the children in ``spared`` and their descendants.
-
-    Repeats this until no descendant is left. A killed process cannot fork any more, so a few repetitions suffice.
-    """
+    """Kills and reaps all descendants of this process, except the children in ``spared`` and their descendants."""
+    # a killed process cannot fork any more, so a few repetitions suffice
     pause = 0.0002
     while True:
         with contextlib.suppress(ChildProcessError):
@@ -320,7 +300,7 @@ def kill_all(spared: Collection[int] = ()) -> None:
 
 
 def threads_of_user() -> int:
-    """Returns the number of this user's threads in all visible processes. The kernel's limit on processes counts these threads."""
+    """Returns the number of this user's threads in all visible processes."""
     count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
