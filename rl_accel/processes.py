@@ -81,8 +81,7 @@ def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float = 2.0) 
 
 
 def end_descendants(leave_s: float) -> list[str]:
-    """Waits up to ``leave_s`` seconds until all descendants of this process have ended. Ends the others, and returns their
-    names."""
+    """Waits up to ``leave_s`` seconds for all descendants of this process to end. Ends the others and returns their names."""
     deadline = time.monotonic() + leave_s
     while descendants() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -31,8 +31,7 @@ _ORPHANS_S = 5.0
 
 
 class Launches:
-    """Runs a trainer, and runs it again (after ``pause_s`` seconds) if the trainer requests this. Forwards signals to the
-    trainer."""
+    """Runs a trainer, and runs it again (after ``pause_s`` seconds) if the trainer requests this. Forwards signals to it."""
 
     def __init__(self, command: Sequence[str], max_restarts: int, pause_s: float) -> None:
         self._command, self._max_restarts, self._pause_s = list(command), max_restarts, pause_s

@@ -27,8 +27,7 @@ def _digest(folder: Path) -> str:
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Disk cache of compiled kernels. Compiles a kernel again if a source file in its folder has changed or the cache is
-    damaged."""
+    """Disk cache of compiled kernels, renewed if a source file in the kernel's folder has changed or the cache is damaged."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)

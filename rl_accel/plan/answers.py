@@ -202,8 +202,7 @@ def _features(setup: Setup) -> Iterator[Option]:
 
 
 def _alternatives(setup: Setup) -> Iterator[Option]:
-    """Yields changes of the run that need no rl-accel: twice the replicas, other numbers of slots, half the maximum response
-    length."""
+    """Yields changes of the run that need no rl-accel: more replicas, other numbers of slots, half the maximum response length."""
     more = replace(setup, replicas=2 * setup.replicas)
     yield Option("twice the replicas", "", more, ours=False, cost="GPUs")
     slots, waiting = setup.engine.slots, _requests_wait(setup)

@@ -102,8 +102,7 @@ def fit_engine(
 
 
 def _batches_of(steps: Sequence[Sequence[Response]]) -> list[_Batch]:
-    """Groups responses by training step and rollout server. Leaves out responses without tokens and, if there are more than
-    :data:`_MAX_RESPONSES`, random groups."""
+    """Groups responses by training step and rollout server. Drops responses without tokens. Keeps about :data:`_MAX_RESPONSES`."""
     batches: dict[tuple[int, str | None], list[Response]] = {}
     for number, step in enumerate(steps):
         for response in step:
@@ -145,8 +144,10 @@ def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: 
 
 
 def _least_squares(factors: Floats, seconds: Floats, least: float) -> Floats:
-    """Returns the constants with the best fit of ``factors @ constants`` to ``seconds``; the first at least ``least``, the others
-    at least 0."""
+    """Returns the constants with the best fit of ``factors @ constants`` to ``seconds``.
+
+    The first constant is at least ``least``, the others are at least 0.
+    """
     from scipy.optimize import lsq_linear
 
     norms = np.linalg.norm(factors, axis=0)

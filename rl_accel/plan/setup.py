@@ -63,8 +63,7 @@ class Setup:
         return sum(self.stages.values()) - self.training_seconds
 
     def noticed(self, seconds: float) -> float:
-        """Returns the seconds of the stage ``gen`` for a rollout of ``seconds``: rounded up to the next poll, plus
-        ``after_seconds``."""
+        """Returns the seconds of the stage ``gen``: rollout seconds, rounded up to the next poll, plus ``after_seconds``."""
         poll = self.poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
@@ -129,8 +128,7 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
 
 
 def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str, Any]) -> Setup:
-    """Returns the setup of a run without telemetry. Each random draw uses another distribution of lengths that fits the run's
-    log."""
+    """Returns the setup of a run without telemetry. Each random draw uses other lengths that fit the run's log."""
     rollouts = estimate.rollouts
     responses = options.get("responses") or rollouts.group
     if responses is None:

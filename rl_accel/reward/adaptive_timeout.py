@@ -16,8 +16,7 @@ _FORMAT = "rl_accel.adaptive_timeout"
 _VERSION = 1
 
 AnchorTuple = tuple[float, float, int]
-"""Anchor of a prompt and test case: longest wall seconds and longest CPU seconds of a correct execution, and number of correct
-executions."""
+"""Anchor of a prompt and test case: longest wall seconds, longest CPU seconds and number of its correct executions."""
 Reason = Literal["learning", "adaptive", "probe"]
 """Reason for the time limit of an execution.
 

@@ -100,8 +100,7 @@ class LocalAnchors:
         self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
-        """Merges the anchors in the store's reply ``update``. If another process has suspended the limits, first suspends them
-        here."""
+        """Merges the anchors in the store's reply. First suspends the limits if another process has suspended its limits."""
         if update.era > self.timeout.era:
             self.timeout.suspend(update.era)
         if update.era == self.timeout.era:

@@ -39,8 +39,7 @@ class LimitUpdates:
         self._set_limits: Callable[[float, float], None] | None = None
 
     def publish(self, wall: float, cpu: float) -> None:
-        """Sets new limits, in seconds since the start of the execution. Passes changed limits to the function in
-        :meth:`subscribed`."""
+        """Sets new limits, in seconds since the start of the execution. Passes them to the function in :meth:`subscribed`."""
         if self._latest != (wall, cpu):
             self._latest = wall, cpu
             if self._set_limits is not None:
@@ -109,8 +108,8 @@ class ExecutionResult:
     Attributes:
         verdict: outcome of the execution, see :data:`Verdict`.
         value: return value of a grader; None unless ``verdict`` is "done".
-        wall, cpu: wall seconds of the execution, and CPU seconds of all its processes. For a coroutine grader and for very short
-            calls, ``cpu`` is not measured and 0.
+        wall, cpu: wall seconds of the execution, and CPU seconds of all its processes. ``cpu`` is 0 for a coroutine grader, and
+            for a very short call of a grader without isolation.
         waited: seconds in which the execution was ready to run but had no processor, summed over its threads, at most ``wall -
             cpu``; 0 if unknown.
         reason: short text that names the exception or the exceeded limit; "" if there is none.

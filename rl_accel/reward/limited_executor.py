@@ -32,8 +32,7 @@ _WARN_AFTER_EXECUTIONS = (8, 64, 512, 4096)
 
 
 def prompt_key(*parts: Any) -> str:
-    """Returns a digest of ``parts``, the values that define a prompt, such as text and ground truth. Equal in every run and
-    process."""
+    """Returns a digest of the values that define a prompt, such as text and ground truth. Equal in every run and process."""
     try:
         text = json.dumps(parts, default=repr, sort_keys=True)
     except (TypeError, ValueError):  # dict keys that JSON does not support or that cannot be sorted

@@ -204,8 +204,7 @@ class Graders(WorkerPool):
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler that accepts only plain values, such as numbers, text and lists, because untrusted code may have written the
-    bytes."""
+    """Unpickler that accepts only plain values, such as numbers, text and lists. Other values from untrusted code are unsafe."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"an isolated grader returns plain values, found {module}.{name}")

@@ -21,7 +21,7 @@ logger = logging.getLogger("rl_accel")
 _MOST_WARNINGS = 100
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
 _SCORE = object()
-"""Placeholder for the number in a template made by :func:`_form_of` from a list or tuple. A stand-in has the score in its place."""
+"""Placeholder for each number of a list or tuple in a template (:func:`_form_of`). A stand-in has the score in its place."""
 
 
 class GraderError(RlAccelError, RuntimeError):
@@ -36,8 +36,8 @@ class Scores:
     """Reads the reward from each grader result, and makes a stand-in (a substitute reward) if the grader was stopped.
 
     A reward is a number or a dict; on slime it may be anything else, too. With the flag ``score_errors``, a response also gets a
-    stand-in if its grader raised an exception or if training cannot use its reward. Without the flag, the framework gets both as
-    they are.
+    stand-in if its grader raised an exception or if training cannot use its reward. Without the flag, the framework gets this
+    exception or reward.
 
     A stand-in has the form (number, or keys of a dict) of earlier rewards of its source (a grader or a data source), or else of
     another source, because a batch with several forms would end the run with an error.

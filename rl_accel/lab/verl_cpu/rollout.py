@@ -102,8 +102,7 @@ class CPURolloutServer:
         )
 
     async def load_weights(self, weights: dict[str, torch.Tensor], global_steps: int | None) -> None:
-        """Loads ``weights`` (tensors by name) into the model. ``global_steps``: new version number of the weights; None:
-        unchanged."""
+        """Loads ``weights`` (tensors by name) into the model. ``global_steps``: their version number; None: as before."""
         await asyncio.wrap_future(self._engine.load_weights(weights))
         if global_steps is not None:
             self._global_steps = global_steps
@@ -112,8 +111,7 @@ class CPURolloutServer:
         self._global_steps = global_steps
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Ends all requests. Later requests wait for :meth:`resume_generation`; with ``reject_request``, they end at once
-        instead."""
+        """Ends all requests. Later requests wait for :meth:`resume_generation`, or end at once if ``reject_request``."""
         self._rejecting, self._paused = reject_request, True
         return {"aborted_count": await asyncio.wrap_future(self._engine.pause())}
 

@@ -66,7 +66,7 @@ def activate() -> None:
 
 
 class _Stubs(MetaPathFinder, Loader):
-    """Import finder that replaces packages in :data:`GPU_ONLY` that are not installed, from the first import of SGLang on."""
+    """Import finder with stubs for the packages in :data:`GPU_ONLY` that are not installed. Acts once SGLang is imported."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -87,8 +87,7 @@ class _Stubs(MetaPathFinder, Loader):
 
 
 class _Stub(ModuleType):
-    """Empty replacement for a module that is not installed. Every attribute is a class, and calling this class raises
-    RuntimeError."""
+    """Empty replacement for a module that is not installed. Every attribute is a class whose call raises RuntimeError."""
 
     def __getattr__(self, name: str) -> type:
         return _stub_class(self.__name__, name)

@@ -29,10 +29,9 @@ from rl_accel.ops.inputs import OUTSIDE, Inputs, default_threads
 Array = npt.NDArray[Any]
 
 REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
-"""Columns of the table of sequences: index of the first token in the flat arrays of rewards, values, mask and outputs, and number
-of tokens."""
+"""Columns of the table of sequences: index of the first token in the flat arrays of rewards, values, mask, outputs; length."""
 STREAM_BYTES = 32 << 20
-"""Total size of the results in bytes above which stores bypass the caches, because the results would not fit."""
+"""Total size of the results in bytes above which stores bypass the caches, into which the results would not fit."""
 SMALL_TOKENS = 1 << 18  # measured on two cores: about 300,000
 """Number of tokens below which one thread is faster than several."""
 SHARES_PER_THREAD = 4
@@ -47,8 +46,7 @@ REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
 OUT = REWARD
 """Index of the first result in scratch memory. Results overwrite the rewards, which are no longer needed."""
 STATE = 3 * PLANE
-"""Index of the scan's state in scratch memory: 8 next values, then 8 running advantages (or returns), one for each lane
-(sequence)."""
+"""Index of the scan's state in scratch memory: 8 next values and 8 running advantages (or returns), one per lane (sequence)."""
 SCRATCH = STATE + 2 * LANES
 
 
@@ -220,8 +218,7 @@ Codegen = Callable[[Any, Any, Any, Any], Any]
 
 @intrinsic
 def gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: Any) -> tuple[Any, Codegen]:
-    """Computes GAE over a tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first. Updates the state
-    there."""
+    """Computes GAE over a tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])

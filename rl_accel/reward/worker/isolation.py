@@ -48,8 +48,9 @@ def pid_namespace_works() -> bool:
 
 
 def enter_pid_namespace() -> None:
-    """Makes the next fork of this process the first process of a new PID namespace. When that process ends, all others in it are
-    killed.
+    """Makes the next fork of this process the first process of a new PID namespace.
+
+    All processes in the namespace are killed when this first process ends.
 
     Raises:
         OSError: the kernel does not allow this.
