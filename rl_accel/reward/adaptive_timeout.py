@@ -16,7 +16,7 @@ _FORMAT = "rl_accel.adaptive_timeout"
 _VERSION = 1
 
 AnchorTuple = tuple[float, float, int]
-"""Anchor of a prompt and test case: longest wall seconds, longest CPU seconds and number of its correct executions."""
+"""Anchor of a prompt and test case: longest wall seconds and longest CPU seconds of correct executions, and their number."""
 Reason = Literal["learning", "adaptive", "probe"]
 """Reason for the time limit of an execution.
 

@@ -218,8 +218,8 @@ def _fork_is_safe(connections_before: set[str]) -> bool:
 
 
 def _connections() -> set[str]:
-    """Returns each open file descriptor that a fork must not share, as text "number target". Leaves out files open for reading
-    only."""
+    """Returns each open file descriptor that a fork must not share, as text "number target". Leaves out files open for
+    reading only."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
