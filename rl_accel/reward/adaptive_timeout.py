@@ -29,7 +29,7 @@ FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
 _MAX_UNPROVEN = 4
 """Maximum number of executions that get an adaptive limit before their results show that adaptive limits fit."""
 _MAX_RECENT_RECORDS = 64
-"""Maximum number of keys in the list of the latest records (new longest correct executions)."""
+"""Maximum number of test cases in the list of those whose anchor rose last."""
 _SUSPEND_AT = 12.0  # chance alone reaches this at most once in 160,000 correct executions
 """Evidence (log likelihood ratio) that adaptive limits no longer fit, at which these limits are suspended."""
 _EVIDENCE_BEYOND_LIMIT = 4.0

@@ -246,7 +246,7 @@ class PromptSupply:
         return taken
 
     def settle(self, prompt_id: str) -> Any:
-        """Forgets a settled prompt. Returns the value ``index`` of its data row; None if the row has none."""
+        """Forgets a settled prompt. Returns the content of the column ``index`` in its data row; None without such a column."""
         return self.payloads.pop(prompt_id).get("index")
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
@@ -263,7 +263,7 @@ class StepResult:
         results: data of the responses (see ``Event.result``), in the order of ``batch``.
         round: metrics of the round.
         trained, rejected, failed: prompts of the batch, prompts that the group filter rejected, and prompts that were given up.
-            Each is a mapping from prompt id to the value ``index`` of the data row.
+            Each is a mapping from prompt id to the content of the column ``index`` in its data row.
         errors: last error message of each failed prompt, by prompt id.
     """
 

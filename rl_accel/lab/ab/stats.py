@@ -266,7 +266,7 @@ def compared(metrics: Iterable[str]) -> list[str]:
 
 
 def phase(metric: str) -> str:
-    """Returns the phase of a training step (a key of ``_PHASES``) that computes a metric."""
+    """Returns the phase of a training step in which ``metric`` is computed, a key of ``_PHASES``."""
     return next(label for label, patterns in _PHASES.items() if any(fnmatch.fnmatchcase(metric, p) for p in patterns))
 
 

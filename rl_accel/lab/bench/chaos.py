@@ -30,7 +30,7 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "anchor store": ("AnchorStore",),
     "trainer": ("TaskRunnerV1",),
 }
-"""Mapping from each kind of process to kill to texts of which its command line contains one."""
+"""Strings that identify each kind of process to kill: its command line contains at least one of them."""
 
 STEPS, PROMPTS, KILLS = 6, 8, 2
 OVERRIDES = (
