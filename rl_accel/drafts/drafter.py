@@ -43,7 +43,7 @@ from rl_accel.rollout.balance import key_of
 SETTINGS = "rl_accel_drafts"
 """Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration."""
 FLOOR = 0.2
-"""Minimum estimated probability that all tokens of a draft are accepted. A draft is cut before this falls lower."""
+"""Minimum estimated probability that all tokens of a draft are accepted. A draft ends before the probability falls lower."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
 """Initial acceptance rates of draft tokens: 0.5 for matches of up to 4 tokens, 0.6 for up to 8 tokens, and so on."""
 PRIOR = 4.0

@@ -126,7 +126,8 @@ class Ledger:
     """Log of the prompts that each training step trained, rejected or gave up: ``tail_batching/ledger.jsonl``.
 
     Each training step has one line, a JSON object. Its keys ``trained``, ``rejected`` and ``failed`` hold mappings from prompt id
-    (``epoch:row``) to the content of the column ``index`` in the prompt's data row. The key ``errors`` holds the last error of each failed prompt.
+    (``epoch:row``) to the content of the column ``index`` in the prompt's data row. The key ``errors`` holds the last error of each
+    failed prompt.
     """
 
     def __init__(self, root: Path) -> None:
