@@ -12,7 +12,9 @@ import pytest
 
 from rl_accel.__main__ import main
 from rl_accel.errors import RlAccelError
+from rl_accel.features import TailBatchingFlags
 from rl_accel.plan.setup import setup_of
+from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.rollout.workload import Lengths
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import in_rounds
@@ -350,7 +352,8 @@ def test_a_response_takes_until_its_last_token():
 )
 def test_rounds_of_ten_prompts(times, launched, seconds):
     lengths = Lengths(np.sort(np.array(times) * 1000).astype(int), 0.99999)
-    assert in_rounds(lengths, 10, 1, launched, 1)[0] == pytest.approx(1000 * seconds, rel=0.1)
+    run = TailRun(10, 1, TailBatchingFlags(prompt_ratio=launched / 10, response_ratio=1.0))
+    assert in_rounds(lengths, run)[0] == pytest.approx(1000 * seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("other", ["\u2028", "\x85", "\u2029"])
