@@ -194,8 +194,8 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range |
         gains.append(max(as_it_is - rounds[-1], 0.0))
     return Range.of(gains[1:], gains[0]), (
         f"the seconds of {len(known) * prompts * responses} responses, drawn again in rounds of {run.surplus_prompts} prompts for"
-        f" {prompts} trained and {run.surplus_responses} responses for {responses}, the rest in long rounds: {rounds[0]:.2f} s a rollout instead of"
-        f" {gains[0] + rounds[0]:.2f} s"
+        f" {prompts} trained and {run.surplus_responses} responses for {responses}, the rest in long rounds:"
+        f" {rounds[0]:.2f} s a rollout instead of {gains[0] + rounds[0]:.2f} s"
     )
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from rl_accel.files import BAD_RECORD
 
@@ -190,17 +191,21 @@ def generation(
         numbers["seconds_per_token"] = statistics.median(per_token)
 
     spans = [(into(r.began), into(r.ended if r.generated is None else r.generated)) for r in responses]
-    # At equal times, ends sort before starts, because a slot is free before the next response takes this slot.
-    events = sorted(event for begin, end in spans if end > begin for event in ((begin, 1), (end, -1)))
-    running = np.cumsum([change for _, change in events])
-    concurrency = int(max(running, default=0))
-    numbers["concurrency"] = concurrency
+    running, lasted = _load(spans)
+    numbers["concurrency"] = concurrency = int(max(running, default=0))
     if concurrency:
         capacity = concurrency if slots is None else min(concurrency, slots)
-        lasted = np.diff([moment for moment, _ in events])
-        occupied = float(np.minimum(running[:-1], capacity) @ lasted)
+        occupied = float(np.minimum(running, capacity) @ lasted)
         numbers["idle_share"] = min(max(1 - occupied / (capacity * seconds), 0.0), 1.0)
     return numbers
+
+
+def _load(spans: Sequence[tuple[float, float]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Returns the number of ``spans`` (begin, end) that hold each moment, as numbers and the seconds for which each applies."""
+    # At equal times, ends sort before starts, because a slot is free before the next response takes this slot.
+    events = sorted(event for begin, end in spans if end > begin for event in ((begin, 1), (end, -1)))
+    running = np.cumsum([change for _, change in events], dtype=np.int64)
+    return running[:-1], np.diff([moment for moment, _ in events])
 
 
 def quantile(values: Sequence[float], share: float) -> float:

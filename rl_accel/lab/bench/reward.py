@@ -122,27 +122,28 @@ def workload(
     correct = [CORRECT[0] + (CORRECT[1] - CORRECT[0]) * share for share in shares]
     rng.shuffle(typical)
     rng.shuffle(correct)
-    drawn = [
-        [rng.random() < correct[prompt] for _ in range(responses)] for _ in range(epochs) for prompt in range(prompts)
-    ]
-    wrong = [(i, j) for i, row in enumerate(drawn) for j, right in enumerate(row) if not right]
-    hanging = set(rng.sample(wrong, round(HANGING * len(drawn) * responses)))
+    visits = [(epoch, prompt) for epoch in range(epochs) for prompt in range(prompts)]
+    is_right = {visit: [rng.random() < correct[visit[1]] for _ in range(responses)] for visit in visits}
+    wrong = [(visit, index) for visit, answers in is_right.items() for index, right in enumerate(answers) if not right]
+    hanging = set(rng.sample(wrong, round(HANGING * len(visits) * responses)))
+
+    def draw(visit: tuple[int, int], index: int, right: bool) -> Response:
+        _, prompt = visit
+        seconds = min(typical[prompt] * rng.lognormvariate(0, spread), SECONDS[-1]) * scale
+        program_seconds = None if (visit, index) in hanging else max(seconds - overhead, 0.0)
+        kind: Kind = rng.choice(("sleep", "busy"))
+        code = program(kind, program_seconds, ANSWER if right else "41")
+        return Response(f"prompt-{prompt}", code, right, program_seconds)
+
     batches = []
     for epoch in range(epochs):
         order = list(range(prompts))
         rng.shuffle(order)
         for first in range(0, prompts, batch):
-            batch_responses = []
-            for prompt in order[first : first + batch]:
-                row = epoch * prompts + prompt
-                for place, right in enumerate(drawn[row]):
-                    seconds = min(typical[prompt] * rng.lognormvariate(0, spread), SECONDS[-1]) * scale
-                    program_seconds = None if (row, place) in hanging else max(seconds - overhead, 0.0)
-                    kind: Kind = rng.choice(("sleep", "busy"))
-                    code = program(kind, program_seconds, ANSWER if right else "41")
-                    batch_responses.append(Response(f"prompt-{prompt}", code, right, program_seconds))
-            rng.shuffle(batch_responses)
-            batches.append(batch_responses)
+            visited = [(epoch, prompt) for prompt in order[first : first + batch]]
+            drawn = [draw(visit, index, right) for visit in visited for index, right in enumerate(is_right[visit])]
+            rng.shuffle(drawn)
+            batches.append(drawn)
     return batches
 
 
