@@ -69,7 +69,7 @@ def main() -> None:
     )
     print(f"| {' | '.join(columns)} | moves a rollout |")
     print("|---" * (len(columns) + 1) + "|")
-    engine = published.engine("qwen2.5-14b")
+    engine = published.engine_of_model("qwen2.5-14b")
     arms = {"late": (False, False, 0), "order": (True, False, 0), "moves": (True, False, 2), "known": (False, True, 0)}
     for slots, cache in ((16, math.inf), (32, math.inf), (64, math.inf), (256, math.inf), (256, 50_000.0)):
         replica = EngineModel(

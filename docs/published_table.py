@@ -88,7 +88,7 @@ def setup(model: str, tp: int | None = None) -> Setup:
     The response lengths are the published lengths for mathematics. The reward stage runs outside the rollout. ``tp``:
     tensor-parallel size; None for the published size.
     """
-    cluster = workloads.load("h800.json")
+    cluster = workloads.load_data("h800.json")
     sizes = cluster["models"][model]
     workload = workloads.published("math16k").limited(sizes["limit"])
     if "exponent" in sizes:  # the lengths published for a 14B model, rescaled to a fitted median and spread
@@ -98,7 +98,7 @@ def setup(model: str, tp: int | None = None) -> Setup:
     training = 6 * sizes["parameters"] * workload.tokens.mean() * count / cluster["training_flops"] / sizes["gpus"]
     stages = {"update_actor": training, "reward": cluster["reward_gpu_seconds"] * count / sizes["gpus"]}
     replicas = sizes["gpus"] // (tp or sizes["tp"])
-    return Setup(PROMPTS, RESPONSES, replicas, engines.engine(model, tp), workload, stages)
+    return Setup(PROMPTS, RESPONSES, replicas, engines.engine_of_model(model, tp), workload, stages)
 
 
 def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Iterator[Row]:
@@ -109,7 +109,7 @@ def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Itera
         seed: seed of the simulation.
         only: names of the wanted rows; None: all rows. Other rows may be yielded too, if they come from the same simulation.
     """
-    data = workloads.load("rollpacker_published.json")
+    data = workloads.load_data("rollpacker_published.json")
     for column, (model, limit) in enumerate((("7b", "8k"), ("14b", "16k"), ("32b", "32k"))):
         at, found = setup(f"qwen2.5-{model}"), dict[str, list[Round]]()
 
@@ -167,7 +167,7 @@ def fit(rounds: int) -> dict[str, float]:
     """
     from scipy.optimize import least_squares
 
-    known = workloads.load("h800.json")
+    known = workloads.load_data("h800.json")
     known = {**known, **known["models"]["qwen3-8b"]}
     values: dict[str, float] = {}
     for part, constants in CONSTANTS.items():
@@ -188,7 +188,7 @@ def fit(rounds: int) -> dict[str, float]:
 @contextlib.contextmanager
 def using(values: Mapping[str, float]) -> Iterator[None]:
     """Replaces constants in the loaded data files by ``values`` inside the ``with`` block."""
-    load = workloads.load
+    load = workloads.load_data
 
     def changed(name: str) -> dict[str, Any]:
         data = load(name)
@@ -197,7 +197,7 @@ def using(values: Mapping[str, float]) -> Iterator[None]:
         model |= {key: value for key, value in values.items() if key in model}
         return data
 
-    with mock.patch.object(workloads, "load", changed), mock.patch.object(engines, "load", changed):
+    with mock.patch.object(workloads, "load_data", changed), mock.patch.object(engines, "load_data", changed):
         yield
 
 

@@ -166,7 +166,7 @@ def _is_file(written: str, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def unread_flags() -> Iterator[Callable[[], list[str]]]:
+def flags_unknown_to_parsers() -> Iterator[Callable[[], list[str]]]:
     """Context manager that yields a function. The function returns the flags on the command line that slime would ignore.
 
     slime reads the command line with several parsers. It ignores a flag if all parsers in the block have skipped the flag.
@@ -208,7 +208,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
     before, sys.argv = sys.argv, ["train.py", *line]
     messages, has_megatron = [], is_installed("megatron.training")
     try:
-        with unread_flags() as unread:
+        with flags_unknown_to_parsers() as unread:
             parser = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
             args, _ = slimes.get_slime_extra_args_provider()(parser).parse_known_args()
             vars(args).update(vars(slimes._pre_parse_mode()))

@@ -33,8 +33,8 @@ from rl_accel.drafts.index import (
     is_live,
     lookup,
     make_pool,
-    read,
     sequence,
+    tokens_of,
 )
 from rl_accel.features import DraftsFlags
 from rl_accel.ops.cpu import compiled
@@ -141,7 +141,7 @@ class Drafter:
             self._begin(1)
             for end in (1, 2):
                 self.propose([[0]], np.array([end]), np.zeros((1, 2 * CONTEXT), np.int32))
-            read(self._pool, self._batch.sequences[0])
+            tokens_of(self._pool, self._batch.sequences[0])
         self._begin(1 if self._idle else self.settings.memory_mb)
 
     def _begin(self, memory_mb: float) -> None:
@@ -258,7 +258,7 @@ class Drafter:
         """
         finished = []
         for request, *_ in self._gone.values():
-            tokens = None if request[TAKEN] else read(self._pool, request)
+            tokens = None if request[TAKEN] else tokens_of(self._pool, request)
             if tokens is not None:
                 finished.append(request[[VERSION, HEAD]].astype(np.int32).tobytes() + tokens.tobytes())
             request[TAKEN] = True

@@ -82,7 +82,7 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
     return mean_of(predictions), np.array(uneven)
 
 
-def check(first: Path, second: Path, options: Mapping[str, Any], console: Console) -> None:
+def check_prediction(first: Path, second: Path, options: Mapping[str, Any], console: Console) -> None:
     """Predicts the run in ``second`` from the run in ``first``. Prints predicted and measured seconds and wasted tokens.
 
     ``options``: options of ``rl-accel plan``, by name.

@@ -16,7 +16,7 @@ from rl_accel.rollout.workload import from_groups
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import LEAST_STEPS, POLL_SECONDS, Estimate, Range, in_rounds
 from rl_accel.telemetry.profile import PARTS, Profile, format_seconds
-from rl_accel.telemetry.stage_clock import COMPLETED, Response
+from rl_accel.telemetry.stage_clock import COMPLETED, ResponseTimes
 
 WAITING, NOTICING = "waiting for the longest responses", "noticing that the rollout is done"
 NOTHING_HELPS = "Nothing of the pack would shorten a step of this run by more than can be told."
@@ -179,7 +179,7 @@ def _bootstrap_mean(values: Sequence[float]) -> Range:
     return Range.of(drawn.mean(axis=1), statistics.fmean(values))
 
 
-def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range | None, str]:
+def _gain_of_tail_batching(steps: Sequence[Sequence[ResponseTimes]]) -> tuple[Range | None, str]:
     known = [groups for responses in steps if (groups := prompt_ticks(responses))]
     if not known:
         return None, "no step in which every response completed"
@@ -199,7 +199,7 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range |
     )
 
 
-def prompt_ticks(responses: Sequence[Response]) -> list[list[float]] | None:
+def prompt_ticks(responses: Sequence[ResponseTimes]) -> list[list[float]] | None:
     """Returns the time at which each response of a step was generated, in ticks (milliseconds), as one list per prompt.
 
     Time 0 is the start of the step's first response. Returns None if there are no responses, or if any was cancelled or failed.
@@ -228,7 +228,7 @@ def levers(run: Profile) -> list[str]:
     return advice
 
 
-def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[Range | None, str]:
+def _gain_of_reward_timeout(steps: Sequence[Sequence[ResponseTimes]]) -> tuple[Range | None, str]:
     known = [
         [(r.generated, r.rewarded) for r in responses if r.generated is not None and r.rewarded is not None]
         for responses in steps

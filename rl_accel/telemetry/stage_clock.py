@@ -71,7 +71,7 @@ COMPLETED, CANCELLED, FAILED = "completed", "cancelled", "failed"
 
 
 @dataclass(slots=True)
-class Response:
+class ResponseTimes:
     """Times and final state of one response. Times are in seconds of the wall clock.
 
     Attributes:
@@ -102,9 +102,9 @@ class Response:
         return self.ended if self.rewarded is None else self.rewarded
 
 
-def by_prompt(responses: Sequence[Response]) -> list[list[Response]]:
+def by_prompt(responses: Sequence[ResponseTimes]) -> list[list[ResponseTimes]]:
     """Groups responses by prompt. Returns one list per prompt."""
-    groups: dict[str, list[Response]] = {}
+    groups: dict[str, list[ResponseTimes]] = {}
     for response in responses:
         groups.setdefault(response.prompt, []).append(response)
     return list(groups.values())
@@ -133,7 +133,7 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
     return {stage: value / whole for stage, value in seconds.items()} if whole > 0 else dict.fromkeys(seconds, 0.0)
 
 
-def completion(responses: Sequence[Response]) -> dict[str, float]:
+def completion(responses: Sequence[ResponseTimes]) -> dict[str, float]:
     """Returns metrics of the responses of a step, by name; {} without responses.
 
     They are the numbers of responses and tokens, and quantiles of the seconds from the start of a completed response to its reward.
@@ -151,7 +151,7 @@ def completion(responses: Sequence[Response]) -> dict[str, float]:
 
 
 def generation(
-    responses: Sequence[Response], seconds: float, slots: int | None = None, began: float | None = None
+    responses: Sequence[ResponseTimes], seconds: float, slots: int | None = None, began: float | None = None
 ) -> dict[str, float]:
     """Returns metrics of the generation stage of one step, by name. Leaves out metrics whose value is unknown.
 
@@ -213,7 +213,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return float(np.quantile(values, share, method="inverted_cdf"))
 
 
-def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
+def keep(path: Path, step: int, responses: Sequence[ResponseTimes]) -> None:
     """Appends the times of the ``responses`` of a training step to the file ``path``, in seconds since the first response began.
 
     Raises:
@@ -239,7 +239,7 @@ def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
         file.write("\n" + line if file.tell() else line)  # a killed run may have left half a line
 
 
-def read_kept(path: Path) -> dict[int, list[Response]]:
+def read_kept(path: Path) -> dict[int, list[ResponseTimes]]:
     """Returns the responses in a file written by :func:`keep`, by step number. Skips incomplete lines.
 
     If the run was resumed, the last record of each step counts, and records of later steps from before are dropped.
@@ -247,12 +247,12 @@ def read_kept(path: Path) -> dict[int, list[Response]]:
     Raises:
         OSError: the file cannot be read.
     """
-    steps: dict[int, list[Response]] = {}
+    steps: dict[int, list[ResponseTimes]] = {}
     for line in path.read_text(errors="replace").splitlines():
         try:
             entry = json.loads(line)
             step = int(entry["step"])
-            responses = [Response(str(prompt), *rest) for prompt, *rest in entry["responses"]]
+            responses = [ResponseTimes(str(prompt), *rest) for prompt, *rest in entry["responses"]]
         except BAD_RECORD:
             continue
         while steps and next(reversed(steps)) >= step:

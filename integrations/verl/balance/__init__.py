@@ -90,10 +90,10 @@ class BalancingWorker(agent_loop.WorkerPart):
         caches = ray.get(router.set_up.remote(engine, lengths, slots, flags[BALANCE], ordered, together))
         words = "rl-accel: balance: replicas of %d slots, with caches of tokens (None: unknown or without limit): %s%s"
         logger.info(words, slots, caches, "" if engine.stop else "; this engine cannot move responses")
-        metrics.set_observer("balance", Observer(router, Path(config.trainer.default_local_dir)))
+        metrics.set_observer("balance", BalanceObserver(router, Path(config.trainer.default_local_dir)))
 
 
-class Observer:
+class BalanceObserver:
     """Observer that returns the router's metrics, and adds the router's response lengths to verl's checkpoints in ``folder``."""
 
     def __init__(self, router: Any, folder: Path) -> None:

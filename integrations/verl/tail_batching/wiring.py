@@ -32,7 +32,7 @@ def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
     run.require_chosen(FLAG, _MODE_KEY, MODE)
     check(run)
     if run.in_driver and run.checkpoint_to_resume:
-        saved.find(run.checkpoint_to_resume / saved.FOLDER)
+        saved.state_file(run.checkpoint_to_resume / saved.FOLDER)
     config = run.config
     with open_dict(config):
         OmegaConf.update(config, _MODE_KEY, MODE)

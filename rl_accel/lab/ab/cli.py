@@ -233,7 +233,7 @@ def _show_failures(results: list[RunResult], out: Path, console: Console) -> Non
 class ProgressView:
     """Progress display of the command line: progress bars on a terminal, plain lines elsewhere.
 
-    A context manager that implements :class:`~rl_accel.lab.ab.runner.Watcher`.
+    A context manager that implements :class:`~rl_accel.lab.ab.runner.ProgressDisplay`.
     """
 
     def __init__(self, console: Console, plans: Sequence[RunPlan], reward: str) -> None:

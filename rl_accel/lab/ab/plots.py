@@ -14,7 +14,7 @@ _ARM_COLOURS = ("#8d99ae", "#1d6fd1", "#e07a1f", "#2a9d5c", "#b5498f", "#7a5c3e"
 _KIND_MARKS = {"short": "o", "long": "s", "final": "^", ALL: "."}
 
 
-def draw(summary: dict[str, Any], out: Path) -> list[Path]:
+def write_plots(summary: dict[str, Any], out: Path) -> list[Path]:
     """Writes the plots of an A/B as PNG files into the folder ``out``. Returns the paths of the written files.
 
     ``summary`` is the content of ``summary.json``. A plot without data is skipped.

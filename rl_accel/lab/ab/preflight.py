@@ -52,10 +52,10 @@ tensor-parallel group, and 12 (optimizer state), split among all GPUs."""
 _SLIME_PARSE = """
 import sys
 from slime.utils.arguments import parse_args
-from rl_accel.integrations.slime.custom_config import unread_flags
+from rl_accel.integrations.slime.custom_config import flags_unknown_to_parsers
 
 problem = None
-with unread_flags() as unread:
+with flags_unknown_to_parsers() as unread:
     try:
         parse_args()
     except Exception as error:

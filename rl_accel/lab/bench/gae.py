@@ -335,7 +335,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def read_lengths(source: str) -> list[int]:
+def sequence_lengths(source: str) -> list[int]:
     """Returns sequence lengths in tokens from the file ``source``: whole numbers, separated by whitespace, commas or brackets.
 
     If ``source`` is ``lognormal``, draws 64 lengths instead; the longest is 16,384 tokens.
@@ -374,7 +374,7 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
 
     Returns False, without measuring, if one of them gives wrong results.
     """
-    lengths = read_lengths(source)
+    lengths = sequence_lengths(source)
     generator = torch.Generator().manual_seed(0)
     rewards, values = ([torch.randn(n, generator=generator).to(device) for n in lengths] for _ in range(2))
     functions: dict[str, Callable[[], Lists]] = {

@@ -71,7 +71,7 @@ class WrongResult(Exception):
 
 
 @dataclass(frozen=True)
-class Response:
+class Program:
     """A response to a prompt: one Python program to execute.
 
     Attributes:
@@ -99,7 +99,7 @@ def workload(
     spread: float,
     overhead: float = 0.0,
     seed: int = 0,
-) -> list[list[Response]]:
+) -> list[list[Program]]:
     """Returns batches of random programs, with ``responses`` programs for each of the ``batch`` prompts of a batch.
 
     Each prompt has a typical duration, drawn from the published distribution. A program takes this duration multiplied by a
@@ -118,7 +118,7 @@ def workload(
     """
     rng = random.Random(seed)
     shares = [(i + 0.5) / prompts for i in range(prompts)]
-    typical = [quantile(share) for share in shares]
+    typical = [published_seconds(share) for share in shares]
     correct = [CORRECT[0] + (CORRECT[1] - CORRECT[0]) * share for share in shares]
     rng.shuffle(typical)
     rng.shuffle(correct)
@@ -127,13 +127,13 @@ def workload(
     wrong = [(visit, index) for visit, answers in is_right.items() for index, right in enumerate(answers) if not right]
     hanging = set(rng.sample(wrong, round(HANGING * len(visits) * responses)))
 
-    def draw(visit: tuple[int, int], index: int, right: bool) -> Response:
+    def draw(visit: tuple[int, int], index: int, right: bool) -> Program:
         _, prompt = visit
         seconds = min(typical[prompt] * rng.lognormvariate(0, spread), SECONDS[-1]) * scale
         program_seconds = None if (visit, index) in hanging else max(seconds - overhead, 0.0)
         kind: Kind = rng.choice(("sleep", "busy"))
-        code = program(kind, program_seconds, ANSWER if right else "41")
-        return Response(f"prompt-{prompt}", code, right, program_seconds)
+        code = program_code(kind, program_seconds, ANSWER if right else "41")
+        return Program(f"prompt-{prompt}", code, right, program_seconds)
 
     batches = []
     for epoch in range(epochs):
@@ -147,12 +147,12 @@ def workload(
     return batches
 
 
-def quantile(share: float) -> float:
+def published_seconds(share: float) -> float:
     """Returns the quantile ``share`` (from 0 to 1) of the published durations in seconds, without executions that never end."""
     return float(np.interp(share * SHARES[-1], SHARES, SECONDS))
 
 
-def program(kind: Kind, seconds: float | None, answer: str) -> str:
+def program_code(kind: Kind, seconds: float | None, answer: str) -> str:
     """Returns Python code that prints ``answer`` after ``seconds`` seconds, or never ends if ``seconds`` is None.
 
     If ``kind`` is "sleep", the program sleeps. If ``kind`` is "busy", the program computes for ``seconds`` seconds of CPU time.
@@ -165,7 +165,7 @@ def program(kind: Kind, seconds: float | None, answer: str) -> str:
 
 
 @dataclass
-class Arm:
+class PolicyResults:
     """Results of one time limit policy.
 
     Attributes:
@@ -180,8 +180,8 @@ class Arm:
 
 
 async def run_arms(
-    batches: Sequence[Sequence[Response]], policies: Mapping[str, RewardTimeoutFlags], slots: int
-) -> dict[str, Arm]:
+    batches: Sequence[Sequence[Program]], policies: Mapping[str, RewardTimeoutFlags], slots: int
+) -> dict[str, PolicyResults]:
     """Executes every batch under each time limit policy in turn. All responses of a batch are submitted at once.
 
     Args:
@@ -193,9 +193,9 @@ async def run_arms(
         The results of each policy, by name.
 
     Raises:
-        WrongResult: a verdict is wrong, see :func:`check`.
+        WrongResult: a verdict is wrong, see :func:`require_expected_verdicts`.
     """
-    arms = {name: Arm() for name in policies}
+    arms = {name: PolicyResults() for name in policies}
     executors = {name: LimitedExecutor(LocalAnchors(AdaptiveTimeout(flags)), slots) for name, flags in policies.items()}
     async with _open(slots) as sandbox:
         for number, batch in enumerate(batches):
@@ -206,13 +206,13 @@ async def run_arms(
                 )
                 arms[name].makespans.append(time.monotonic() - began)
                 results = [result for (result,) in cases]
-                check(batch, results)
+                require_expected_verdicts(batch, results)
                 arms[name].results += results
                 arms[name].counts.update(executors[name].anchors.take_delta().counts)
     return arms
 
 
-def check(batch: Sequence[Response], results: Sequence[ExecutionResult]) -> None:
+def require_expected_verdicts(batch: Sequence[Program], results: Sequence[ExecutionResult]) -> None:
     """Compares the verdicts of executions with the expected verdicts. A timeout of a program that would end is allowed.
 
     Raises:
@@ -275,7 +275,7 @@ async def _open(slots: int) -> AsyncIterator[Sandbox]:
 
 
 @contextlib.contextmanager
-def load(processes: int) -> Iterator[None]:
+def busy_processes(processes: int) -> Iterator[None]:
     """Runs ``processes`` extra processes in an endless loop during the ``with`` block, to keep cores busy."""
     spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
@@ -286,7 +286,7 @@ def load(processes: int) -> Iterator[None]:
             spinner.wait()
 
 
-def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm]) -> dict[str, Any]:
+def summarise(batches: Sequence[Sequence[Program]], arms: Mapping[str, PolicyResults]) -> dict[str, Any]:
     """Returns a mapping from time limit policy to measured numbers, among them these:
 
     - ``seconds``: wall-clock seconds of all executions together.
@@ -407,7 +407,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
         )
         batches = workload(PROMPTS, responses, epochs, BATCH, scale, spread, overhead)
         for condition in CONDITIONS:
-            with load(cores if condition == "loaded" else 0), console.status(condition):
+            with busy_processes(cores if condition == "loaded" else 0), console.status(condition):
                 before = os.getloadavg()[0]
                 arms = asyncio.run(run_arms(batches, settings, slots))
                 rows[condition] = {"load_average": [before, os.getloadavg()[0]], "arms": summarise(batches, arms)}

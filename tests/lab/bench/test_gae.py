@@ -105,8 +105,8 @@ def test_how_often_a_function_is_called_depends_on_how_long_it_takes(monkeypatch
 def test_lengths_may_be_separated_by_anything_or_be_drawn(tmp_path):
     for text in ("3 5\n7", "[3, 5, 7]", "3,5,7\n"):
         (tmp_path / "lengths").write_text(text)
-        assert bench.read_lengths(str(tmp_path / "lengths")) == [3, 5, 7]
-    lengths = bench.read_lengths("lognormal")
+        assert bench.sequence_lengths(str(tmp_path / "lengths")) == [3, 5, 7]
+    lengths = bench.sequence_lengths("lognormal")
     assert (len(lengths), max(lengths)) == (64, 16384)
     assert 8 < 64 * max(lengths) / sum(lengths) < 20
 
