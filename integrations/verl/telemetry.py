@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from rl_accel.errors import first_line
 from rl_accel.features import TelemetryFlags
@@ -52,10 +52,9 @@ def wire(run: VerlRun, _flags: TelemetryFlags) -> None:
         ConfigError: the user's configuration names an agent-loop manager other than rl-accel's.
     """
     agent_loop.check(run, _FLAG, "agent loops must note completion times")
-    with open_dict(run.config):
-        # An absolute path: the trainer process may have another working directory than this driver process.
-        folder = os.path.abspath(run.get("trainer.default_local_dir", "."))
-        OmegaConf.update(run.config, FILE_KEY, run.get(FILE_KEY, os.path.join(folder, FILE_NAME)))
+    # An absolute path: the trainer process may have another working directory than this driver process.
+    folder = os.path.abspath(run.get("trainer.default_local_dir", "."))
+    run.set(FILE_KEY, run.get(FILE_KEY, os.path.join(folder, FILE_NAME)))
     agent_loop.choose(run, WORKER_PART)
 
 

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict
-
 from rl_accel.errors import refuse
 from rl_accel.features import BALANCE, DRAFTS, TAIL_BATCHING, BalanceFlags
 from rl_accel.files import write_atomically
@@ -51,8 +49,7 @@ def wire(run: VerlRun, flags: BalanceFlags) -> None:
     if not flags.slots and run.get(f"{ROLLOUT}.max_num_seqs", 0) < 1:
         _refuse(f"{ROLLOUT}.max_num_seqs", "at least 1", run.get(f"{ROLLOUT}.max_num_seqs"))
     agent_loop.check(run, _FLAG, "responses must be generated through our client")
-    with open_dict(run.config):
-        OmegaConf.update(run.config, ROUTER_KEY, str(ROUTER))
+    run.set(ROUTER_KEY, str(ROUTER))
     agent_loop.choose(run, WORKER_PART)
 
 
