@@ -97,15 +97,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
         ConfigError: the file cannot be read or lacks a value that a feature needs, a flag of rl-accel is wrong, or the launch line
             conflicts with a feature.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        OmegaConf.create(text)  # refuses a key that appears twice, of which slime takes the last
-        content: Any = yaml.safe_load(text) or {}  # as slime reads it: "${x}" and 1e-3 are plain text
-    except Exception as error:  # yaml and OmegaConf raise unrelated classes
-        raise ConfigError(f"{path} is not a readable YAML file: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} wants a mapping of slime's arguments, found {type(content).__name__}")
-    content = {str(key): value for key, value in content.items()}
+    content = _read(path)
     keys = list(content)
     if SECTION not in content:
         close = difflib.get_close_matches(SECTION, keys, n=1)
@@ -137,6 +129,19 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
         for key in keys
         if key != SECTION and key not in known
     ]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Returns the content of a YAML file as slime reads it. Raises ConfigError if the file is no mapping in YAML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        OmegaConf.create(text)  # refuses a key that appears twice, of which slime takes the last
+        content: Any = yaml.safe_load(text) or {}  # as slime reads it: "${x}" and 1e-3 are plain text
+    except Exception as error:  # yaml and OmegaConf raise unrelated classes
+        raise ConfigError(f"{path} is not a readable YAML file: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} wants a mapping of slime's arguments, found {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}
 
 
 def _inits_of_roles(args: Any) -> list[str]:

@@ -187,10 +187,10 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
         }
         if lacking := [name for name, run in known.items() if not run]:
             notes.append(f"{metric} is not in {listed(lacking, runs)}")
-        for arm in arms:
+        for arm in (arm for arm in arms if arm != baseline):
             sides = [[run for run in runs if run.arm == name and known[run.name]] for name in (baseline, arm)]
             base, other, paired = matched(*sides)
-            if arm == baseline or not base or not other:
+            if not base or not other:
                 continue
             if unpaired := {run.name for side in sides for run in side} - {run.name for run in (*base, *other)}:
                 notes.append(
