@@ -175,8 +175,8 @@ def fit(rounds: int) -> dict[str, float]:
         def error(logarithms: Any, part: str = part) -> list[float]:
             values.update(zip(CONSTANTS[part], np.exp(logarithms).tolist(), strict=True))
             with using(values):
-                found = [row for row in rows(rounds, only=FITTED[part]) if row.name in FITTED[part]]
-            return [(10 * np.log(row.simulated / row.published)) ** 3 for row in found]
+                fitted_rows = [row for row in rows(rounds, only=FITTED[part]) if row.name in FITTED[part]]
+            return [(10 * np.log(row.simulated / row.published)) ** 3 for row in fitted_rows]
 
         low, high = np.log(np.array(list(constants.values()), float)).T
         start = np.clip(np.log([known[name] for name in constants]), low, high)
@@ -209,13 +209,13 @@ def main() -> None:
     parser.add_argument(
         "--scatter", type=int, metavar="ROUNDS", default=0, help="print the range of 20 means over ROUNDS rounds"
     )
-    given = parser.parse_args()
-    if given.scatter:
-        for draws in zip(*(rows(given.scatter, seed) for seed in range(20)), strict=True):
+    arguments = parser.parse_args()
+    if arguments.scatter:
+        for draws in zip(*(rows(arguments.scatter, seed) for seed in range(20)), strict=True):
             low, high = np.quantile([row.simulated for row in draws], [0.025, 0.975])
             print(f"| {draws[0].name} | {draws[0].published:g} | {low:.4g} to {high:.4g} |")
         return
-    values = fit(given.fit) if given.fit else {}
+    values = fit(arguments.fit) if arguments.fit else {}
     if values:
         print({name: float(f"{value:.4g}") for name, value in values.items()})
     with using(values):

@@ -53,10 +53,10 @@ def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) ->
     return _call_users_function(args, LOG_FUNCTIONS[1], rollout_id, args, data, extra_metrics)
 
 
-def _call_users_function(args: Any, key: str, *given: Any) -> bool:
+def _call_users_function(args: Any, key: str, *arguments: Any) -> bool:
     """Calls the log function that the user has set by slime's argument ``key``. Returns True if slime should skip its own log."""
     path = getattr(args, "rl_accel_kept", {}).get(key)
-    return bool(path and function_at(path)(*given))
+    return bool(path and function_at(path)(*arguments))
 
 
 def _log_alone(args: Any, rollout_id: int, numbers: dict[str, float]) -> None:

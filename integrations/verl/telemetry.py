@@ -1,9 +1,9 @@
 """Timing of a training step's stages on verl: ``+rl_accel.telemetry.enable=True``. Observes only and does not change training.
 
 :func:`wire` adds :class:`RecordingWorker` to verl's agent-loop workers. These workers record when each response began, was
-generated and was rewarded. In the trainer process, :class:`TelemetryObserver` fetches these records once a step, computes metrics with
-:mod:`rl_accel.telemetry.stage_clock`, and saves the records for ``rl-accel profile``. :class:`TelemetryObserver` also reads the preemption
-counters of the rollout servers.
+generated and was rewarded. In the trainer process, :class:`TelemetryObserver` fetches these records once a step, computes metrics
+with :mod:`rl_accel.telemetry.stage_clock`, and saves the records for ``rl-accel profile``. :class:`TelemetryObserver` also reads
+the preemption counters of the rollout servers.
 """
 
 import asyncio

@@ -32,8 +32,8 @@ def flags_of_words(words: Iterable[str]) -> Flags:
     Raises:
         ConfigError: a flag is invalid.
     """
-    ours = [word for word in (word.lstrip("+") for word in words) if word.startswith(_OURS)]
-    sections = OmegaConf.to_container(OmegaConf.from_dotlist(ours)) if ours else {}
+    own_words = [word for word in (word.lstrip("+") for word in words) if word.startswith(_OURS)]
+    sections = OmegaConf.to_container(OmegaConf.from_dotlist(own_words)) if own_words else {}
     return resolve([("the command", sections.get("rl_accel", {}) if isinstance(sections, dict) else {})])
 
 

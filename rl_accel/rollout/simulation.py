@@ -157,12 +157,12 @@ class _Replica:
 
     def advance(self, now: float) -> None:
         """Decodes until the time ``now``, which must not be later than the next event."""
-        left = now - self.time - self.stall
-        self.time, self.stall = now, max(-left, 0.0)
-        if left > 0 and self.running:
+        seconds_left = now - self.time - self.stall
+        self.time, self.stall = now, max(-seconds_left, 0.0)
+        if seconds_left > 0 and self.running:
             count, rate = len(self.running), self.rate
             pace = self.pace[count] + rate * self.cached
-            steps = 2 * left / (pace + math.sqrt(pace * pace + 2 * rate * count * left))
+            steps = 2 * seconds_left / (pace + math.sqrt(pace * pace + 2 * rate * count * seconds_left))
             self.steps += steps
             self.cached += steps * count
 

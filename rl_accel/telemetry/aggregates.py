@@ -223,10 +223,10 @@ class Rollouts:
         def off(values: Floats) -> list[float]:
             tokens = stretched(values)
             # no matrix product: its threads wait for each other on a busy machine
-            found = np.log(tokens.mean() / mean), np.log((tokens * of_longest).sum() / longest)
+            deviations = np.log(tokens.mean() / mean), np.log((tokens * of_longest).sum() / longest)
             over = np.maximum(values[0] + values[1] * inner - math.log(limit), 0).sum() / len(log) if clipped else 0.0
             # The last terms keep further responses below the limit, and prefer the published spread where all steps reach it.
-            return [*found, 20 * over, 0.1 * (values[1] - 1)]
+            return [*deviations, 20 * over, 0.1 * (values[1] - 1)]
 
         start = [math.log(mean) - float(np.log(np.exp(log).mean())), 1.0]
         tokens = stretched(least_squares(off, start, bounds=([-30, 0.1], [30, 4])).x)

@@ -227,8 +227,8 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
         yield f"arguments of {plan.arm}", *verdict
     else:
         yield f"arguments of {plan.arm}", "unknown", "slime's parser needs Megatron-LM on PYTHONPATH"
-    places = ("prompt_data", "ref_load", "custom_config_path")
-    yield from _files("file", [flags[key] for key in places if key in flags])
+    path_keys = ("prompt_data", "ref_load", "custom_config_path")
+    yield from _files("file", [flags[key] for key in path_keys if key in flags])
     path, numbers = flags.get("hf_checkpoint", ""), {}
     yield from _model(path)
     for key, default in _SLIME_NUMBERS.items():
