@@ -23,7 +23,7 @@ import click
 import numpy as np
 from rich.console import Console
 
-from rl_accel.console import show_table, wide_console
+from rl_accel.console import say, show_table, wide_console
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.lab.bench.measure import met, results_file
 from rl_accel.ops.inputs import usable_cores
@@ -439,10 +439,11 @@ def _show(rows: Mapping[str, Any], console: Console) -> bool:
             timeouts = f"{row['timeouts']} ({struck})" if struck else "0"
             cells.append((condition, name, *numbers, f"{row['correct']:,}", killed, timeouts, row["full_budget"]))
     show_table(console, (*headings, "full budget"), cells, "Executions, and what stopped them")
-    console.print(
-        "total s: of all executions. step s: from the start of a batch, all of it at once, to its last result, mean. p99: of "
-        "an execution. full budget: of the timeouts those that no limit had been learned for, or probes.",
-        soft_wrap=True,
+    say(
+        console,
+        "total s: seconds of all executions. p99 s: seconds of one execution",
+        "step s: mean seconds from the start of a batch, which begins at once, to its last result",
+        "full budget: timeouts of executions for which no limit was learned, and of probes",
     )
     red = False
     for condition, measured in rows.items():

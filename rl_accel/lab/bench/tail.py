@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from rl_accel.console import show_table, wide_console
+from rl_accel.console import say, show_table, wide_console
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 from rl_accel.lab.bench.measure import met, results_file
 
@@ -111,11 +111,11 @@ def _show_load(sizes: list[dict[str, Any]], console: Console) -> None:
     labelled = [(f"{size['prompts']} x {size['responses']}", row) for size in sizes for row in size["rounds"]]
     rows = [(label, *(cell(row) for cell in columns.values())) for label, row in labelled]
     show_table(console, ("P0 x R0", *columns), rows, "Rounds on verl without a model")
-    console.print(
-        "trainer CPU s: processor time of the trainer process during the round, all threads. after last s: from the moment the "
-        "last response of the batch lies in TransferQueue until the batch is returned with everything else stopped and cleared. "
-        "MiB: resident after the round, of workers the largest.",
-        soft_wrap=True,
+    say(
+        console,
+        "trainer CPU s: processor time of all threads of the trainer process during the round",
+        "after last s: from the last response in TransferQueue until the batch is returned and all else is stopped and cleared",
+        "MiB: resident memory after the round; of the workers, the largest",
     )
     first, last = sizes[0], sizes[-1]
     for name, meaning in (("trainer_cpu_s", "trainer CPU"), ("after_last_s", "after the last response")):
