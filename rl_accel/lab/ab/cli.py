@@ -131,7 +131,7 @@ def _launch_or_run(
     if dry_run:
         _show_commands(plans)
         return 0
-    return _run(spec, recipe, out, plans, console, **how_to_run)
+    return _run_plans(spec, recipe, out, plans, console, **how_to_run)
 
 
 def _without_missing_modules(plans: list[RunPlan], spec: Recipe) -> list[RunPlan]:
@@ -158,7 +158,7 @@ def _show_commands(plans: list[RunPlan]) -> None:
         click.echo(f"# {plan.name}\n{env} {shlex.join(plan.command)}".replace("\n ", "\n"))
 
 
-def _run(
+def _run_plans(
     spec: Recipe,
     file: Path,
     out: Path,

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from rl_accel.console import say, show_table, wide_console
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.lab.bench.measure import met, results_file
+from rl_accel.lab.bench.helpers import met, results_file
 from rl_accel.ops.inputs import usable_cores
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
@@ -416,7 +416,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
         console.print(f"{error}\nno numbers", markup=False)
         raise SystemExit(1) from None
     console.print(f"correct: all verdicts of {len(CONDITIONS) * 2 * sum(map(len, batches)):,} executions")
-    red = _show(rows, console)
+    red = _show_results(rows, console)
     if out is not None:
         size = {"prompts": PROMPTS, "responses": responses, "epochs": epochs, "batch": BATCH}
         options = {**size, "workers": slots, "cores": cores, "scale": scale, "spread": spread}
@@ -427,7 +427,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
         raise SystemExit(1)
 
 
-def _show(rows: Mapping[str, Any], console: Console) -> bool:
+def _show_results(rows: Mapping[str, Any], console: Console) -> bool:
     """Prints the results as a table, and whether the goals are met. Returns True if too many correct answers were stopped."""
     headings = ("machine", "limit", "total s", "times less", "step s", "p99 s", "correct", "killed wrongly", "timeouts")
     cells = []

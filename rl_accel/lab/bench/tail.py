@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rl_accel.console import say, show_table, wide_console
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
-from rl_accel.lab.bench.measure import met, results_file
+from rl_accel.lab.bench.helpers import met, results_file
 
 # a round of the largest batch takes minutes: verl's agent loop needs about 20 CPU milliseconds per response
 LOADS = ((32, 16, 3), (128, 16, 2), (512, 16, 1))
@@ -52,7 +52,7 @@ def bench_tail(out: Path | None) -> None:
         for prompts, responses, rounds in LOADS:
             label = f"{prompts} x {responses}"
             with console.status(f"{label}: {rounds} rounds"):
-                measured, problem = _run(prompts, responses, rounds, stop)
+                measured, problem = _run_rounds(prompts, responses, rounds, stop)
             if stop:
                 raise click.Abort
             if problem:
@@ -69,7 +69,7 @@ def bench_tail(out: Path | None) -> None:
         raise SystemExit(1)
 
 
-def _run(prompts: int, responses: int, rounds: int, stop: Stop) -> tuple[list[dict[str, Any]], str]:
+def _run_rounds(prompts: int, responses: int, rounds: int, stop: Stop) -> tuple[list[dict[str, Any]], str]:
     """Runs the rollout rounds of one batch size in a new process.
 
     Returns the measurements of each round and a description of the problem ("" if none).
