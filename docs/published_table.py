@@ -7,6 +7,7 @@ prints the constants. ``--scatter 10`` prints the spread of simulated means over
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -111,41 +112,50 @@ def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Itera
     """
     data = workloads.load_data("rollpacker_published.json")
     for column, (model, limit) in enumerate((("7b", "8k"), ("14b", "16k"), ("32b", "32k"))):
-        at, found = setup(f"qwen2.5-{model}"), dict[str, list[Round]]()
-
-        def play(name: str, at: Setup = at, found: dict[str, list[Round]] = found) -> list[Round]:
-            if name not in found:
-                prompts, responses = RATIOS[name]
-                flags = TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses)
-                found[name] = rounds_of(at, flags, rounds, seed)
-            return found[name]
-
-        for name in RATIOS:
-            row = f"ablation {limit} {name}"
-            if only is None or row in only:
-                seconds = steady(play(name), PROMPTS, lambda played: played.metrics.rollout_seconds)
-                yield Row(row, data["rollout_seconds_ablation"][name][column], seconds)
-        whole = f"{model.upper()}_{limit}"
-        means = data["step_seconds_mean_of_40"].get(whole)
-        if means is None or not (only is None or any(whole in name for name in only)):
-            continue
-        verl = fmean(played.metrics.rollout_seconds for played in play("none")) + sum(at.stages.values())
-        yield Row(f"step {whole} verl", means["verl"], verl)
-        yield Row(f"step {whole} rlhfuse", means["rlhfuse"], _overlapped(at, play("none")))
-        both = play("both_x1.25")
-        kinds = {kind: _overlapped(at, [p for p in both if p.metrics.kind == kind]) for kind in ("short", "long")}
-        kinds["mean"] = 0.8 * kinds["short"] + 0.2 * kinds["long"]
-        for kind, seconds in kinds.items():
-            yield Row(f"step {whole} {kind}", means[f"rollpacker_{kind}"], seconds)
+        yield from _rows_of_model(data, column, model, limit, rounds, seed, only)
     for tp in (1, 2):
-        if only is not None and not any(name.startswith(f"TP {tp}") for name in only):
-            continue
-        played = rounds_of(setup("qwen3-8b", tp), TailBatchingFlags(), rounds, seed)
-        for kind in ("short", "long"):
-            preemptions, seconds = data["tp_preemptions_qwen3_8b_32k_8xH800"][f"{kind}_round"][f"tp{tp}"]
-            of_kind = [p for p in played if p.metrics.kind == kind]
-            yield Row(f"TP {tp} {kind} preemptions", preemptions, fmean(p.preemptions for p in of_kind))
-            yield Row(f"TP {tp} {kind} seconds", seconds, fmean(p.metrics.rollout_seconds for p in of_kind))
+        if only is None or any(name.startswith(f"TP {tp}") for name in only):
+            yield from _rows_of_tp(data["tp_preemptions_qwen3_8b_32k_8xH800"], tp, rounds, seed)
+
+
+def _rows_of_model(
+    data: Any, column: int, model: str, limit: str, rounds: int, seed: int, only: set[str] | None
+) -> Iterator[Row]:
+    """Yields the rows of the ablation and of the step times of one size of Qwen2.5, in ``column`` of the published tables."""
+    at = setup(f"qwen2.5-{model}")
+
+    @functools.cache
+    def play(name: str) -> list[Round]:
+        prompts, responses = RATIOS[name]
+        flags = TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses)
+        return rounds_of(at, flags, rounds, seed)
+
+    for name in RATIOS:
+        row = f"ablation {limit} {name}"
+        if only is None or row in only:
+            seconds = steady(play(name), PROMPTS, lambda played: played.metrics.rollout_seconds)
+            yield Row(row, data["rollout_seconds_ablation"][name][column], seconds)
+    whole = f"{model.upper()}_{limit}"
+    means = data["step_seconds_mean_of_40"].get(whole)
+    if means is None or not (only is None or any(whole in name for name in only)):
+        return
+    verl = fmean(played.metrics.rollout_seconds for played in play("none")) + sum(at.stages.values())
+    yield Row(f"step {whole} verl", means["verl"], verl)
+    yield Row(f"step {whole} rlhfuse", means["rlhfuse"], _overlapped(at, play("none")))
+    both = play("both_x1.25")
+    kinds = {kind: _overlapped(at, [p for p in both if p.metrics.kind == kind]) for kind in ("short", "long")}
+    kinds["mean"] = 0.8 * kinds["short"] + 0.2 * kinds["long"]
+    for kind, seconds in kinds.items():
+        yield Row(f"step {whole} {kind}", means[f"rollpacker_{kind}"], seconds)
+
+
+def _rows_of_tp(data: Any, tp: int, rounds: int, seed: int) -> Iterator[Row]:
+    played = rounds_of(setup("qwen3-8b", tp), TailBatchingFlags(), rounds, seed)
+    for kind in ("short", "long"):
+        preemptions, seconds = data[f"{kind}_round"][f"tp{tp}"]
+        of_kind = [p for p in played if p.metrics.kind == kind]
+        yield Row(f"TP {tp} {kind} preemptions", preemptions, fmean(p.preemptions for p in of_kind))
+        yield Row(f"TP {tp} {kind} seconds", seconds, fmean(p.metrics.rollout_seconds for p in of_kind))
 
 
 def _overlapped(at: Setup, played: list[Round]) -> float:
