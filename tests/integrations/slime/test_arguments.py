@@ -152,7 +152,7 @@ def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launche
         ("drafts", {"line": "--sglang-speculative-algo=EAGLE"}, "-speculative-algorithm = NGRAM, found EAGLE"),
         ("drafts", {"sglang_speculative_num_steps": 3}, "--sglang-speculative-num-steps = unset, found 3"),
         ("tail_batching", {"line": TWO_FILES}, ONE_FILE),
-        ("reward_timeout", {"custom_rm_path": DISTILLATION}, "wants a grader that"),
+        ("reward_timeout", {"custom_rm_path": DISTILLATION}, "wants grader = a grader that"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_a_rollout(launched, feature, given, message):

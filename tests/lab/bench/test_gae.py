@@ -124,7 +124,7 @@ def test_prints_both_and_keeps_the_numbers(tmp_path, invoke):
 
 def test_wrong_padding_gets_no_number(monkeypatch, invoke):
     monkeypatch.setattr(bench, "slime_padded", lambda rewards, values: (rewards, values))
-    monkeypatch.setattr(bench, "read_lengths", lambda source: [3, 5])
+    monkeypatch.setattr(bench, "sequence_lengths", lambda source: [3, 5])
     output = invoke(bench.bench_gae, "--lengths", "x", code=1)
     assert "WRONG: slime, padded" in output
     assert "milliseconds" not in output
