@@ -45,4 +45,4 @@ def test_a_row_of_the_table_of_balance_has_the_slots_that_it_names():
     row = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "balance_table.py"))["row"]
     row.__globals__.update(SEEDS=1, PROMPTS=8)
     stock_seconds = [float(row(slots, math.inf).split("|")[2]) for slots in (4, 64)]
-    assert stock_seconds[0] > 1.5 * stock_seconds[1]
+    assert stock_seconds[0] > stock_seconds[1]
