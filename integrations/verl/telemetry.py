@@ -83,7 +83,7 @@ class RecordingWorker(agent_loop.WorkerPart):
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Registers an :class:`TelemetryObserver` of the manager's workers in the trainer process, if telemetry is still on."""
+        """Registers a :class:`TelemetryObserver` of the manager's workers in the trainer process, if telemetry is still on."""
         if metrics.observer_of("telemetry") is not None:
             metrics.set_observer(
                 "telemetry", TelemetryObserver(manager.config, manager.agent_loop_workers, manager.llm_client)
