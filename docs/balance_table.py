@@ -9,6 +9,8 @@ The simulation runs the scheduling code of real runs.
 
 import math
 import statistics
+from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,9 +19,20 @@ from rl_accel.plan import published
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.rollout import workload
 from rl_accel.rollout.balance import Balance, end_bound_at_arrival
-from rl_accel.rollout.simulation import Cluster, EngineModel, Floats
+from rl_accel.rollout.simulation import Cluster, Floats
 
 PROMPTS, RESPONSES, REPLICAS, SEEDS, PROMPT_TOKENS = 64, 16, 4, 3, 200
+ARMS = {"late": (False, False, 0), "order": (True, False, 0), "moves": (True, False, 2), "known": (False, True, 0)}
+"""Settings of each arm: whether long prompts begin first, whether lengths are known, and the most moves of a response."""
+COLUMNS = {
+    "late": ("late", 0),
+    "order": ("order", 0),
+    "order, 2nd epoch": ("order", 1),
+    "moves": ("moves", 0),
+    "moves, 2nd epoch": ("moves", 1),
+    "lengths known": ("known", 1),
+}
+"""Mapping from a column of the table to the arm and the epoch whose speedup it shows."""
 DRAWS = 100
 """Number of random draws of response lengths over which the bounds are averaged."""
 
@@ -55,48 +68,36 @@ def print_bounds(slots: int) -> None:
     print(f"\nBounds, {slots} slots a replica: {unknown:.2f} without knowing lengths, {known:.2f} with all known.")
 
 
+def row(slots: int, cache: float) -> str:
+    """Returns a row of the table, for replicas with this number of ``slots`` and a ``cache`` of so many tokens."""
+    replica = replace(published.engine_of_model("qwen2.5-14b"), slots=slots, cache_tokens=cache)
+    seconds, moves = defaultdict(list), []
+    for seed in range(SEEDS):
+        rng = np.random.default_rng(seed)
+        load = workload.published("math16k")
+        epochs = [load.lengths(range(PROMPTS), RESPONSES, rng) for _ in range(2)]
+        for epoch, lengths in enumerate(epochs):
+            seconds["stock", epoch].append(play(Cluster(replica, REPLICAS, PROMPT_TOKENS), lengths))
+        for arm, (ordered, known, most) in ARMS.items():
+            core = Balance(slots, BalanceFlags(max_moves=most), ordered)
+            balanced = BalancedCluster(replica, REPLICAS, PROMPT_TOKENS, core)  # kept for both epochs
+            for epoch, lengths in enumerate(epochs):
+                descending = np.sort(lengths, axis=None)[::-1][:, None]
+                seconds[arm, epoch].append(play(balanced, descending if known else lengths))
+                moves += [core.take_numbers()["moves"]] if most else []
+    mean = {key: statistics.fmean(values) for key, values in seconds.items()}
+    stock = statistics.fmean((mean["stock", 0], mean["stock", 1]))
+    cells = [f"{mean['stock', epoch] / mean[arm, epoch]:.2f}" for arm, epoch in COLUMNS.values()]
+    name = f"{slots}" if cache == math.inf else f"{slots}, cache of {cache:,.0f} tokens"
+    return f"| {name} | {stock:.0f} | {' | '.join(cells)} | {statistics.fmean(moves):.0f} |"
+
+
 def main() -> None:
     """Prints the table in Markdown, and the bounds."""
-    columns = (
-        "slots a replica",
-        "stock, s",
-        "late",
-        "order",
-        "order, 2nd epoch",
-        "moves",
-        "moves, 2nd epoch",
-        "lengths known",
-    )
-    print(f"| {' | '.join(columns)} | moves a rollout |")
-    print("|---" * (len(columns) + 1) + "|")
-    engine = published.engine("qwen2.5-14b")
-    arms = {"late": (False, False, 0), "order": (True, False, 0), "moves": (True, False, 2), "known": (False, True, 0)}
+    print(f"| slots a replica | stock, s | {' | '.join(COLUMNS)} | moves a rollout |")
+    print("|---" * (len(COLUMNS) + 3) + "|")
     for slots, cache in ((16, math.inf), (32, math.inf), (64, math.inf), (256, math.inf), (256, 50_000.0)):
-        replica = EngineModel(
-            engine.step_seconds, engine.cached_token_seconds, engine.prompt_token_seconds, 0.0, slots, cache
-        )
-        seconds = {}
-        moves = []
-        for seed in range(SEEDS):
-            rng = np.random.default_rng(seed)
-            load = workload.published("math16k")
-            epochs = [load.lengths(range(PROMPTS), RESPONSES, rng) for _ in range(2)]
-            for epoch, lengths in enumerate(epochs):
-                stock = Cluster(replica, REPLICAS, PROMPT_TOKENS)
-                seconds.setdefault(("stock", epoch), []).append(play(stock, lengths))
-            for arm, (ordered, known, most) in arms.items():
-                core = Balance(slots, BalanceFlags(max_moves=most), ordered)
-                balanced = BalancedCluster(replica, REPLICAS, PROMPT_TOKENS, core)  # kept for both epochs
-                for epoch, lengths in enumerate(epochs):
-                    descending = np.sort(lengths, axis=None)[::-1][:, None]
-                    seconds.setdefault((arm, epoch), []).append(play(balanced, descending if known else lengths))
-                    moves += [core.take_numbers()["moves"]] if most else []
-        mean = {key: statistics.fmean(values) for key, values in seconds.items()}
-        stock = [mean["stock", 0], mean["stock", 1]]
-        cells = [("late", 0), ("order", 0), ("order", 1), ("moves", 0), ("moves", 1), ("known", 1)]
-        shown = " | ".join(f"{stock[epoch] / mean[arm, epoch]:.2f}" for arm, epoch in cells)
-        name = f"{slots}" if cache == math.inf else f"{slots}, cache of {cache:,.0f} tokens"
-        print(f"| {name} | {statistics.fmean(stock):.0f} | {shown} | {statistics.fmean(moves):.0f} |", flush=True)
+        print(row(slots, cache), flush=True)
     print_bounds(16)
 
 

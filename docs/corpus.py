@@ -116,14 +116,14 @@ def _run(root: Path, main: str, overrides: list[str], path: str, name: str) -> t
     if main not in MAINS:
         file = _recipe_file(root, main)
         text = file.read_text() if file else ""
-        found = re.search(r'hydra\.main\(config_path="([^"]+)", config_name="(\w+)"', text)
-        if file is None or not found or "ppo" not in text:
+        configured = re.search(r'hydra\.main\(config_path="([^"]+)", config_name="(\w+)"', text)
+        if file is None or not configured or "ppo" not in text:
             return None, None, "start no PPO trainer that hydra configures"
-        folder, name, built = file.parent / found[1], name or found[2], _recipe_trainer(file.parent)
+        folder, name, built = file.parent / configured[1], name or configured[2], _recipe_trainer(file.parent)
         main = "verl.trainer.main_ppo"
     if path:
-        places = [Path(path), root / path, root / "recipe" / path, *((folder.parent / path,) if folder else ())]
-        folder = next((place for place in places if place.is_dir()), folder)
+        candidates = [Path(path), root / path, root / "recipe" / path, *((folder.parent / path,) if folder else ())]
+        folder = next((place for place in candidates if place.is_dir()), folder)
     try:
         run = VerlRun.compose(main, overrides, folder, name)
     except Exception:  # hydra raises many classes for a key that this verl lacks

@@ -7,6 +7,7 @@ prints the constants. ``--scatter 10`` prints the spread of simulated means over
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -88,7 +89,7 @@ def setup(model: str, tp: int | None = None) -> Setup:
     The response lengths are the published lengths for mathematics. The reward stage runs outside the rollout. ``tp``:
     tensor-parallel size; None for the published size.
     """
-    cluster = workloads.load("h800.json")
+    cluster = workloads.load_data("h800.json")
     sizes = cluster["models"][model]
     workload = workloads.published("math16k").limited(sizes["limit"])
     if "exponent" in sizes:  # the lengths published for a 14B model, rescaled to a fitted median and spread
@@ -98,7 +99,7 @@ def setup(model: str, tp: int | None = None) -> Setup:
     training = 6 * sizes["parameters"] * workload.tokens.mean() * count / cluster["training_flops"] / sizes["gpus"]
     stages = {"update_actor": training, "reward": cluster["reward_gpu_seconds"] * count / sizes["gpus"]}
     replicas = sizes["gpus"] // (tp or sizes["tp"])
-    return Setup(PROMPTS, RESPONSES, replicas, engines.engine(model, tp), workload, stages)
+    return Setup(PROMPTS, RESPONSES, replicas, engines.engine_of_model(model, tp), workload, stages)
 
 
 def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Iterator[Row]:
@@ -109,43 +110,52 @@ def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Itera
         seed: seed of the simulation.
         only: names of the wanted rows; None: all rows. Other rows may be yielded too, if they come from the same simulation.
     """
-    data = workloads.load("rollpacker_published.json")
+    data = workloads.load_data("rollpacker_published.json")
     for column, (model, limit) in enumerate((("7b", "8k"), ("14b", "16k"), ("32b", "32k"))):
-        at, found = setup(f"qwen2.5-{model}"), dict[str, list[Round]]()
-
-        def play(name: str, at: Setup = at, found: dict[str, list[Round]] = found) -> list[Round]:
-            if name not in found:
-                prompts, responses = RATIOS[name]
-                flags = TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses)
-                found[name] = rounds_of(at, flags, rounds, seed)
-            return found[name]
-
-        for name in RATIOS:
-            row = f"ablation {limit} {name}"
-            if only is None or row in only:
-                seconds = steady(play(name), PROMPTS, lambda played: played.metrics.rollout_seconds)
-                yield Row(row, data["rollout_seconds_ablation"][name][column], seconds)
-        whole = f"{model.upper()}_{limit}"
-        means = data["step_seconds_mean_of_40"].get(whole)
-        if means is None or not (only is None or any(whole in name for name in only)):
-            continue
-        verl = fmean(played.metrics.rollout_seconds for played in play("none")) + sum(at.stages.values())
-        yield Row(f"step {whole} verl", means["verl"], verl)
-        yield Row(f"step {whole} rlhfuse", means["rlhfuse"], _overlapped(at, play("none")))
-        both = play("both_x1.25")
-        kinds = {kind: _overlapped(at, [p for p in both if p.metrics.kind == kind]) for kind in ("short", "long")}
-        kinds["mean"] = 0.8 * kinds["short"] + 0.2 * kinds["long"]
-        for kind, seconds in kinds.items():
-            yield Row(f"step {whole} {kind}", means[f"rollpacker_{kind}"], seconds)
+        yield from _rows_of_model(data, column, model, limit, rounds, seed, only)
     for tp in (1, 2):
-        if only is not None and not any(name.startswith(f"TP {tp}") for name in only):
-            continue
-        played = rounds_of(setup("qwen3-8b", tp), TailBatchingFlags(), rounds, seed)
-        for kind in ("short", "long"):
-            preemptions, seconds = data["tp_preemptions_qwen3_8b_32k_8xH800"][f"{kind}_round"][f"tp{tp}"]
-            of_kind = [p for p in played if p.metrics.kind == kind]
-            yield Row(f"TP {tp} {kind} preemptions", preemptions, fmean(p.preemptions for p in of_kind))
-            yield Row(f"TP {tp} {kind} seconds", seconds, fmean(p.metrics.rollout_seconds for p in of_kind))
+        if only is None or any(name.startswith(f"TP {tp}") for name in only):
+            yield from _rows_of_tp(data["tp_preemptions_qwen3_8b_32k_8xH800"], tp, rounds, seed)
+
+
+def _rows_of_model(
+    data: Any, column: int, model: str, limit: str, rounds: int, seed: int, only: set[str] | None
+) -> Iterator[Row]:
+    """Yields the rows of the ablation and of the step times of one size of Qwen2.5, in ``column`` of the published tables."""
+    at = setup(f"qwen2.5-{model}")
+
+    @functools.cache
+    def play(name: str) -> list[Round]:
+        prompts, responses = RATIOS[name]
+        flags = TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses)
+        return rounds_of(at, flags, rounds, seed)
+
+    for name in RATIOS:
+        row = f"ablation {limit} {name}"
+        if only is None or row in only:
+            seconds = steady(play(name), PROMPTS, lambda played: played.metrics.rollout_seconds)
+            yield Row(row, data["rollout_seconds_ablation"][name][column], seconds)
+    whole = f"{model.upper()}_{limit}"
+    means = data["step_seconds_mean_of_40"].get(whole)
+    if means is None or not (only is None or any(whole in name for name in only)):
+        return
+    verl = fmean(played.metrics.rollout_seconds for played in play("none")) + sum(at.stages.values())
+    yield Row(f"step {whole} verl", means["verl"], verl)
+    yield Row(f"step {whole} rlhfuse", means["rlhfuse"], _overlapped(at, play("none")))
+    both = play("both_x1.25")
+    kinds = {kind: _overlapped(at, [p for p in both if p.metrics.kind == kind]) for kind in ("short", "long")}
+    kinds["mean"] = 0.8 * kinds["short"] + 0.2 * kinds["long"]
+    for kind, seconds in kinds.items():
+        yield Row(f"step {whole} {kind}", means[f"rollpacker_{kind}"], seconds)
+
+
+def _rows_of_tp(data: Any, tp: int, rounds: int, seed: int) -> Iterator[Row]:
+    played = rounds_of(setup("qwen3-8b", tp), TailBatchingFlags(), rounds, seed)
+    for kind in ("short", "long"):
+        preemptions, seconds = data[f"{kind}_round"][f"tp{tp}"]
+        of_kind = [p for p in played if p.metrics.kind == kind]
+        yield Row(f"TP {tp} {kind} preemptions", preemptions, fmean(p.preemptions for p in of_kind))
+        yield Row(f"TP {tp} {kind} seconds", seconds, fmean(p.metrics.rollout_seconds for p in of_kind))
 
 
 def _overlapped(at: Setup, played: list[Round]) -> float:
@@ -167,7 +177,7 @@ def fit(rounds: int) -> dict[str, float]:
     """
     from scipy.optimize import least_squares
 
-    known = workloads.load("h800.json")
+    known = workloads.load_data("h800.json")
     known = {**known, **known["models"]["qwen3-8b"]}
     values: dict[str, float] = {}
     for part, constants in CONSTANTS.items():
@@ -175,8 +185,8 @@ def fit(rounds: int) -> dict[str, float]:
         def error(logarithms: Any, part: str = part) -> list[float]:
             values.update(zip(CONSTANTS[part], np.exp(logarithms).tolist(), strict=True))
             with using(values):
-                found = [row for row in rows(rounds, only=FITTED[part]) if row.name in FITTED[part]]
-            return [(10 * np.log(row.simulated / row.published)) ** 3 for row in found]
+                fitted_rows = [row for row in rows(rounds, only=FITTED[part]) if row.name in FITTED[part]]
+            return [(10 * np.log(row.simulated / row.published)) ** 3 for row in fitted_rows]
 
         low, high = np.log(np.array(list(constants.values()), float)).T
         start = np.clip(np.log([known[name] for name in constants]), low, high)
@@ -188,7 +198,7 @@ def fit(rounds: int) -> dict[str, float]:
 @contextlib.contextmanager
 def using(values: Mapping[str, float]) -> Iterator[None]:
     """Replaces constants in the loaded data files by ``values`` inside the ``with`` block."""
-    load = workloads.load
+    load = workloads.load_data
 
     def changed(name: str) -> dict[str, Any]:
         data = load(name)
@@ -197,7 +207,7 @@ def using(values: Mapping[str, float]) -> Iterator[None]:
         model |= {key: value for key, value in values.items() if key in model}
         return data
 
-    with mock.patch.object(workloads, "load", changed), mock.patch.object(engines, "load", changed):
+    with mock.patch.object(workloads, "load_data", changed), mock.patch.object(engines, "load_data", changed):
         yield
 
 
@@ -209,13 +219,13 @@ def main() -> None:
     parser.add_argument(
         "--scatter", type=int, metavar="ROUNDS", default=0, help="print the range of 20 means over ROUNDS rounds"
     )
-    given = parser.parse_args()
-    if given.scatter:
-        for draws in zip(*(rows(given.scatter, seed) for seed in range(20)), strict=True):
+    arguments = parser.parse_args()
+    if arguments.scatter:
+        for draws in zip(*(rows(arguments.scatter, seed) for seed in range(20)), strict=True):
             low, high = np.quantile([row.simulated for row in draws], [0.025, 0.975])
             print(f"| {draws[0].name} | {draws[0].published:g} | {low:.4g} to {high:.4g} |")
         return
-    values = fit(given.fit) if given.fit else {}
+    values = fit(arguments.fit) if arguments.fit else {}
     if values:
         print({name: float(f"{value:.4g}") for name, value in values.items()})
     with using(values):

@@ -30,13 +30,13 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turn links to files of the repository into links to pages of the site."""
     root = Path(config.config_file_path).parent
-    here = str(Path(page.file.abs_src_path).relative_to(root))
+    path = str(Path(page.file.abs_src_path).relative_to(root))
     pages = {
         str(Path(f.abs_src_path).relative_to(root)): f.src_uri for f in files if f.abs_src_path.startswith(str(root))
     }
 
     def on_site(link: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), link[1]))
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link[1]))
         if target not in pages:
             return link[0]
         return posixpath.relpath(pages[target], posixpath.dirname(page.file.src_uri) or ".") + (link[2] or "")

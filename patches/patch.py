@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_accel.errors import PatchRefused, RlAccelError
 from rl_accel.patches import upstream
-from rl_accel.patches.upstream import Location, find, repack, restore_copies, unpack
+from rl_accel.patches.upstream import Location, find_location, repack, restore_copies, unpack
 from rl_accel.switch import SwitchState
 
 logger = logging.getLogger("rl_accel")
@@ -121,12 +121,12 @@ class Patch:
 
     def _inspect(self) -> tuple[list[Location], Any]:
         try:
-            locations = [find(self.target)]
+            locations = [find_location(self.target)]
             original = unpack(locations[0].read())
             upstream.require_version(self.supports, self.target)
             upstream.require_own(original, self.target)
             upstream.require_params(original, self.params, self.target)
-            locations += [find(where) for where in self.bindings]
+            locations += [find_location(where) for where in self.bindings]
             for location in locations[1:]:
                 if unpack(location.read()) is not original:
                     raise PatchRefused(

@@ -1,8 +1,8 @@
 """Checks that a framework has all members that rl-accel uses, and switches that add entries to a framework's registries.
 
 An interface is a Protocol class that declares the members of a framework class (or module) that rl-accel uses. Interfaces serve as
-types, so that mypy rejects the use of undeclared members. :func:`require` compares interfaces with the installed framework, and
-rl-accel's subclasses with the framework classes that they extend.
+types, so that mypy rejects the use of undeclared members. :func:`require_members` compares interfaces with the installed framework,
+and rl-accel's subclasses with the framework classes that they extend.
 """
 
 import dis
@@ -119,7 +119,7 @@ def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
     return users
 
 
-def require(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
+def require_members(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
     """Checks that the framework has all members that ``interfaces`` declare, with suitable signatures.
 
     Args:
@@ -244,8 +244,8 @@ class SeamCheck:
         return SwitchState.APPLIED if self.name in _passed else SwitchState.WAITING
 
     def apply(self, _settings: Any) -> None:
-        """Compares the interfaces with the installed framework, see :func:`require`."""
-        require(self.name, dict.fromkeys(self.interfaces, ()))
+        """Compares the interfaces with the installed framework, see :func:`require_members`."""
+        require_members(self.name, dict.fromkeys(self.interfaces, ()))
         _passed.add(self.name)
 
     def revert(self) -> None:

@@ -61,7 +61,7 @@ class Location:
             return False
 
 
-def find(where: str) -> Location:
+def find_location(where: str) -> Location:
     """Returns the location that ``where`` names, such as ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``.
 
     Raises:

@@ -130,7 +130,7 @@ def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:
             continue
         adapters = None
         if framework == "verl" and feature.verl:
-            require = functools.partial(importlib.import_module(FLAG_READERS["verl"]).require, feature)
+            require = functools.partial(importlib.import_module(FLAG_READERS["verl"]).require_adapters, feature)
             adapters = _verdict(feature.name, f"verl.{feature.name}", require)
             yield adapters
             for what, problem in getattr(importlib.import_module(feature.verl), "find_problems", tuple)():

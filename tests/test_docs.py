@@ -119,7 +119,7 @@ LOGGED_BY = {
     "gae": ["patches.parity:with_fallback", "patches.verl.gae:_make"],
     "reward_timeout": ["integrations.ray.reward_anchors:Collector", "reward.anchor_store:AnchorStore"],
     "sampler": ["patches.verl.sampler:_adaptive"],
-    "telemetry": ["integrations.verl.telemetry:Observer.__call__", f"{CLOCK}completion", f"{CLOCK}generation"],
+    "telemetry": ["integrations.verl.telemetry:TelemetryObserver.__call__", f"{CLOCK}completion", f"{CLOCK}generation"],
 }
 """By feature, the functions that name its metrics: as a key of a dictionary, or to metrics.add and metrics.put."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel.files import write_atomically
+from rl_accel.integrations.ray.propagate import is_connected
 from rl_accel.relaunch import EXIT_CODE, NOTE_VAR
 
 _NAMESPACE = b"rl_accel"
@@ -50,8 +51,7 @@ def arm() -> None:
 def _look() -> None:
     threading.main_thread().join()
     try:
-        ray = sys.modules.get("ray")
-        if ray is None or not ray.is_initialized():
+        if not is_connected():
             return
         from ray.experimental.internal_kv import _internal_kv_get
 

@@ -97,15 +97,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
         ConfigError: the file cannot be read or lacks a value that a feature needs, a flag of rl-accel is wrong, or the launch line
             conflicts with a feature.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        OmegaConf.create(text)  # refuses a key that appears twice, of which slime takes the last
-        content: Any = yaml.safe_load(text) or {}  # as slime reads it: "${x}" and 1e-3 are plain text
-    except Exception as error:  # yaml and OmegaConf raise unrelated classes
-        raise ConfigError(f"{path} is not a readable YAML file: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} wants a mapping of slime's arguments, found {type(content).__name__}")
-    content = {str(key): value for key, value in content.items()}
+    content = _read(path)
     keys = list(content)
     if SECTION not in content:
         close = difflib.get_close_matches(SECTION, keys, n=1)
@@ -139,6 +131,19 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
     ]
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """Returns the content of a YAML file as slime reads it. Raises ConfigError if the file is no mapping in YAML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        OmegaConf.create(text)  # refuses a key that appears twice, of which slime takes the last
+        content: Any = yaml.safe_load(text) or {}  # as slime reads it: "${x}" and 1e-3 are plain text
+    except Exception as error:  # yaml and OmegaConf raise unrelated classes
+        raise ConfigError(f"{path} is not a readable YAML file: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} wants a mapping of slime's arguments, found {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}
+
+
 def _inits_of_roles(args: Any) -> list[str]:
     """Returns a message for each role (actor, critic) in ``--megatron-config-path`` whose init function is not rl-accel's.
 
@@ -166,7 +171,7 @@ def _is_file(written: str, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def unread_flags() -> Iterator[Callable[[], list[str]]]:
+def flags_unknown_to_parsers() -> Iterator[Callable[[], list[str]]]:
     """Context manager that yields a function. The function returns the flags on the command line that slime would ignore.
 
     slime reads the command line with several parsers. It ignores a flag if all parsers in the block have skipped the flag.
@@ -208,7 +213,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
     before, sys.argv = sys.argv, ["train.py", *line]
     messages, has_megatron = [], is_installed("megatron.training")
     try:
-        with unread_flags() as unread:
+        with flags_unknown_to_parsers() as unread:
             parser = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
             args, _ = slimes.get_slime_extra_args_provider()(parser).parse_known_args()
             vars(args).update(vars(slimes._pre_parse_mode()))

@@ -9,7 +9,7 @@ from rl_accel.patches.seams import interface_of
 
 
 @interface_of("slime.utils.types:Sample.Status")
-class Status(Protocol):
+class SampleStatus(Protocol):
     PENDING: Any
     COMPLETED: Any
     TRUNCATED: Any

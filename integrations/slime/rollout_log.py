@@ -13,7 +13,7 @@ LOG_INTERFACES = (RolloutMetrics, LoggingUtils, MetricUtils)
 
 
 @dataclass(frozen=True)
-class Rollout:
+class LoggedRollout:
     """Data about one rollout that slime passes to the log function."""
 
     number: int  # slime's rollout_id
@@ -29,7 +29,7 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
     slime calls this function through ``--custom-rollout-log-function-path``. Returns whether slime should skip the default log.
     """
     extra = rollout_extra_metrics if isinstance(rollout_extra_metrics, dict) else None
-    rollout = Rollout(rollout_id, args, samples, extra or {}, rollout_time)
+    rollout = LoggedRollout(rollout_id, args, samples, extra or {}, rollout_time)
     numbers: dict[str, float] = {}
     for *_, hooks in enabled_features(flags_of(args)):
         if hooks.metrics:
@@ -53,10 +53,10 @@ def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) ->
     return _call_users_function(args, LOG_FUNCTIONS[1], rollout_id, args, data, extra_metrics)
 
 
-def _call_users_function(args: Any, key: str, *given: Any) -> bool:
+def _call_users_function(args: Any, key: str, *arguments: Any) -> bool:
     """Calls the log function that the user has set by slime's argument ``key``. Returns True if slime should skip its own log."""
     path = getattr(args, "rl_accel_kept", {}).get(key)
-    return bool(path and function_at(path)(*given))
+    return bool(path and function_at(path)(*arguments))
 
 
 def _log_alone(args: Any, rollout_id: int, numbers: dict[str, float]) -> None:

@@ -13,13 +13,13 @@ from rl_accel.errors import ConfigError
 from rl_accel.features import TP_REPLAN, TpReplanFlags
 from rl_accel.integrations.slime import interfaces
 from rl_accel.integrations.slime.hooks import flags_of
-from rl_accel.integrations.slime.rollout_log import LOG_INTERFACES, Rollout
+from rl_accel.integrations.slime.rollout_log import LOG_INTERFACES, LoggedRollout
 from rl_accel.log import warn_once
 from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
 from rl_accel.parallel.tp_planner import PlannedRun
 from rl_accel.patches.seams import SeamCheck
 from rl_accel.switch import forget_when_off
-from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, fetch
+from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, fetch_page
 
 logger = logging.getLogger("rl_accel")
 
@@ -87,7 +87,7 @@ def _watch(args: Any) -> tuple[_Read, Counters, PlannedRun]:
     return _current_run[0][1:]
 
 
-def numbers_of(rollout: Rollout) -> dict[str, float]:
+def numbers_of(rollout: LoggedRollout) -> dict[str, float]:
     """Passes the measurements of a rollout to the planner of TP sizes, and logs the planner's advice if there is any.
 
     Returns:
@@ -143,7 +143,7 @@ def _reader(args: Any) -> _Read:
 
     def read() -> dict[str, Reading | None]:
         try:
-            workers = json.loads(fetch(router))["workers"]
+            workers = json.loads(fetch_page(router))["workers"]
             urls = {f"{worker.get('id', '')} {worker['url']}": worker["url"].rstrip("/") for worker in workers}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warn_once(router, "rl-accel: preemptions are unknown, %s: %r", router, error)

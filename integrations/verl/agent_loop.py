@@ -8,7 +8,7 @@ verl's worker class.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from rl_accel.errors import refuse
 from rl_accel.patches.seams import extends
@@ -59,10 +59,8 @@ def choose(run: VerlRun, part: str) -> None:
 
     ``part`` is the full name of a subclass of :class:`WorkerPart`.
     """
-    parts = sorted({*run.get(PARTS, ()), part})
-    with open_dict(run.config):
-        OmegaConf.update(run.config, KEY, MANAGER if run.is_v1 else LEGACY_MANAGER)
-        OmegaConf.update(run.config, PARTS, parts, merge=False)
+    run.set(KEY, MANAGER if run.is_v1 else LEGACY_MANAGER)
+    run.set(PARTS, sorted({*run.get(PARTS, ()), part}))
 
 
 class AgentLoops:

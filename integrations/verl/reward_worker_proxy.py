@@ -130,10 +130,10 @@ def _successor(number: int, workers: Sequence[Any], config: Any, deaths: int) ->
     from verl.experimental.reward_loop import reward_loop
 
     name = f"reward_loop_worker_{number}{SUCCESSOR}{deaths}_{ray.get_runtime_context().get_job_id()}"
-    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
+    same_node = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
     # The name is new, because Ray would still return the dead actor's handle for the old name.
     return (
         ray.remote(reward_loop.RewardLoopWorker)
-        .options(name=name, get_if_exists=True, scheduling_strategy=here)
+        .options(name=name, get_if_exists=True, scheduling_strategy=same_node)
         .remote(config, None)
     )

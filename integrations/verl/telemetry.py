@@ -1,9 +1,9 @@
 """Timing of a training step's stages on verl: ``+rl_accel.telemetry.enable=True``. Observes only and does not change training.
 
 :func:`wire` adds :class:`RecordingWorker` to verl's agent-loop workers. These workers record when each response began, was
-generated and was rewarded. In the trainer process, :class:`Observer` fetches these records once a step, computes metrics with
-:mod:`rl_accel.telemetry.stage_clock`, and saves the records for ``rl-accel profile``. :class:`Observer` also reads the preemption
-counters of the rollout servers.
+generated and was rewarded. In the trainer process, :class:`TelemetryObserver` fetches these records once a step, computes metrics
+with :mod:`rl_accel.telemetry.stage_clock`, and saves the records for ``rl-accel profile``. :class:`TelemetryObserver` also reads
+the preemption counters of the rollout servers.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from rl_accel.errors import first_line
 from rl_accel.features import TelemetryFlags
@@ -30,7 +30,7 @@ from rl_accel.patches.verl.interfaces import AgentLoopManager, AgentLoopWorkerTQ
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics, stage_clock
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Counters
-from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, Response
+from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, ResponseTimes
 
 FILE_KEY = "trainer.rl_accel_telemetry"
 """Key in verl's configuration for the path of the file with response records."""
@@ -52,16 +52,15 @@ def wire(run: VerlRun, _flags: TelemetryFlags) -> None:
         ConfigError: the user's configuration names an agent-loop manager other than rl-accel's.
     """
     agent_loop.check(run, _FLAG, "agent loops must note completion times")
-    with open_dict(run.config):
-        # An absolute path: the trainer process may have another working directory than this driver process.
-        folder = os.path.abspath(run.get("trainer.default_local_dir", "."))
-        OmegaConf.update(run.config, FILE_KEY, run.get(FILE_KEY, os.path.join(folder, FILE_NAME)))
+    # An absolute path: the trainer process may have another working directory than this driver process.
+    folder = os.path.abspath(run.get("trainer.default_local_dir", "."))
+    run.set(FILE_KEY, run.get(FILE_KEY, os.path.join(folder, FILE_NAME)))
     agent_loop.choose(run, WORKER_PART)
 
 
 # In an agent-loop worker
 
-CURRENT: ContextVar[Response | None] = ContextVar("rl_accel_response", default=None)
+CURRENT: ContextVar[ResponseTimes | None] = ContextVar("rl_accel_response", default=None)
 """Context variable with the record of the training response that the running asyncio task works on; None in validation."""
 
 
@@ -74,9 +73,9 @@ class RecordingWorker(agent_loop.WorkerPart):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._responses: deque[Response] = deque(maxlen=_MOST_RECORDS)
+        self._responses: deque[ResponseTimes] = deque(maxlen=_MOST_RECORDS)
 
-    async def take_responses(self) -> list[Response]:
+    async def take_responses(self) -> list[ResponseTimes]:
         """Returns the records of the responses that have ended since the last call."""
         taken = list(self._responses)
         self._responses.clear()
@@ -84,16 +83,18 @@ class RecordingWorker(agent_loop.WorkerPart):
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Registers an :class:`Observer` of the manager's workers in the trainer process, if telemetry is still on."""
+        """Registers a :class:`TelemetryObserver` of the manager's workers in the trainer process, if telemetry is still on."""
         if metrics.observer_of("telemetry") is not None:
-            metrics.set_observer("telemetry", Observer(manager.config, manager.agent_loop_workers, manager.llm_client))
+            metrics.set_observer(
+                "telemetry", TelemetryObserver(manager.config, manager.agent_loop_workers, manager.llm_client)
+            )
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         run = super()._run_agent_loop
         if trajectory["validate"]:
             return await run(sampling_params, trajectory, **kwargs)
         prompt = kwargs.get("uid", trajectory["sample_index"])  # the legacy trainer passes no uid
-        response = Response(str(prompt), time.time(), outcome=FAILED)
+        response = ResponseTimes(str(prompt), time.time(), outcome=FAILED)
         before = CURRENT.set(response)
         try:
             result = await run(sampling_params, trajectory, **kwargs)
@@ -148,7 +149,7 @@ def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
     return {f"telemetry/share/{stage}": share for stage, share in shares.items()}
 
 
-class Observer:
+class TelemetryObserver:
     """Computes the telemetry metrics of each logged training step.
 
     Args:
@@ -193,13 +194,13 @@ class Observer:
         metrics_of_step["own_seconds"] = time.perf_counter() - began
         return numbers | {f"telemetry/{name}": float(value) for name, value in metrics_of_step.items()}
 
-    def _fetch(self) -> list[Response]:
+    def _fetch(self) -> list[ResponseTimes]:
         """Returns the response records of all workers that answer. The records of a dead worker are lost."""
         import ray
 
         calls = [worker.take_responses.remote() for worker in self._workers]
         ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
-        responses: list[Response] = []
+        responses: list[ResponseTimes] = []
         for call in calls:
             try:
                 responses += ray.get(call, timeout=0)

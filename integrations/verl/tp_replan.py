@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from rl_accel.errors import refuse
 from rl_accel.features import TpReplanFlags
@@ -58,8 +58,7 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
     if engine.counting is not None:
         if flags.action == "restart":
             run.require_chosen(FLAG, *engine.counting)
-        with open_dict(run.config):
-            OmegaConf.update(run.config, *engine.counting, force_add=True)
+        run.set(*engine.counting)
     if flags.action == "restart" and run.in_driver:
         _check_appended(run)
         restart_note.arm()

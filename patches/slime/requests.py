@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rl_accel.patches.patch import Patch
 
 
-class Watcher(Protocol):
+class RequestWatcher(Protocol):
     """Observer of the generation requests of an asyncio task."""
 
     def begin(self) -> str:
@@ -25,7 +25,7 @@ class Watcher(Protocol):
         """Called when a request has failed. Raises an exception if slime must not send the request again."""
 
 
-WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+WATCHER: ContextVar[RequestWatcher | None] = ContextVar("watcher", default=None)
 """Watcher of the current asyncio task; None: slime's requests stay unchanged."""
 
 

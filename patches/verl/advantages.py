@@ -27,7 +27,7 @@ def _make_reinforce_plus_plus(original: Any, _settings: Any) -> Any:
         gamma = getattr(config, "gamma", None)
         if not isinstance(gamma, float) and type(gamma) is not int:  # algorithm.gamma=1 on a command line is an int
             raise TypeError(f"config.gamma wants a number, found {gamma!r}")
-        whiten.check(token_level_rewards, response_mask)
+        whiten.require_supported(token_level_rewards, response_mask)
         if token_level_rewards.dtype != torch.float32 or token_level_rewards.ndim != 2:
             raise TypeError("token_level_rewards wants float32 [B, T]")
         returns = ops.discounted_returns(token_level_rewards, response_mask, gamma, backend="numba")

@@ -92,12 +92,12 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
             idle[feature.name] = reason
         if feature.verl:
             if not run.in_driver:  # the driver does not import verl's trainers
-                require(feature)
+                require_adapters(feature)
             importlib.import_module(feature.verl).wire(run, flags[feature])
     return idle
 
 
-def require(feature: Feature[Any]) -> None:
+def require_adapters(feature: Feature[Any]) -> None:
     """Checks that the installed verl has all members that the integration modules of ``feature`` use or override.
 
     Raises:
@@ -109,7 +109,7 @@ def require(feature: Feature[Any]) -> None:
             with contextlib.suppress(ImportError):
                 importlib.import_module(switch.target.partition(":")[0])
     modules = seams.modules_of(f"rl_accel.integrations.verl.{feature.name}")
-    seams.require(feature.name, seams.interfaces_of(modules))
+    seams.require_members(feature.name, seams.interfaces_of(modules))
 
 
 def in_driver(config: Any) -> None:

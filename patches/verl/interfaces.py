@@ -21,7 +21,7 @@ class TokenOutput(Protocol):
     extra_fields: dict[str, Any]
 
 
-class Server(Protocol):
+class RolloutServer(Protocol):
     """Ray actor handle of a rollout server. Not compared with verl, because the class of the server depends on the engine."""
 
     __ray_call__: Any
@@ -38,9 +38,9 @@ class Server(Protocol):
 class RolloutReplica(Protocol):
     replica_rank: int
     workers: list[Any]
-    servers: list[Server]
+    servers: list[RolloutServer]
     server_address: str
-    server_handle: Server
+    server_handle: RolloutServer
 
     async def launch_servers(self) -> None: ...
     async def abort_all_requests(self) -> None: ...
@@ -102,7 +102,7 @@ class LLMServerClient(ObservedClient, Protocol):
 
 @interface_of("verl.workers.rollout.llm_server:LLMServerManager")
 class LLMServerManager(Protocol):
-    server_handles: list[Server]
+    server_handles: list[RolloutServer]
     server_addresses: list[str]
     global_load_balancer: LoadBalancer
 

@@ -114,16 +114,16 @@ def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: A
         model_output = {name: nested(values) for name, values in outputs.items()}
         loss, _ = loss_function(model_output=model_output, data=data, dp_group=None)
         leaves = [value for values in outputs.values() for value in values]
-        found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    return {row: torch.stack(found[n :: len(rows)]) for n, row in enumerate(rows)}
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return {row: torch.stack(gradients[n :: len(rows)]) for n, row in enumerate(rows)}
 
 
 def require_silent(loss_function: Callable[..., Any]) -> None:
     """Raises ConfigError if responses with advantage 0 influence training with ``loss_function``, see :func:`find_influence`."""
     if reason := find_influence(loss_function):
         config, mode = _config_and_mode(loss_function)
-        found = f"{mode} with loss_agg_mode {config.loss_agg_mode}" if config and mode else repr(loss_function)
-        _refuse(f"{_ACTOR}.policy_loss.loss_mode", "a loss that advantage 0 silences", found, reason)
+        loss_name = f"{mode} with loss_agg_mode {config.loss_agg_mode}" if config and mode else repr(loss_function)
+        _refuse(f"{_ACTOR}.policy_loss.loss_mode", "a loss that advantage 0 silences", loss_name, reason)
 
 
 def _config_and_mode(loss_function: Any) -> tuple[Any, Any]:

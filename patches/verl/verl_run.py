@@ -95,6 +95,10 @@ class VerlRun:
         value = OmegaConf.select(self.config, key, default=None)
         return default if value is None else value
 
+    def set(self, key: str, value: Any) -> None:
+        """Sets the value of the dotted ``key`` in verl's configuration, also of a key that verl itself does not have."""
+        OmegaConf.update(self.config, key, value, merge=False, force_add=True)
+
     @property
     def is_v1(self) -> bool:
         """True for verl's V1 trainer in any mode. Its agent loops pass responses to the trainer through TransferQueue."""

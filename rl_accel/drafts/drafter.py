@@ -33,8 +33,8 @@ from rl_accel.drafts.index import (
     is_live,
     lookup,
     make_pool,
-    read,
     sequence,
+    tokens_of,
 )
 from rl_accel.features import DraftsFlags
 from rl_accel.ops.cpu import compiled
@@ -141,7 +141,7 @@ class Drafter:
             self._begin(1)
             for end in (1, 2):
                 self.propose([[0]], np.array([end]), np.zeros((1, 2 * CONTEXT), np.int32))
-            read(self._pool, self._batch.sequences[0])
+            tokens_of(self._pool, self._batch.sequences[0])
         self._begin(1 if self._idle else self.settings.memory_mb)
 
     def _begin(self, memory_mb: float) -> None:
@@ -228,13 +228,13 @@ class Drafter:
         - ``stopped``: number of pauses of drafting, which begin when drafts cost more time than they save.
         """
         by_source, by_length = self._counts
-        found = Counter(steps=self._steps, stopped=self._stopped, tokens=int(by_length[:, 0].sum()))
-        found["drafted"], found["accepted"] = by_source.sum(axis=0).tolist()
+        counter = Counter(steps=self._steps, stopped=self._stopped, tokens=int(by_length[:, 0].sum()))
+        counter["drafted"], counter["accepted"] = by_source.sum(axis=0).tolist()
         for source, (drafted, accepted) in zip(SOURCES, by_source.tolist(), strict=True):
-            found[f"drafted_{source}"], found[f"accepted_{source}"] = drafted, accepted
+            counter[f"drafted_{source}"], counter[f"accepted_{source}"] = drafted, accepted
         for bits in np.flatnonzero(by_length[:, 1]).tolist():
-            found[f"tokens_from_{2**bits // 2}"], found[f"row_steps_from_{2**bits // 2}"] = by_length[bits].tolist()
-        return found
+            counter[f"tokens_from_{2**bits // 2}"], counter[f"row_steps_from_{2**bits // 2}"] = by_length[bits].tolist()
+        return counter
 
     def take_counts(self) -> Counter[str]:
         """Returns the counters (see :attr:`counts`) since the last call, and resets them."""
@@ -258,7 +258,7 @@ class Drafter:
         """
         finished = []
         for request, *_ in self._gone.values():
-            tokens = None if request[TAKEN] else read(self._pool, request)
+            tokens = None if request[TAKEN] else tokens_of(self._pool, request)
             if tokens is not None:
                 finished.append(request[[VERSION, HEAD]].astype(np.int32).tobytes() + tokens.tobytes())
             request[TAKEN] = True
@@ -279,7 +279,7 @@ class Drafter:
         """
         begins, running = ends - new, len(new)
         others = [row for row in range(running) if not _is_same(self._batch, row, matrix[row], begins[row], new[row])]
-        left = self._leave([*others, *range(running, self._running)])
+        predictions = self._leave([*others, *range(running, self._running)])
         for row in others:
             if new[row]:
                 begin = int(begins[row])
@@ -289,7 +289,7 @@ class Drafter:
                 else:
                     for array, values in zip(self._batch, gone, strict=True):
                         array[row] = values
-        for numbers in left:  # vLLM drops the draft of a request that it preempts
+        for numbers in predictions:  # vLLM drops the draft of a request that it preempts
             numbers[PROPOSED] = 0
         self._running = running
 
@@ -298,15 +298,15 @@ class Drafter:
 
         Returns the kept rows of ``_Batch.numbers``, one per removed request.
         """
-        left = []
+        predictions = []
         for row in rows:
             length = int(self._batch.sequences[row, LENGTH])
             if length >= 0:
                 request = tuple(array[row].copy() for array in self._batch)
                 self._gone[length, self._batch.tails[row].tobytes()] = request
                 self._batch.sequences[row, LENGTH], self._batch.numbers[row] = -1, 0
-                left.append(request[-1])
-        return left
+                predictions.append(request[-1])
+        return predictions
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
         """Returns a new row of ``_Batch.sequences``, int64[9], for a request with the prompt ``tokens[:length]``.

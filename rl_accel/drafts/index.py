@@ -105,7 +105,7 @@ def make_pool(memory_mb: float) -> Pool:
     return Pool(np.zeros((blocks * BLOCK, 3), np.int32), *numbers)
 
 
-def read(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
+def tokens_of(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
     """Returns the tokens of a sequence and its prompt, int32[T]; None if some of these tokens were dropped."""
     tokens = np.zeros(sequence[LENGTH], np.int32)
     return tokens if _read(pool, sequence[LAST], tokens) else None

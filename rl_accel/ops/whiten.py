@@ -10,7 +10,7 @@ import torch
 from rl_accel.ops.inputs import BINARY_MASKS, check_tensor, is_binary
 
 
-def check(values: object, mask: object) -> None:
+def require_supported(values: object, mask: object) -> None:
     """Raises TypeError or ValueError if :func:`masked_whiten` refuses these arguments."""
     whitened = check_tensor("values", values, (torch.float32, torch.float64), gradient=False)
     counted = check_tensor("mask", mask, BINARY_MASKS, like=whitened, of="values")
@@ -38,7 +38,7 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
     Raises:
         TypeError, ValueError: an argument violates the requirements above; the message names the argument.
     """
-    check(values, mask)
+    require_supported(values, mask)
     with torch.no_grad():
         outside = mask == 0
         count = mask.sum()

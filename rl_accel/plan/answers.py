@@ -261,6 +261,6 @@ def best_of(answers: Sequence[Answer]) -> Answer | None:
 
     Of gains that differ by less than :data:`SMALLEST_GAIN`, the first counts.
     """
-    ours = [answer for answer in answers if answer.option.ours and not answer.is_nothing]
-    most = max((answer.ratio for answer in ours), default=0.0)
-    return next((answer for answer in ours if answer.ratio > most * (1 - SMALLEST_GAIN)), None)
+    features = [answer for answer in answers if answer.option.ours and not answer.is_nothing]
+    most = max((answer.ratio for answer in features), default=0.0)
+    return next((answer for answer in features if answer.ratio > most * (1 - SMALLEST_GAIN)), None)

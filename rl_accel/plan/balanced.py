@@ -5,7 +5,7 @@ from itertools import repeat
 
 from rl_accel.features import BalanceFlags
 from rl_accel.rollout.balance import Balance, Instruction
-from rl_accel.rollout.simulation import Cluster, EngineModel, Request
+from rl_accel.rollout.simulation import Cluster, EngineModel, SimulatedRequest
 
 TICK = 4.0  # a real run calls it several times per second, which gains nothing more in the simulation
 """Simulated seconds between calls of ``Balance.tick``."""
@@ -58,7 +58,7 @@ class BalancedCluster(Cluster):
         """Returns the simulated time of the next event in seconds; infinity if there is none."""
         return min(super().next_event(), self._tick) if self._wanted else super().next_event()
 
-    def happen(self) -> Request | None:
+    def happen(self) -> SimulatedRequest | None:
         """Advances the simulation to the next event. Returns the request that ended at this event, or None."""
         if self._tick < super().next_event():
             self.now = self._tick

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rl_accel.console import refuse_idle_options, say, wide_console
 from rl_accel.errors import RlAccelError
 from rl_accel.plan.answers import answer, options_of
-from rl_accel.plan.predict import check
-from rl_accel.plan.published import engine
+from rl_accel.plan.predict import check_prediction
+from rl_accel.plan.published import engine_of_model
 from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.simulation import EngineModel
@@ -92,7 +92,7 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
     if checked is not None:
         idle = ("run_dir", "lengths", "tokenizer", "step_seconds", "other_seconds", "rounds", "out")
         refuse_idle_options("with --check", *idle)
-        check(*checked, given, console)
+        check_prediction(*checked, given, console)
         return
     if (run_dir is None) == (lengths is None):
         raise click.UsageError("give LOG, or --lengths with --step-seconds, --prompts, --responses and --replicas")
@@ -128,4 +128,6 @@ def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
     model = options["step_seconds"]
     stages = {"update_actor": options["other_seconds"]} if options["other_seconds"] else {}
     batch = options["prompts"], options["responses"], options["replicas"]
-    return Setup(*batch, replace(engine(model) if isinstance(model, str) else model, **sizes), workload, stages)
+    return Setup(
+        *batch, replace(engine_of_model(model) if isinstance(model, str) else model, **sizes), workload, stages
+    )

@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_accel.errors import RlAccelError
 from rl_accel.rollout.simulation import Cluster, EngineModel, Floats
-from rl_accel.telemetry.stage_clock import Response
+from rl_accel.telemetry.stage_clock import ResponseTimes
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
 """Numbers of running requests for which the seconds of a decoding step are fitted; in between, the seconds are linear."""
@@ -41,7 +41,7 @@ class _Batch:
     Holds arrays, ordered by begin time: ``begins`` and ``ends`` in seconds, and ``tokens``, the number of tokens.
     """
 
-    def __init__(self, responses: Sequence[Response]) -> None:
+    def __init__(self, responses: Sequence[ResponseTimes]) -> None:
         rows = [(r.began, r.generated or r.ended, r.tokens or 0) for r in sorted(responses, key=lambda r: r.began)]
         self.begins, self.ends, self.tokens = np.array(rows, float).T
 
@@ -72,7 +72,7 @@ class _Batch:
 
 
 def fit_engine(
-    steps: Sequence[Sequence[Response]], prompt_tokens: int = 0, slots: int = 1024, cache_tokens: float = math.inf
+    steps: Sequence[Sequence[ResponseTimes]], prompt_tokens: int = 0, slots: int = 1024, cache_tokens: float = math.inf
 ) -> Fit:
     """Fits the constants of an engine model to the measured seconds of responses, by least squares.
 
@@ -101,9 +101,9 @@ def fit_engine(
     return Fit(engine, error, len(seconds))
 
 
-def _batches_of(steps: Sequence[Sequence[Response]]) -> list[_Batch]:
+def _batches_of(steps: Sequence[Sequence[ResponseTimes]]) -> list[_Batch]:
     """Groups responses by training step and rollout server. Drops responses without tokens. Keeps about :data:`_MAX_RESPONSES`."""
-    batches: dict[tuple[int, str | None], list[Response]] = {}
+    batches: dict[tuple[int, str | None], list[ResponseTimes]] = {}
     for number, step in enumerate(steps):
         for response in step:
             if response.tokens:

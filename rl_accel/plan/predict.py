@@ -32,8 +32,8 @@ def flags_of_words(words: Iterable[str]) -> Flags:
     Raises:
         ConfigError: a flag is invalid.
     """
-    ours = [word for word in (word.lstrip("+") for word in words) if word.startswith(_OURS)]
-    sections = OmegaConf.to_container(OmegaConf.from_dotlist(ours)) if ours else {}
+    own_words = [word for word in (word.lstrip("+") for word in words) if word.startswith(_OURS)]
+    sections = OmegaConf.to_container(OmegaConf.from_dotlist(own_words)) if own_words else {}
     return resolve([("the command", sections.get("rl_accel", {}) if isinstance(sections, dict) else {})])
 
 
@@ -82,7 +82,7 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
     return mean_of(predictions), np.array(uneven)
 
 
-def check(first: Path, second: Path, options: Mapping[str, Any], console: Console) -> None:
+def check_prediction(first: Path, second: Path, options: Mapping[str, Any], console: Console) -> None:
     """Predicts the run in ``second`` from the run in ``first``. Prints predicted and measured seconds and wasted tokens.
 
     ``options``: options of ``rl-accel plan``, by name.

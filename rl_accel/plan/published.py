@@ -2,10 +2,10 @@
 
 from rl_accel.errors import RlAccelError
 from rl_accel.rollout.simulation import EngineModel
-from rl_accel.rollout.workload import load
+from rl_accel.rollout.workload import load_data
 
 
-def engine(model: str, tp: int | None = None) -> EngineModel:
+def engine_of_model(model: str, tp: int | None = None) -> EngineModel:
     """Returns the engine model for a replica of the language model ``model`` on ``tp`` H800 GPUs.
 
     By default, ``tp`` is the TP size of RollPacker's published runs of this model.
@@ -13,7 +13,7 @@ def engine(model: str, tp: int | None = None) -> EngineModel:
     Raises:
         RlAccelError: no constants are known for the model.
     """
-    cluster = load("h800.json")
+    cluster = load_data("h800.json")
     if model not in cluster["models"]:
         raise RlAccelError(f"--step-seconds: wanted one of {', '.join(cluster['models'])}, found {model!r}")
     sizes = cluster["models"][model]

@@ -14,7 +14,7 @@ from rl_accel.rollout.simulation import Cluster, EngineModel
 from rl_accel.rollout.workload import Lengths, from_groups
 from rl_accel.telemetry.aggregates import LEAST_STEPS, POLL_SECONDS, Estimate, Range
 from rl_accel.telemetry.profile import Profile
-from rl_accel.telemetry.stage_clock import COMPLETED, TRAINING, Response, by_prompt
+from rl_accel.telemetry.stage_clock import COMPLETED, TRAINING, ResponseTimes, by_prompt
 
 _PROMPTS = "prompt_length/mean"
 """Name of verl's metric for the mean prompt length in tokens."""
@@ -161,7 +161,7 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str,
     )
 
 
-def _measured_over_simulated(setup: Setup, step: Sequence[Response]) -> float:
+def _measured_over_simulated(setup: Setup, step: Sequence[ResponseTimes]) -> float:
     """Simulates the responses of a measured step. Returns the measured rollout seconds divided by the simulated seconds."""
     cluster = Cluster(setup.engine, setup.replicas, setup.workload.prompt_tokens)
     cluster.launch(range(len(step)), [response.tokens or 1 for response in step])
@@ -170,7 +170,7 @@ def _measured_over_simulated(setup: Setup, step: Sequence[Response]) -> float:
     return (max(r.generated or r.ended for r in step) - min(r.began for r in step)) / cluster.now
 
 
-def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
+def _lengths(steps: Sequence[Sequence[ResponseTimes]]) -> list[list[float]]:
     """Returns the number of tokens of each response, one list per prompt.
 
     A response that was cut off gets the length of a random longer response that was completed. If responses were cut off in some
@@ -181,7 +181,7 @@ def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
     # the other steps are then long rounds of tail batching, in which prompts of earlier steps run again
     cut = [step for step in steps if any(r.outcome != COMPLETED for r in step)]
 
-    def length(response: Response) -> float:
+    def length(response: ResponseTimes) -> float:
         tokens = response.tokens or 1
         longer = ended[np.searchsorted(ended, tokens, side="right") :]
         return tokens if response.outcome == COMPLETED or not len(longer) else float(rng.choice(longer))

@@ -194,9 +194,9 @@ class AdaptiveTimeout:
 
     def merge(self, anchors: Mapping[str, AnchorTuple]) -> None:
         """Merges anchors of other processes by key. Keeps the larger values."""
-        for key, theirs in anchors.items():
-            ours = self.get(key)
-            self._anchors[key] = longest(ours, theirs, max(ours[2], theirs[2]))
+        for key, received in anchors.items():
+            own = self.get(key)
+            self._anchors[key] = longest(own, received, max(own[2], received[2]))
             self._anchors.move_to_end(key)
         while len(self._anchors) > self.capacity:
             self._anchors.popitem(last=False)

@@ -66,8 +66,8 @@ class Scores:
         """True if the grader judged the answer, or at least one of several answers, correct. Arguments as for :meth:`reward_of`."""
         if self.problem(result, size):
             return False
-        found = [_number_in(reward, self.correct_keys) for reward in _rewards(result, size) or ()]
-        return any(number is not None and number > self.flags.correct_above for number in found)
+        numbers = [_number_in(reward, self.correct_keys) for reward in _rewards(result, size) or ()]
+        return any(number is not None and number > self.flags.correct_above for number in numbers)
 
     def problem(self, result: ExecutionResult, size: int | None = None, teach: bool = True) -> str:
         """Returns the reason why training cannot use ``result``, or "" if there is none. Arguments as for :meth:`reward_of`."""

@@ -142,8 +142,8 @@ class _Speed:
             self._new = 0
             prior = (-READ_SHARE * READ_WEIGHT, 0.0, 0.0, READ_WEIGHT, 0.0)
             parts = np.array([*self._parts, prior])
-            found = np.linalg.lstsq(parts[:, :4], parts[:, 4], rcond=None)[0]
-            self.token, self.request, self.start, self.read = np.maximum(found, 0.0).tolist()
+            solution = np.linalg.lstsq(parts[:, :4], parts[:, 4], rcond=None)[0]
+            self.token, self.request, self.start, self.read = np.maximum(solution, 0.0).tolist()
             self.part = float(parts[:-1, 4].mean())
 
     def of(self, running: float) -> float:

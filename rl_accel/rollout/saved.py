@@ -71,7 +71,7 @@ def _row_types() -> list[Any]:
     return types
 
 
-def find(folder: Path) -> Path:
+def state_file(folder: Path) -> Path:
     """Returns the path of the file in ``folder`` that holds the saved state of tail batching.
 
     Raises:
@@ -94,7 +94,7 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
         ResumeError: the saved state is missing, damaged, or of another version or training step, or the saved run had another batch
             size, number of responses per prompt, data set or row order. Nothing is updated then.
     """
-    file = find(folder)
+    file = state_file(folder)
     try:
         with safe_globals(_row_types()):
             state = torch.load(file, weights_only=True)

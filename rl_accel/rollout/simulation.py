@@ -103,7 +103,7 @@ class Workload(Protocol):
         """Draws the durations of ``count`` rewards in seconds, shape [count]. Returns None if rewards take no time."""
 
 
-class Request:
+class SimulatedRequest:
     """A response of ``length`` tokens in a simulated engine.
 
     Waiting: ``tokens`` is its number of tokens so far, ``began`` is 0. Running: ``began`` is its number in the order of starts on
@@ -136,8 +136,8 @@ class _Replica:
     def __init__(self, engine: EngineModel, prompt: int, pace: Sequence[float]) -> None:
         self.engine, self.prompt, self.pace = engine, prompt, pace
         self.rate, self.room = engine.cached_token_seconds, engine.cache_tokens
-        self.running: list[Request] = []  # sorted by end, the latest end first
-        self.queue: deque[Request] = deque()
+        self.running: list[SimulatedRequest] = []  # sorted by end, the latest end first
+        self.queue: deque[SimulatedRequest] = deque()
         self.time = self.steps = self.stall = self.cached = self.peak = self.ahead = 0.0
         self.begun = self.preemptions = self.serial = 0
         self.fills = False
@@ -157,16 +157,16 @@ class _Replica:
 
     def advance(self, now: float) -> None:
         """Decodes until the time ``now``, which must not be later than the next event."""
-        left = now - self.time - self.stall
-        self.time, self.stall = now, max(-left, 0.0)
-        if left > 0 and self.running:
+        seconds_left = now - self.time - self.stall
+        self.time, self.stall = now, max(-seconds_left, 0.0)
+        if seconds_left > 0 and self.running:
             count, rate = len(self.running), self.rate
             pace = self.pace[count] + rate * self.cached
-            steps = 2 * left / (pace + math.sqrt(pace * pace + 2 * rate * count * left))
+            steps = 2 * seconds_left / (pace + math.sqrt(pace * pace + 2 * rate * count * seconds_left))
             self.steps += steps
             self.cached += steps * count
 
-    def happen(self, now: float) -> Request:
+    def happen(self, now: float) -> SimulatedRequest:
         """Decodes until the next event, which is at the time ``now``. Ends or preempts a request, and returns this request."""
         running = self.running
         self.time, self.stall = now, 0.0
@@ -189,7 +189,7 @@ class _Replica:
         self.queue.appendleft(request)
         return request
 
-    def stop(self, request: Request, tokens: float) -> None:
+    def stop(self, request: SimulatedRequest, tokens: float) -> None:
         """Removes a running request that has generated ``tokens`` tokens."""
         self.running.remove(request)
         self.peak = max(self.peak, self.cached)
@@ -231,7 +231,7 @@ class Cluster:
             raise ValueError(f"replicas must be at least 1, found {replicas}")
         pace = engine.seconds(np.arange(engine.slots + 1)).tolist()
         self._replicas = [_Replica(engine, prompt_tokens, pace) for _ in range(replicas)]
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, SimulatedRequest] = {}
         self._heap: list[tuple[float, int, _Replica]] = []  # next events, by time and serial number; some are outdated
         self._serial = 0
         self.now = 0.0
@@ -295,7 +295,7 @@ class Cluster:
         for request_id, length, begun, replica in zip(
             ids, lengths, tokens or repeat(0.0, len(ids)), chosen, strict=True
         ):
-            request = self._requests[request_id] = Request(request_id, length, replica, begun)
+            request = self._requests[request_id] = SimulatedRequest(request_id, length, replica, begun)
             replica.queue.append(request)
         for replica in dict.fromkeys(chosen):
             replica.advance(self.now)
@@ -335,7 +335,7 @@ class Cluster:
             heapq.heappop(heap)
         return heap[0][0] if heap else math.inf
 
-    def happen(self) -> Request | None:
+    def happen(self) -> SimulatedRequest | None:
         """Advances the simulation to the next event on any replica. At least one request must run.
 
         Returns the request that ended; None if a request was preempted.

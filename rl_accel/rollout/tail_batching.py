@@ -413,11 +413,11 @@ class TailBatching:
             ValueError: ``state`` is damaged, has another version, batch size, number of responses per prompt or data id, or holds a
                 domain without a quota. The current state stays unchanged then.
         """
-        ours = self.state_dict()
+        own_state = self.state_dict()
         for key in _MUST_AGREE:
             saved = state.get(key) if isinstance(state, Mapping) else type(state).__name__
-            if saved != ours[key]:
-                raise ValueError(f"state must have {key} = {ours[key]!r}, found {saved!r}")
+            if saved != own_state[key]:
+                raise ValueError(f"state must have {key} = {own_state[key]!r}, found {saved!r}")
         resumed = TailBatching(self.run)
         try:
             resumed._rounds, resumed._next_response = int(state["rounds"]), int(state["next_response"])

@@ -157,17 +157,17 @@ def published(name: str, alike: float | None = None) -> Lengths:
     """
     if name not in PUBLISHED:
         raise RlAccelError(f"--lengths published:{name}: wanted one of {', '.join(PUBLISHED)}, found {name!r}")
-    data = load("response_length_cdf.json")
+    data = load_data("response_length_cdf.json")
     domain = PUBLISHED[name]
     figure = data["domains"][domain]
     tokens = [0, *figure["tokens"], PUBLISHED_LIMIT]
     ranks = [0.0, *(share / 100 for share in figure["cum_pct"]), 1 - data["cap_pct"][domain] / 100]
     quantiles = np.interp((np.arange(_POINTS) + 0.5) / _POINTS, ranks, tokens).round().astype(np.int64)
-    alike = load("h800.json")["alike"] if alike is None else alike
+    alike = load_data("h800.json")["alike"] if alike is None else alike
     return Lengths(np.maximum(quantiles, 1), alike, source=f"{data['source']}; {domain}")
 
 
-def load(name: str) -> dict[str, Any]:
+def load_data(name: str) -> dict[str, Any]:
     """Returns the content of the JSON file ``name`` in ``rl_accel/rollout/data``, which holds published numbers."""
     content: dict[str, Any] = json.loads(resources.files("rl_accel.rollout").joinpath("data", name).read_text())
     return content

@@ -223,10 +223,10 @@ class Rollouts:
         def off(values: Floats) -> list[float]:
             tokens = stretched(values)
             # no matrix product: its threads wait for each other on a busy machine
-            found = np.log(tokens.mean() / mean), np.log((tokens * of_longest).sum() / longest)
+            deviations = np.log(tokens.mean() / mean), np.log((tokens * of_longest).sum() / longest)
             over = np.maximum(values[0] + values[1] * inner - math.log(limit), 0).sum() / len(log) if clipped else 0.0
             # The last terms keep further responses below the limit, and prefer the published spread where all steps reach it.
-            return [*found, 20 * over, 0.1 * (values[1] - 1)]
+            return [*deviations, 20 * over, 0.1 * (values[1] - 1)]
 
         start = [math.log(mean) - float(np.log(np.exp(log).mean())), 1.0]
         tokens = stretched(least_squares(off, start, bounds=([-30, 0.1], [30, 4])).x)
@@ -241,19 +241,18 @@ def _uncut(shape: str) -> Floats:
     return np.interp((np.arange(len(tokens)) + 0.5) / len(tokens), (np.arange(len(free)) + 0.5) / len(free), free)
 
 
-def in_rounds(
-    lengths: Lengths, prompts: int, responses: int, launched: int, each: int, seed: int = 0
-) -> tuple[float, float, float]:
-    """Simulates rollouts with and without tail batching. A response takes one time unit per token.
+def in_rounds(lengths: Lengths, run: TailRun, seed: int = 0) -> tuple[float, float, float]:
+    """Compares simulated rollouts with and without tail batching. A response takes one time unit per token.
 
-    A short round launches ``launched`` prompts with ``each`` responses per prompt. It ends when ``prompts`` prompts have
-    ``responses`` complete responses each. All other prompts run again in long rounds of ``prompts`` prompts with ``responses``
-    responses each.
+    A short round launches the surplus of ``run``, and ends when a batch is complete. All other prompts start again in long rounds,
+    which launch a batch and wait for all its responses.
 
     Returns:
         Mean duration of a rollout with tail batching; the same without tail batching; number of trained tokens with tail batching,
             divided by the number without. Durations are in time units.
     """
+    prompts, responses = run.prompts_per_step, run.responses_per_prompt
+    launched, each = run.surplus_prompts, run.surplus_responses
     rng, rounds = np.random.default_rng(seed), max(_ROUND_RESPONSES // (launched * each), 20)
     drawn = np.sort(lengths.lengths(range(rounds * launched), each, rng).reshape(rounds, launched, each), axis=2)
     ended = drawn[:, :, responses - 1]  # a prompt is complete with its R0-th shortest response
@@ -269,15 +268,6 @@ def in_rounds(
         tokens = (tokens + share * again.max(axis=1).mean()) / (1 + share)
         trained = (trained + share * again.sum(axis=1).mean()) / (1 + share)
     return float(tokens), float(longest), float(trained / (drawn.mean() * prompts * responses))
-
-
-def launched_by(prompts: int, responses: int) -> tuple[int, int]:
-    """Returns the number of prompts that tail batching launches by default in a short round, and the number of responses to each.
-
-    ``prompts`` and ``responses`` are these numbers for a batch.
-    """
-    run = TailRun(prompts, responses)
-    return run.surplus_prompts, run.surplus_responses
 
 
 @dataclass(frozen=True)
@@ -340,7 +330,7 @@ def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
         }
         prompts = rollouts.responses // group
         if prompts and rollouts.on_policy:
-            tokens, stock, trained = in_rounds(lengths[-1], prompts, group, *launched_by(prompts, group), draw)
+            tokens, stock, trained = in_rounds(lengths[-1], TailRun(prompts, group), draw)
             row |= {"tail": max(pace * longest * (1 - tokens / stock), 0.0), "trained": trained}
         rows.append(row)
     ranges = {name: Range.of([row[name] for row in rows]) for name in rows[0]}

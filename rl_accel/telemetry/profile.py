@@ -16,7 +16,7 @@ from rl_accel.features import RewardTimeoutFlags
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import STALENESS, V1, Estimate, Rollouts, estimate
 from rl_accel.telemetry.readers import TELEMETRY, Logged, read
-from rl_accel.telemetry.stage_clock import FILE_NAME, OTHER, PREFIX, SLIME_NAMES, Response
+from rl_accel.telemetry.stage_clock import FILE_NAME, OTHER, PREFIX, SLIME_NAMES, ResponseTimes
 
 WARMUP = 2
 _NEVER_ZERO = {
@@ -122,7 +122,7 @@ class Profile:
         return sorted((self.folder if self.folder.is_dir() else self.folder.parent).rglob(FILE_NAME))
 
     @cached_property
-    def kept(self) -> Mapping[int, Sequence[Response]]:
+    def kept(self) -> Mapping[int, Sequence[ResponseTimes]]:
         """Responses of all steps, by step number; {} without telemetry, or with several ``kept_files``.
 
         Times are in seconds since the first response of the step began.
@@ -130,13 +130,13 @@ class Profile:
         return stage_clock.read_kept(self.kept_files[0]) if self.numbers and len(self.kept_files) == 1 else {}
 
     @cached_property
-    def responses(self) -> Mapping[int, Sequence[Response]]:
+    def responses(self) -> Mapping[int, Sequence[ResponseTimes]]:
         """Responses of the measured steps, by step number. Leaves out steps whose parts of generation were not measured."""
         known = [step for step, numbers in self.noted.items() if "concurrency" in numbers]
         return {step: self.kept[step] for step in known if step in self.kept}
 
     @property
-    def last(self) -> Sequence[Response]:
+    def last(self) -> Sequence[ResponseTimes]:
         """Responses of the last measured step; empty if their times are unknown."""
         return self.responses.get(self.steps[-1], [])
 

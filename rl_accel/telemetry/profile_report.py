@@ -69,7 +69,7 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
             path /= "profile.png"
         path = path.with_suffix(path.suffix or ".png")
         try:
-            draw(run, path)
+            draw_profile(run, path)
         except ValueError as error:  # matplotlib does not know the suffix
             raise RlAccelError(f"{path} is no picture: {error}") from error
         say(console, f"Picture: {path}")
@@ -152,7 +152,7 @@ def _table_of_savings(savings: Sequence[Saving], whole: float) -> Table:
     return table
 
 
-def draw(run: Profile, path: Path) -> None:
+def draw_profile(run: Profile, path: Path) -> None:
     """Writes a picture of ``run`` to ``path``: stages of a mean step, parts of generation, and responses of the last step."""
     from matplotlib.figure import Figure
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rl_accel.features import RewardTimeoutFlags
+from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.rollout.workload import from_groups
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.aggregates import LEAST_STEPS, POLL_SECONDS, Estimate, Range, in_rounds, launched_by
+from rl_accel.telemetry.aggregates import LEAST_STEPS, POLL_SECONDS, Estimate, Range, in_rounds
 from rl_accel.telemetry.profile import PARTS, Profile, format_seconds
-from rl_accel.telemetry.stage_clock import COMPLETED, Response
+from rl_accel.telemetry.stage_clock import COMPLETED, ResponseTimes
 
 WAITING, NOTICING = "waiting for the longest responses", "noticing that the rollout is done"
 NOTHING_HELPS = "Nothing of the pack would shorten a step of this run by more than can be told."
@@ -178,27 +179,27 @@ def _bootstrap_mean(values: Sequence[float]) -> Range:
     return Range.of(drawn.mean(axis=1), statistics.fmean(values))
 
 
-def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range | None, str]:
+def _gain_of_tail_batching(steps: Sequence[Sequence[ResponseTimes]]) -> tuple[Range | None, str]:
     known = [groups for responses in steps if (groups := prompt_ticks(responses))]
     if not known:
         return None, "no step in which every response completed"
-    prompts, responses = max(map(len, known)), max(len(group) for groups in known for group in groups)
-    launched, each = launched_by(prompts, responses)
+    run = TailRun(max(map(len, known)), max(len(group) for groups in known for group in groups))
+    prompts, responses = run.prompts_per_step, run.responses_per_prompt
     rng, gains, rounds = np.random.default_rng(0), [], []
     for draw in range(21):
         drawn = known if draw == 0 else [known[row] for row in rng.integers(len(known), size=len(known))]
         as_it_is = _TICK * statistics.fmean(max(max(group) for group in groups) for groups in drawn)
         workload = replace(from_groups([group for groups in drawn for group in groups], ""), seen=None)
-        rounds.append(_TICK * in_rounds(workload, prompts, responses, launched, each, draw)[0])
+        rounds.append(_TICK * in_rounds(workload, run, draw)[0])
         gains.append(max(as_it_is - rounds[-1], 0.0))
     return Range.of(gains[1:], gains[0]), (
-        f"the seconds of {len(known) * prompts * responses} responses, drawn again in rounds of {launched} prompts for {prompts}"
-        f" trained and {each} responses for {responses}, the rest in long rounds: {rounds[0]:.2f} s a rollout instead of"
-        f" {gains[0] + rounds[0]:.2f} s"
+        f"the seconds of {len(known) * prompts * responses} responses, drawn again in rounds of {run.surplus_prompts} prompts for"
+        f" {prompts} trained and {run.surplus_responses} responses for {responses}, the rest in long rounds:"
+        f" {rounds[0]:.2f} s a rollout instead of {gains[0] + rounds[0]:.2f} s"
     )
 
 
-def prompt_ticks(responses: Sequence[Response]) -> list[list[float]] | None:
+def prompt_ticks(responses: Sequence[ResponseTimes]) -> list[list[float]] | None:
     """Returns the time at which each response of a step was generated, in ticks (milliseconds), as one list per prompt.
 
     Time 0 is the start of the step's first response. Returns None if there are no responses, or if any was cancelled or failed.
@@ -227,7 +228,7 @@ def levers(run: Profile) -> list[str]:
     return advice
 
 
-def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[Range | None, str]:
+def _gain_of_reward_timeout(steps: Sequence[Sequence[ResponseTimes]]) -> tuple[Range | None, str]:
     known = [
         [(r.generated, r.rewarded) for r in responses if r.generated is not None and r.rewarded is not None]
         for responses in steps

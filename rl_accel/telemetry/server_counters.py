@@ -90,7 +90,7 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
 
     def ask(url: str) -> Reading | None:
         try:
-            reading = parse(fetch(f"{url}/metrics"), names)
+            reading = preemptions_in(fetch_page(f"{url}/metrics"), names)
             if reading is None:
                 problems[url] = f"has no {names[0]}"
             return reading
@@ -107,7 +107,7 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
     return readings
 
 
-def fetch(url: str) -> str:
+def fetch_page(url: str) -> str:
     """Returns the page at ``url`` (http or https) as text. Uses no proxy.
 
     Raises:
@@ -120,7 +120,7 @@ def fetch(url: str) -> str:
         return str(answer.read().decode(errors="replace"))
 
 
-def parse(text: str, names: Sequence[str]) -> Reading | None:
+def preemptions_in(text: str, names: Sequence[str]) -> Reading | None:
     """Returns the preemption counter on a server's Prometheus page ``text``; None if unknown.
 
     ``names`` are possible names of the counter. The first of them that is on the page counts.

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from rl_accel.files import BAD_RECORD
 
@@ -70,7 +71,7 @@ COMPLETED, CANCELLED, FAILED = "completed", "cancelled", "failed"
 
 
 @dataclass(slots=True)
-class Response:
+class ResponseTimes:
     """Times and final state of one response. Times are in seconds of the wall clock.
 
     Attributes:
@@ -101,9 +102,9 @@ class Response:
         return self.ended if self.rewarded is None else self.rewarded
 
 
-def by_prompt(responses: Sequence[Response]) -> list[list[Response]]:
+def by_prompt(responses: Sequence[ResponseTimes]) -> list[list[ResponseTimes]]:
     """Groups responses by prompt. Returns one list per prompt."""
-    groups: dict[str, list[Response]] = {}
+    groups: dict[str, list[ResponseTimes]] = {}
     for response in responses:
         groups.setdefault(response.prompt, []).append(response)
     return list(groups.values())
@@ -132,7 +133,7 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
     return {stage: value / whole for stage, value in seconds.items()} if whole > 0 else dict.fromkeys(seconds, 0.0)
 
 
-def completion(responses: Sequence[Response]) -> dict[str, float]:
+def completion(responses: Sequence[ResponseTimes]) -> dict[str, float]:
     """Returns metrics of the responses of a step, by name; {} without responses.
 
     They are the numbers of responses and tokens, and quantiles of the seconds from the start of a completed response to its reward.
@@ -150,7 +151,7 @@ def completion(responses: Sequence[Response]) -> dict[str, float]:
 
 
 def generation(
-    responses: Sequence[Response], seconds: float, slots: int | None = None, began: float | None = None
+    responses: Sequence[ResponseTimes], seconds: float, slots: int | None = None, began: float | None = None
 ) -> dict[str, float]:
     """Returns metrics of the generation stage of one step, by name. Leaves out metrics whose value is unknown.
 
@@ -190,17 +191,21 @@ def generation(
         numbers["seconds_per_token"] = statistics.median(per_token)
 
     spans = [(into(r.began), into(r.ended if r.generated is None else r.generated)) for r in responses]
-    # At equal times, ends sort before starts, because a slot is free before the next response takes this slot.
-    events = sorted(event for begin, end in spans if end > begin for event in ((begin, 1), (end, -1)))
-    running = np.cumsum([change for _, change in events])
-    concurrency = int(max(running, default=0))
-    numbers["concurrency"] = concurrency
+    running, lasted = _load(spans)
+    numbers["concurrency"] = concurrency = int(max(running, default=0))
     if concurrency:
         capacity = concurrency if slots is None else min(concurrency, slots)
-        lasted = np.diff([moment for moment, _ in events])
-        occupied = float(np.minimum(running[:-1], capacity) @ lasted)
+        occupied = float(np.minimum(running, capacity) @ lasted)
         numbers["idle_share"] = min(max(1 - occupied / (capacity * seconds), 0.0), 1.0)
     return numbers
+
+
+def _load(spans: Sequence[tuple[float, float]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Returns the number of ``spans`` (begin, end) that hold each moment, as numbers and the seconds for which each applies."""
+    # At equal times, ends sort before starts, because a slot is free before the next response takes this slot.
+    events = sorted(event for begin, end in spans if end > begin for event in ((begin, 1), (end, -1)))
+    running = np.cumsum([change for _, change in events], dtype=np.int64)
+    return running[:-1], np.diff([moment for moment, _ in events])
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -208,7 +213,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return float(np.quantile(values, share, method="inverted_cdf"))
 
 
-def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
+def keep(path: Path, step: int, responses: Sequence[ResponseTimes]) -> None:
     """Appends the times of the ``responses`` of a training step to the file ``path``, in seconds since the first response began.
 
     Raises:
@@ -234,7 +239,7 @@ def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
         file.write("\n" + line if file.tell() else line)  # a killed run may have left half a line
 
 
-def read_kept(path: Path) -> dict[int, list[Response]]:
+def read_kept(path: Path) -> dict[int, list[ResponseTimes]]:
     """Returns the responses in a file written by :func:`keep`, by step number. Skips incomplete lines.
 
     If the run was resumed, the last record of each step counts, and records of later steps from before are dropped.
@@ -242,12 +247,12 @@ def read_kept(path: Path) -> dict[int, list[Response]]:
     Raises:
         OSError: the file cannot be read.
     """
-    steps: dict[int, list[Response]] = {}
+    steps: dict[int, list[ResponseTimes]] = {}
     for line in path.read_text(errors="replace").splitlines():
         try:
             entry = json.loads(line)
             step = int(entry["step"])
-            responses = [Response(str(prompt), *rest) for prompt, *rest in entry["responses"]]
+            responses = [ResponseTimes(str(prompt), *rest) for prompt, *rest in entry["responses"]]
         except BAD_RECORD:
             continue
         while steps and next(reversed(steps)) >= step:

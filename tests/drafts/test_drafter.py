@@ -444,8 +444,8 @@ def test_memory_of_the_index_is_what_was_asked_for_and_does_not_grow(memory_mb):
     for one in sequences:
         index.extend(pool, one[None], tokens[None], np.array([100_000]))
     assert sum(array.nbytes for array in pool) == before
-    assert (index.read(pool, sequences[0]) is None) == (memory_mb < 7)
-    assert memory_mb < 7 or index.read(pool, sequences[1]).tolist() == tokens.tolist()
+    assert (index.tokens_of(pool, sequences[0]) is None) == (memory_mb < 7)
+    assert memory_mb < 7 or index.tokens_of(pool, sequences[1]).tolist() == tokens.tolist()
 
 
 def test_the_key_of_a_prompt_is_the_same_in_every_process():

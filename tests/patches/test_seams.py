@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import pytest
 
 from rl_accel.errors import PatchRefused
-from rl_accel.patches.seams import extends, interface_of, interfaces_of, remote, require
+from rl_accel.patches.seams import extends, interface_of, interfaces_of, remote, require_members
 
 SOURCE = """
 def helper(path):
@@ -72,7 +72,7 @@ def check(framework):
 
         module = type(sys)("ours")
         module.core, module.ours = Core, Ours
-        require("pack", interfaces_of([module]))
+        require_members("pack", interfaces_of([module]))
 
     return run
 

@@ -27,7 +27,7 @@ from rl_accel.rollout.workload import Lengths, published
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import Range
 from rl_accel.telemetry.profile import read_run
-from rl_accel.telemetry.stage_clock import FILE_NAME, Response
+from rl_accel.telemetry.stage_clock import FILE_NAME, ResponseTimes
 
 REAL = Path(__file__).parent
 AGGREGATES = REAL.parent / "telemetry" / "data" / "tail_stock.jsonl"
@@ -61,7 +61,7 @@ def responses_of(lengths, engine=ENGINE, at_once=64):
         if ended := cluster.happen():
             ends[ended.id] = cluster.now
     return [
-        Response(f"p{n // 4}", began[n], ends[n], ends[n] + 0.1, ends[n] + 0.1, lengths[n], "s0")
+        ResponseTimes(f"p{n // 4}", began[n], ends[n], ends[n] + 0.1, ends[n] + 0.1, lengths[n], "s0")
         for n in range(len(lengths))
     ]
 

@@ -12,14 +12,16 @@ import pytest
 
 from rl_accel.__main__ import main
 from rl_accel.errors import RlAccelError
+from rl_accel.features import TailBatchingFlags
 from rl_accel.plan.setup import setup_of
+from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.rollout.workload import Lengths
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import in_rounds
 from rl_accel.telemetry.profile import read_run
 from rl_accel.telemetry.profile_report import profile
 from rl_accel.telemetry.savings import find_savings, levers, prompt_ticks
-from rl_accel.telemetry.stage_clock import CANCELLED, FILE_NAME, Response
+from rl_accel.telemetry.stage_clock import CANCELLED, FILE_NAME, ResponseTimes
 
 WAITING, REWARDS = "waiting for the longest responses", "rewards after the last generation"
 NOTICING = "noticing that the rollout is done"
@@ -30,10 +32,10 @@ TIMINGS = {"timing_s/step": 20.0, "timing_s/gen": 12.0, "timing_s/adv": 1.0, "ti
 def batch(step, cancelled=False):
     """Ten prompts of one response: nine of a second, one that takes until 0.5 or 1.5 seconds before the end of the stage."""
     last = 11.5 if step % 2 else 10.5
-    responses = [Response(f"p{n}", 0.0, 1.0, 1.25, 1.25, 10, "s0") for n in range(9)]
+    responses = [ResponseTimes(f"p{n}", 0.0, 1.0, 1.25, 1.25, 10, "s0") for n in range(9)]
     if cancelled:
-        return [*responses, Response("p9", 0.0, None, None, 2.0, 12, "s1", CANCELLED)]
-    return [*responses, Response("p9", 0.0, last - 1.0, last, last, 90, "s1")]
+        return [*responses, ResponseTimes("p9", 0.0, None, None, 2.0, 12, "s1", CANCELLED)]
+    return [*responses, ResponseTimes("p9", 0.0, last - 1.0, last, last, 90, "s1")]
 
 
 def write_log(path, steps=4, **more):
@@ -137,7 +139,7 @@ def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(r
 
 
 def test_the_time_of_tools_is_not_that_of_generation(tmp_path):
-    write_run(tmp_path, lambda _: [Response(f"p{n}", 0.0, 8.0, 8.0, 8.0, 10, tools=6.0) for n in range(10)])
+    write_run(tmp_path, lambda _: [ResponseTimes(f"p{n}", 0.0, 8.0, 8.0, 8.0, 10, tools=6.0) for n in range(10)])
     savings = savings_of(read_run(tmp_path))
     assert savings["tools of nine in ten responses"].seconds == pytest.approx(6.0)
     assert savings["generating nine in ten responses"].seconds == pytest.approx(2.0)
@@ -146,8 +148,8 @@ def test_the_time_of_tools_is_not_that_of_generation(tmp_path):
 
 def test_a_reward_that_takes_long_is_replayed_with_a_limit(tmp_path):
     def responses(_step):
-        quick = [Response(f"p{n}", 0.0, 1.0, 1.2, 1.2, 10) for n in range(19)]
-        return [*quick, Response("p", 0.0, 1.0, 11.0, 11.0, 10)]
+        quick = [ResponseTimes(f"p{n}", 0.0, 1.0, 1.2, 1.2, 10) for n in range(19)]
+        return [*quick, ResponseTimes("p", 0.0, 1.0, 11.0, 11.0, 10)]
 
     write_run(tmp_path, responses, **{"rl_accel/telemetry/preemptions": 3.0})
     run_profile = read_run(tmp_path)
@@ -324,17 +326,17 @@ def test_levers_of_the_framework_are_named_where_they_are_worth_it(tmp_path):
 def test_the_command_draws_stages_alone_and_many_responses(tmp_path, invoke):
     write_log(tmp_path / "stages" / "metrics.jsonl")
     invoke(profile, tmp_path / "stages")
-    write_run(tmp_path / "many", lambda _: [Response(str(n % 10), 0.0, 1.0, 1.0, 1.0, 1) for n in range(5000)])
+    write_run(tmp_path / "many", lambda _: [ResponseTimes(str(n % 10), 0.0, 1.0, 1.0, 1.0, 1) for n in range(5000)])
     invoke(profile, tmp_path / "many", "--picture", tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
 
 
 def test_a_response_takes_until_its_last_token():
-    responses = [Response("a", 0.0, 1.0, 2.0, 2.5), Response("a", 0.5, 4.0, 5.0, 5.5)]
-    responses.append(Response("b", 0.0, 1.0, None, 1.5))
+    responses = [ResponseTimes("a", 0.0, 1.0, 2.0, 2.5), ResponseTimes("a", 0.5, 4.0, 5.0, 5.5)]
+    responses.append(ResponseTimes("b", 0.0, 1.0, None, 1.5))
     assert prompt_ticks(responses) == [[1000.0, 4000.0], [1000.0]]
     assert prompt_ticks([]) is None
-    assert prompt_ticks([*responses, Response("b", 0.0, ended=1.0, outcome=CANCELLED)]) is None
+    assert prompt_ticks([*responses, ResponseTimes("b", 0.0, ended=1.0, outcome=CANCELLED)]) is None
 
 
 @pytest.mark.parametrize(
@@ -350,7 +352,8 @@ def test_a_response_takes_until_its_last_token():
 )
 def test_rounds_of_ten_prompts(times, launched, seconds):
     lengths = Lengths(np.sort(np.array(times) * 1000).astype(int), 0.99999)
-    assert in_rounds(lengths, 10, 1, launched, 1)[0] == pytest.approx(1000 * seconds, rel=0.1)
+    run = TailRun(10, 1, TailBatchingFlags(prompt_ratio=launched / 10, response_ratio=1.0))
+    assert in_rounds(lengths, run)[0] == pytest.approx(1000 * seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("other", ["\u2028", "\x85", "\u2029"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_accel.telemetry import server_counters
-from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, parse
+from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, preemptions_in
 
 DATA = Path(__file__).parent / "data"
 VLLM, SGLANG = COUNTERS["vllm"], COUNTERS["sglang"]
@@ -37,7 +37,7 @@ def test_pages_that_the_engines_made_themselves_give_the_counts_that_are_known(e
     """The first lines of a file say how its pages were made, a line before each page what is known of it."""
     _, *parts = re.split(r"^# page: (\w+)\n", (DATA / f"{engine}_metrics.txt").read_text(), flags=re.MULTILINE)
     known = [None if word == "unknown" else int(word) for word in parts[::2]]
-    readings = [parse(text, COUNTERS[engine]) for text in parts[1::2]]
+    readings = [preemptions_in(text, COUNTERS[engine]) for text in parts[1::2]]
     assert [reading and reading.preemptions for reading in readings] == known
     assert all(reading.incarnation for reading in readings if reading) == (engine == "vllm")
     assert taken(*({"server": reading} for reading in readings)) == differences
@@ -74,7 +74,7 @@ def line(rank, value, **labels):
     ],
 )
 def test_a_page_tells_its_count_or_is_unknown(counter, text, found):
-    assert parse(text, counter) == found
+    assert preemptions_in(text, counter) == found
 
 
 def test_servers_that_do_not_say_are_named_in_one_line_and_once(caplog, monkeypatch):
@@ -89,4 +89,4 @@ def test_servers_that_do_not_say_are_named_in_one_line_and_once(caplog, monkeypa
 
 def test_only_servers_are_read():
     with pytest.raises(ValueError, match="must begin with http"):
-        server_counters.fetch("file:///etc/hostname")
+        server_counters.fetch_page("file:///etc/hostname")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, Response, keep, read_kept
+from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, ResponseTimes, keep, read_kept
 
 PARTS = ("most_seconds", "waiting_seconds", "reward_seconds", "rest_seconds")
 moments = st.floats(0, 100, allow_nan=False)
@@ -15,7 +15,7 @@ moments = st.floats(0, 100, allow_nan=False)
 
 def response(began, generated, rewarded=None, ended=None, tokens=None, server=None, outcome=COMPLETED, prompt="p"):
     last = next(moment for moment in (ended, rewarded, generated) if moment is not None)
-    return Response(prompt, began, generated, rewarded, last, tokens, server, outcome)
+    return ResponseTimes(prompt, began, generated, rewarded, last, tokens, server, outcome)
 
 
 def test_stages_add_up_to_the_step_and_what_no_timer_covers_is_other_and_what_is_no_step_has_none():
@@ -82,7 +82,7 @@ def noted(draw):
     outcome = draw(st.sampled_from([COMPLETED, CANCELLED, FAILED]))
     generated = later[0] if outcome == COMPLETED or draw(st.booleans()) else None
     rewarded = later[1] if generated is not None and draw(st.booleans()) else None
-    return Response("p", began, generated, rewarded, later[2], draw(st.integers(0, 50)), None, outcome)
+    return ResponseTimes("p", began, generated, rewarded, later[2], draw(st.integers(0, 50)), None, outcome)
 
 
 @settings(max_examples=200)
@@ -110,15 +110,18 @@ def test_shares_of_any_step_add_up_to_one(timed, other):
 
 def test_responses_that_are_kept_are_read_back_with_times_since_the_first_of_them(tmp_path):
     path = tmp_path / "deeper" / "kept.jsonl"
-    responses = [Response("first", 1000.0, 1002.5, 1003.0, 1003.25, 25, "b")]
-    responses.append(Response("second", 1000.5, None, None, 1004.0, None, None, CANCELLED))
-    responses.append(Response("first", 1000.25, 1001.0, 1001.5, 1001.5, 7, "a"))
+    responses = [ResponseTimes("first", 1000.0, 1002.5, 1003.0, 1003.25, 25, "b")]
+    responses.append(ResponseTimes("second", 1000.5, None, None, 1004.0, None, None, CANCELLED))
+    responses.append(ResponseTimes("first", 1000.25, 1001.0, 1001.5, 1001.5, 7, "a"))
     keep(path, 3, responses)
     keep(path, 4, [])
     with path.open("a") as file:  # lines that are not whole are left out
         file.write('\n\n{\n[]\nnull\n{"step": 2}\n{"step": "x"}\n{"step": 2, "responses": [[]]}\n')
-    read = [Response("0", 0.0, 2.5, 3.0, 3.25, 25, "b"), Response("1", 0.5, None, None, 4.0, None, None, CANCELLED)]
-    read.append(Response("0", 0.25, 1.0, 1.5, 1.5, 7, "a"))
+    read = [
+        ResponseTimes("0", 0.0, 2.5, 3.0, 3.25, 25, "b"),
+        ResponseTimes("1", 0.5, None, None, 4.0, None, None, CANCELLED),
+    ]
+    read.append(ResponseTimes("0", 0.25, 1.0, 1.5, 1.5, 7, "a"))
     assert read_kept(path) == {3: read, 4: []}
 
 

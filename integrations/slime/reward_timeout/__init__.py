@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rl_accel.errors import ConfigError
+from rl_accel.errors import refuse
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.slime import interfaces
 from rl_accel.integrations.slime.rollout_log import LOG_INTERFACES
@@ -11,6 +11,7 @@ from rl_accel.patches.seams import SeamCheck
 RM_HOOK = "rl_accel.integrations.slime.reward_timeout.rm_hook.grade"
 SAMPLE_HOOK = "rl_accel.integrations.slime.reward_timeout.rm_hook.mark_evaluation"
 
+_FLAG = "rl_accel.reward_timeout"
 _DISTILLATION = "slime.rollout.on_policy_distillation."
 
 SWITCHES = (
@@ -36,21 +37,12 @@ def check(args: Any, flags: RewardTimeoutFlags) -> None:
         ConfigError: a setting is not supported. The message names slime's argument, the wanted and the found value.
     """
     if not flags.enable:
-        raise ConfigError(
-            "rl_accel.reward_timeout wants --custom-rm-path = another function (rl_accel.reward_timeout.enable is not set),"
-            f" found {RM_HOOK}"
-        )
+        refuse(_FLAG, "--custom-rm-path", "another function", RM_HOOK, f"{_FLAG}.enable is not set")
     hooks = getattr(args, "rollout_sample_hook_path", None) or []
     if SAMPLE_HOOK not in hooks:
-        raise ConfigError(
-            f"rl_accel.reward_timeout wants rollout_sample_hook_path to hold {SAMPLE_HOOK}, found {hooks}"
-        )
+        refuse(_FLAG, "rollout_sample_hook_path", f"a list with {SAMPLE_HOOK}", hooks)
     if str(flags.grader).startswith(_DISTILLATION):
-        raise ConfigError(
-            "rl_accel.reward_timeout.grader wants a grader that returns scores, found slime's on-policy distillation, whose answers"
-            " are those of a teacher: a stopped one has no stand-in. Leave reward_timeout off"
-        )
+        reason = "answers of a teacher have no stand-in: leave reward_timeout off"
+        refuse(_FLAG, "grader", "a grader that returns scores", "slime's on-policy distillation", reason)
     if flags.grader == RM_HOOK:
-        raise ConfigError(
-            "rl_accel.reward_timeout.grader wants the grader that --custom-rm-path named before, found our own"
-        )
+        refuse(_FLAG, "grader", "the one that --custom-rm-path named before", RM_HOOK)

@@ -162,7 +162,7 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
         runner.get_loop()  # from now on the event loop of futures that a plain function makes
         unpacked = [_unpack_sample(packed) for packed in samples]
         before = [(sample, pack(vars(sample), "sample")) for sample in unpacked]
-        places = {id(sample): place for place, sample in enumerate(unpacked)}
+        positions = {id(sample): place for place, sample in enumerate(unpacked)}
         start = functools.partial(function, arguments, unpacked[0] if single else unpacked, **kwargs)
         try:
             value = start()
@@ -172,7 +172,7 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
             value = runner.run(_call(start))  # a plain function that starts tasks
         if inspect.isawaitable(value):
             value = runner.run(_finish(value))
-        order = [places[id(sample)] for sample in unpacked if id(sample) in places]
+        order = [positions[id(sample)] for sample in unpacked if id(sample) in positions]
         return value, [_changes(*pair) for pair in before], order
 
     return grade

@@ -29,7 +29,7 @@ from rl_accel.integrations.ray.reward_anchors import Collector, StoreClient, flu
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.reward_timeout import RM_HOOK, check, grader_worker
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
-from rl_accel.integrations.slime.rollout_log import Rollout
+from rl_accel.integrations.slime.rollout_log import LoggedRollout
 from rl_accel.log import warn_once
 from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
@@ -296,7 +296,7 @@ def _close_all() -> None:
 forget_when_off.append(_close_all)
 
 
-def numbers_of(rollout: Rollout) -> dict[str, float]:
+def numbers_of(rollout: LoggedRollout) -> dict[str, float]:
     """Returns metrics about the gradings of the whole job since the last call, for slime's rollout log.
 
     Must not be called on an event loop, because it waits for the event loops of this process.

@@ -30,7 +30,7 @@ SWITCHES = (
             interfaces.Misc,
             interfaces.AsyncUtils,
             interfaces.Sample,
-            interfaces.Status,
+            interfaces.SampleStatus,
         ),
     ),
 )

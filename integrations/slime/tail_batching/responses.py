@@ -65,7 +65,7 @@ ABORT_ALL = {"abort_all": True}
 class Session:
     """One response that is being generated and scored, and the state of its requests to rollout servers.
 
-    Implements :class:`~rl_accel.patches.slime.requests.Watcher` for these requests.
+    Implements :class:`~rl_accel.patches.slime.requests.RequestWatcher` for these requests.
 
     Attributes:
         report: function that receives the events of the response.

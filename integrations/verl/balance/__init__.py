@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict
-
 from rl_accel.errors import refuse
 from rl_accel.features import BALANCE, DRAFTS, TAIL_BATCHING, BalanceFlags
 from rl_accel.files import write_atomically
@@ -51,8 +49,7 @@ def wire(run: VerlRun, flags: BalanceFlags) -> None:
     if not flags.slots and run.get(f"{ROLLOUT}.max_num_seqs", 0) < 1:
         _refuse(f"{ROLLOUT}.max_num_seqs", "at least 1", run.get(f"{ROLLOUT}.max_num_seqs"))
     agent_loop.check(run, _FLAG, "responses must be generated through our client")
-    with open_dict(run.config):
-        OmegaConf.update(run.config, ROUTER_KEY, str(ROUTER))
+    run.set(ROUTER_KEY, str(ROUTER))
     agent_loop.choose(run, WORKER_PART)
 
 
@@ -90,10 +87,10 @@ class BalancingWorker(agent_loop.WorkerPart):
         caches = ray.get(router.set_up.remote(engine, lengths, slots, flags[BALANCE], ordered, together))
         words = "rl-accel: balance: replicas of %d slots, with caches of tokens (None: unknown or without limit): %s%s"
         logger.info(words, slots, caches, "" if engine.stop else "; this engine cannot move responses")
-        metrics.set_observer("balance", Observer(router, Path(config.trainer.default_local_dir)))
+        metrics.set_observer("balance", BalanceObserver(router, Path(config.trainer.default_local_dir)))
 
 
-class Observer:
+class BalanceObserver:
     """Observer that returns the router's metrics, and adds the router's response lengths to verl's checkpoints in ``folder``."""
 
     def __init__(self, router: Any, folder: Path) -> None:

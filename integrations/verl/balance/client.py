@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from rl_accel.integrations.verl.engines import engine_of, is_death
 from rl_accel.integrations.verl.reward_worker_proxy import cancel
-from rl_accel.patches.verl.interfaces import Server, TokenOutput
+from rl_accel.patches.verl.interfaces import RolloutServer, TokenOutput
 from rl_accel.rollout.balance import key_of
 
 MOVABLE = {
@@ -96,7 +96,7 @@ class BalancedServer:
         tokens: number of tokens that the last server generated; None before the response is complete.
     """
 
-    def __init__(self, servers: Servers, ticket: str, name: str, server: Server) -> None:
+    def __init__(self, servers: Servers, ticket: str, name: str, server: RolloutServer) -> None:
         self.ticket, self.name, self._servers, self._server = ticket, name, servers, server
         self.tokens: int | None = None
         self.generate, self.abort_request = Method(self._generate), Method(self._abort)

@@ -90,7 +90,7 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
         present = OmegaConf.to_container(present) if OmegaConf.is_config(present) else present
         if present not in (None, value):
             _refuse(key, None, present, "drafts set it")
-        OmegaConf.update(run.config, key, value, force_add=True)
+        run.set(key, value)
 
 
 def find_problems() -> list[tuple[str, str]]:

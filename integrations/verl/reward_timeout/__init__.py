@@ -18,8 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict
-
 from rl_accel.errors import ConfigError, refuse
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
@@ -54,17 +52,16 @@ def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
     _check(run)
     if flags.grader:
         raise ConfigError(f"{_FLAG}.grader is a flag for slime; on verl, set reward.custom_reward_function.path")
-    config = run.config
-    manager = config.reward.reward_manager
+    manager = run.config.reward.reward_manager
     held = {"source": manager.source, "name": manager.name, "path": manager.module.path}
     held = run.get(f"reward.{SECTION}.manager", held)
     folder = run.get("trainer.default_local_dir")
     # An absolute path: Ray processes with another working directory would resolve a relative path differently.
     anchors = str(Path(os.path.abspath(folder), "rl_accel_reward_anchors.json")) if folder else None
     section = {"flags": asdict(flags), "manager": held, "anchors": run.get(f"reward.{SECTION}.anchors", anchors)}
-    with open_dict(config):
-        manager.source, manager.name, manager.module.path = "importlib", MANAGER, MANAGER_MODULE
-        OmegaConf.update(config, f"reward.{SECTION}", section, merge=False)
+    for key, value in {"source": "importlib", "name": MANAGER, "module.path": MANAGER_MODULE}.items():
+        run.set(f"{_REWARD}.{key}", value)
+    run.set(f"reward.{SECTION}", section)
     agent_loop.choose(run, WORKER_PART)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rl_accel.reward.execution import ExecutionResult, Limits, gather_until
 from rl_accel.reward.sandbox import Graders
@@ -133,39 +133,16 @@ async def score_fusion(
         early_stop: True to skip the cases after the first failure. The score is then 0 or 1.
         arguments: keyword arguments of the reward function.
     """
-    from verl.utils.reward_score import sandbox_fusion
-
-    async def ask(cases: Any, timeout: int) -> Any:
-        function = functools.partial(
-            sandbox_fusion.compute_score,
-            options["sandbox_fusion_url"],
-            options.get("concurrent_semaphore"),
-            options.get("memory_limit_mb"),
-            arguments["solution_str"],
-            cases,
-            continuous=True,
-            timeout=timeout,
-        )
-        return await asyncio.get_running_loop().run_in_executor(_threads, function)
-
-    async def result_of(number: int, case: dict[str, Any]) -> ExecutionResult:
-        async def run(limits: Limits) -> ExecutionResult:
-            began = time.monotonic()
-            score, metadata = await ask(case, math.ceil(limits.wall))
-            status = str(metadata[0].get("status")) if metadata else ""
-            duration = metadata[0].get("duration") if metadata else None
-            wall = time.monotonic() - began if duration is None else float(duration)
-            stopped = status in ("timeout", "compile_timeout")
-            return ExecutionResult(
-                verdict="timeout" if stopped else "done", value=score == 1.0, wall=wall, reason=status
-            )
-
-        return await execute(f"fusion/{number}", run, lambda result: bool(result.value))
-
+    ask = functools.partial(_ask_fusion, options, arguments["solution_str"])
     cases = _single_cases(arguments["ground_truth"])
     if cases is None:  # verl runs none of these cases and reports the reason
         score, _ = await ask(arguments["ground_truth"], 1)
         return float(score)
+
+    async def result_of(number: int, case: dict[str, Any]) -> ExecutionResult:
+        run = functools.partial(_run_in_fusion, ask, case)
+        return await execute(f"fusion/{number}", run, lambda result: bool(result.value))
+
     if early_stop:
         for number, case in enumerate(cases):
             if not (await result_of(number, case)).value:
@@ -174,6 +151,26 @@ async def score_fusion(
     results = await gather_until(result_of(number, case) for number, case in enumerate(cases))
     compiled = itertools.takewhile(lambda result: result.reason not in ("compile_error", "compile_timeout"), results)
     return sum(result.value for result in compiled) / len(results) if results else 0.0
+
+
+async def _ask_fusion(options: Mapping[str, Any], code: str, cases: Any, timeout: int) -> Any:
+    """Runs a program on test cases in the remote sandbox, with verl's own function. Returns score and metadata as this function."""
+    from verl.utils.reward_score import sandbox_fusion
+
+    where = (options["sandbox_fusion_url"], options.get("concurrent_semaphore"), options.get("memory_limit_mb"))
+    function = functools.partial(sandbox_fusion.compute_score, *where, code, cases, continuous=True, timeout=timeout)
+    return await asyncio.get_running_loop().run_in_executor(_threads, function)
+
+
+async def _run_in_fusion(ask: Callable[[Any, int], Awaitable[Any]], case: Any, limits: Limits) -> ExecutionResult:
+    """Runs one test case in the remote sandbox. Its time is the one that the sandbox reports, if any."""
+    began = time.monotonic()
+    score, metadata = await ask(case, math.ceil(limits.wall))
+    first = metadata[0] if metadata else {}
+    status, duration = str(first.get("status")) if metadata else "", first.get("duration")
+    wall = time.monotonic() - began if duration is None else float(duration)
+    verdict: Literal["timeout", "done"] = "timeout" if status in ("timeout", "compile_timeout") else "done"
+    return ExecutionResult(verdict=verdict, value=score == 1.0, wall=wall, reason=status)
 
 
 def _single_cases(truth: Any) -> list[dict[str, Any]] | None:

@@ -26,7 +26,7 @@ from rl_accel.integrations.verl.engines import EngineSupport, engine_of, is_deat
 from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import interfaces
-from rl_accel.patches.verl.interfaces import LLMServerManager, RolloutReplica, Server, TokenOutput
+from rl_accel.patches.verl.interfaces import LLMServerManager, RolloutReplica, RolloutServer, TokenOutput
 from rl_accel.rollout.round_driver import ResponseLost, TokenRate
 from rl_accel.switch import forget_when_off
 
@@ -113,7 +113,7 @@ async def find_dead(replicas: Sequence[RolloutReplica]) -> list[RolloutReplica]:
     return [replica for replica, lost in zip(replicas, verdicts, strict=True) if lost]
 
 
-async def _is_dead(server: Server) -> bool:
+async def _is_dead(server: RolloutServer) -> bool:
     try:
         async with asyncio.timeout(PING_SECONDS):
             while True:
@@ -159,7 +159,9 @@ class CancellableServer:
         on_death: async function that takes Ray's error message. Awaited before a call to a dead server raises.
     """
 
-    def __init__(self, server: Server, engine: EngineSupport, on_death: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(
+        self, server: RolloutServer, engine: EngineSupport, on_death: Callable[[str], Awaitable[None]]
+    ) -> None:
         self._server = server
         self._engine = engine
         self._on_death = on_death

@@ -119,10 +119,10 @@ class TailBatchingTrainer(PPOTrainerSync):
         workers = Workers(agent_loop_manager.agent_loop_workers, self._servers)
         self._driver = RolloutDriver(self._core, self._supply, workers, clear, varies)
         super().fit(agent_loop_manager)
-        left = len(self._supply.payloads)
-        if left:
+        untrained = len(self._supply.payloads)
+        if untrained:
             logger.warning(
-                "rl-accel: %d prompts that were taken from the data are not trained; checkpoints hold them", left
+                "rl-accel: %d prompts that were taken from the data are not trained; checkpoints hold them", untrained
             )
 
     def prepare_step(self) -> dict[str, Any]:

@@ -8,8 +8,6 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict
-
 from rl_accel.errors import refuse
 from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
@@ -32,15 +30,13 @@ def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
     run.require_chosen(FLAG, _MODE_KEY, MODE)
     check(run)
     if run.in_driver and run.checkpoint_to_resume:
-        saved.find(run.checkpoint_to_resume / saved.FOLDER)
-    config = run.config
-    with open_dict(config):
-        OmegaConf.update(config, _MODE_KEY, MODE)
-        config.data.gen_batch_size = 1
-        # The trainer process reads the flags from this section, whatever source the flags came from.
-        OmegaConf.update(config, "trainer.v1." + MODE, asdict(flags), merge=False)
+        saved.state_file(run.checkpoint_to_resume / saved.FOLDER)
+    run.set(_MODE_KEY, MODE)
+    run.set("data.gen_batch_size", 1)
+    # The trainer process reads the flags from this section, whatever source the flags came from.
+    run.set(f"trainer.v1.{MODE}", asdict(flags))
     agent_loop.choose(run, WORKER_PART)
-    run_of(config)
+    run_of(run.config)
 
 
 def check(run: VerlRun) -> None:

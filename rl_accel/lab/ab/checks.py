@@ -10,7 +10,7 @@ from typing import Any
 from rl_accel.lab.ab.recipe import Recipe
 from rl_accel.lab.ab.runner import RunResult
 from rl_accel.lab.ab.stats import RunData, gain, pairs, same
-from rl_accel.lab.ab.tables import as_text
+from rl_accel.lab.ab.tables import cell_text
 
 GREEN, RED, SKIPPED = "green", "red", "skipped"
 _PROBS_DIFF = "training/rollout_probs_diff_max"
@@ -146,7 +146,7 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Map
         for arm, bound in bounds.items():
             if arm in rows:  # the option --arms may select only some of the recipe's arms
                 value = rows[arm].get(column)
-                text = f"{arm} {as_text(value, form)}, wanted {as_text(bound, form)}"
+                text = f"{arm} {cell_text(value, form)}, wanted {cell_text(bound, form)}"
                 is_good = value is not None and holds(value, bound)
                 lines.append((is_good, f"{arm}: not measured" if value is None else text))
         if bounds and column == "ratio" and recipe.baseline not in rows:

@@ -74,21 +74,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
     metavar="DIR",
     help="Rebuild the report of DIR from its kept metrics; run nothing. A RECIPE given as well replaces the kept one.",
 )
-def ab(
-    recipe: Path | None,
-    out: Path | None,
-    platform: str | None,
-    arms: list[str] | None,
-    seeds: list[int] | None,
-    steps: int | None,
-    resume: bool,
-    overwrite: bool,
-    dry_run: bool,
-    launch: str | None,
-    only: str | None,
-    ray_address: str | None,
-    report_only: Path | None,
-) -> None:
+def ab(recipe: Path | None, platform: str | None, report_only: Path | None, **options: Any) -> None:
     """Run the arms of RECIPE (a file, or a folder with a recipe.yaml) as real trainer processes, one after the other,
     and compare them.
 
@@ -100,38 +86,52 @@ def ab(
     if recipe is not None and recipe.is_dir():
         recipe /= "recipe.yaml"
     try:
-        how_to_run = ("resume", "overwrite", "only")
         if report_only is not None:
-            idle = ("out", "arms", "seeds", "steps", "dry_run", "launch", "ray_address", *how_to_run)
-            refuse_idle_options("with --report-only", *idle)
+            refuse_idle_options("with --report-only", *options)
             sys.exit(_rebuild(report_only.resolve(), recipe, platform, console))
         if recipe is None:
             raise click.UsageError("give RECIPE, or --report-only DIR")
-        if launch or dry_run:
-            refuse_idle_options("where nothing runs", *how_to_run, *(["ray_address"] if launch else []))
-        if resume and overwrite:
-            raise click.UsageError("--resume and --overwrite exclude each other")
-        spec = load(recipe, platform)
-        if out is None:
-            out = Path("out") / spec.name
-            if not launch:  # the output of --launch must be a pure shell script
-                console.print(f"Logs and report go to {out}; --out names another folder")
-        out = out.resolve()
-        plans = _without_missing_modules(plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps), spec)
-        if launch:
-            options = {"--out": out, "--platform": platform, "--arms": arms, "--seeds": seeds, "--steps": steps}
-            click.echo(launching.script(launch, spec, plans, _command(recipe.resolve(), options), out))
-            return
-        if ray_address is not None:
-            plans = [replace(plan, env={**plan.env, "RAY_ADDRESS": ray_address}) for plan in plans]
-        if dry_run:
-            _show_commands(plans)
-            return
-        sys.exit(_run(spec, recipe.resolve(), out, plans, only, resume, overwrite, console))
+        sys.exit(_launch_or_run(recipe, platform, console, **options))
     except RecipeError:  # sets exit code 2, as all user errors do
         raise
     except (RlAccelError, OSError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def _launch_or_run(
+    recipe: Path,
+    platform: str | None,
+    console: Console,
+    *,
+    out: Path | None,
+    arms: list[str] | None,
+    seeds: list[int] | None,
+    steps: int | None,
+    dry_run: bool,
+    launch: str | None,
+    ray_address: str | None,
+    **how_to_run: Any,
+) -> int:
+    """Runs a recipe, or prints the commands that would run it. Returns the exit code. ``how_to_run``: further options of a run."""
+    if launch or dry_run:
+        refuse_idle_options("where nothing runs", *how_to_run, *(["ray_address"] if launch else []))
+    spec = load(recipe, platform)
+    if out is None:
+        out = Path("out") / spec.name
+        if not launch:  # the output of --launch must be a pure shell script
+            console.print(f"Logs and report go to {out}; --out names another folder")
+    recipe, out = recipe.resolve(), out.resolve()
+    plans = _without_missing_modules(plan_runs(spec, recipe.parent, out, arms, seeds, steps), spec)
+    if launch:
+        options = {"--out": out, "--platform": platform, "--arms": arms, "--seeds": seeds, "--steps": steps}
+        click.echo(launching.script(launch, spec, plans, _command(recipe, options), out))
+        return 0
+    if ray_address is not None:
+        plans = [replace(plan, env={**plan.env, "RAY_ADDRESS": ray_address}) for plan in plans]
+    if dry_run:
+        _show_commands(plans)
+        return 0
+    return _run_plans(spec, recipe, out, plans, console, **how_to_run)
 
 
 def _without_missing_modules(plans: list[RunPlan], spec: Recipe) -> list[RunPlan]:
@@ -158,16 +158,19 @@ def _show_commands(plans: list[RunPlan]) -> None:
         click.echo(f"# {plan.name}\n{env} {shlex.join(plan.command)}".replace("\n ", "\n"))
 
 
-def _run(
+def _run_plans(
     spec: Recipe,
     file: Path,
     out: Path,
     plans: list[RunPlan],
+    console: Console,
+    *,
     only: str | None,
     resume: bool,
     overwrite: bool,
-    console: Console,
 ) -> int:
+    if resume and overwrite:
+        raise click.UsageError("--resume and --overwrite exclude each other")
     for module in ("scipy", "matplotlib", "jinja2"):
         importlib.import_module(module)  # a missing module must fail before hours of training, not after
     chosen = plans if only is None else [plan for plan in plans if plan.name == only]
@@ -233,7 +236,7 @@ def _show_failures(results: list[RunResult], out: Path, console: Console) -> Non
 class ProgressView:
     """Progress display of the command line: progress bars on a terminal, plain lines elsewhere.
 
-    A context manager that implements :class:`~rl_accel.lab.ab.runner.Watcher`.
+    A context manager that implements :class:`~rl_accel.lab.ab.runner.ProgressDisplay`.
     """
 
     def __init__(self, console: Console, plans: Sequence[RunPlan], reward: str) -> None:

@@ -16,7 +16,7 @@ from rl_accel.console import wide_console
 from rl_accel.errors import RecipeError, did_you_mean, one_line
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.convergence import listed
-from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, parse_margin
+from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, RolloutSection, load, parse_margin
 from rl_accel.lab.ab.runner import RunResult, load_result
 from rl_accel.lab.ab.stats import RunData
 from rl_accel.rollout.round_driver import METRICS_PREFIX
@@ -75,7 +75,7 @@ def gather(
     else:
         has_rounds = any(name.startswith(METRICS_PREFIX) for name in names)
         metrics_of_framework = SLIME if SLIME.reward in names else Metrics()
-        recipe = Recipe("compare", metrics=metrics_of_framework, rollout=Rollout(has_rounds))
+        recipe = Recipe("compare", metrics=metrics_of_framework, rollout=RolloutSection(has_rounds))
     recipe = replace(recipe, arms={arm: recipe.arms.get(arm, Arm()) for arm in arms}, baseline=next(iter(arms)))
     recipe.metrics = replace(recipe.metrics, **metrics)
     parse_margin(recipe.metrics.margin)

@@ -65,13 +65,15 @@ def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> di
         return {}
     timed = run.training_steps(names)
     first = min(timed, default=1)
-    places = {"steps": steps}
+    positions_by_axis = {"steps": steps}
     if run.batch_size:
-        places["prompts"] = run.batch_size * (steps + (first == 0))  # the first step is 1 in verl and 0 in slime
+        positions_by_axis["prompts"] = run.batch_size * (
+            steps + (first == 0)
+        )  # the first step is 1 in verl and 0 in slime
     if timed and first <= 1 and len(timed) == max(timed) - first + 1:
         done = np.cumsum([0.0, *(metrics[names.step_metric] for metrics in timed.values())])
-        places[unit] = done[np.searchsorted(list(timed), steps, side="right")] / _SECONDS[unit]
-    return {axis: (x, values) for axis, x in places.items()}
+        positions_by_axis[unit] = done[np.searchsorted(list(timed), steps, side="right")] / _SECONDS[unit]
+    return {axis: (x, values) for axis, x in positions_by_axis.items()}
 
 
 def _test(paired: bool, base: Array, other: Array, alternative: str = "two-sided") -> Any:
@@ -141,8 +143,8 @@ def seeds_enough(base: Array, other: Array, margin: float, paired: bool, true: f
         shown = norm.cdf((room - true) / error) - norm.cdf((-room - true) / error)
         return float(np.clip(shown, 0, None).mean())
 
-    found = MIN_SEEDS + bisect.bisect_left(range(MIN_SEEDS, _MOST_SEEDS + 1), _POWER, key=assurance)
-    return found if found <= _MOST_SEEDS else math.inf
+    seeds_needed = MIN_SEEDS + bisect.bisect_left(range(MIN_SEEDS, _MOST_SEEDS + 1), _POWER, key=assurance)
+    return seeds_needed if seeds_needed <= _MOST_SEEDS else math.inf
 
 
 def matched(base: Sequence[RunData], other: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:
@@ -187,10 +189,10 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
         }
         if lacking := [name for name, run in known.items() if not run]:
             notes.append(f"{metric} is not in {listed(lacking, runs)}")
-        for arm in arms:
+        for arm in (arm for arm in arms if arm != baseline):
             sides = [[run for run in runs if run.arm == name and known[run.name]] for name in (baseline, arm)]
             base, other, paired = matched(*sides)
-            if arm == baseline or not base or not other:
+            if not base or not other:
                 continue
             if unpaired := {run.name for side in sides for run in side} - {run.name for run in (*base, *other)}:
                 notes.append(
@@ -209,8 +211,8 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
         time: f"log {names.step_metric} of every step",
     }
     for axis, what in wanted.items():
-        places = curves[names.reward]
-        if lacking := [name for name in places["steps"] if name not in places[axis]]:
+        reward_curves = curves[names.reward]
+        if lacking := [name for name in reward_curves["steps"] if name not in reward_curves[axis]]:
             notes.append(f"{AXES[axis]} are not known of {listed(lacking, runs)}, which did not {what}")
     return {"rows": rows, "curves": curves, "notes": notes}
 

@@ -14,7 +14,7 @@ _ARM_COLOURS = ("#8d99ae", "#1d6fd1", "#e07a1f", "#2a9d5c", "#b5498f", "#7a5c3e"
 _KIND_MARKS = {"short": "o", "long": "s", "final": "^", ALL: "."}
 
 
-def draw(summary: dict[str, Any], out: Path) -> list[Path]:
+def write_plots(summary: dict[str, Any], out: Path) -> list[Path]:
     """Writes the plots of an A/B as PNG files into the folder ``out``. Returns the paths of the written files.
 
     ``summary`` is the content of ``summary.json``. A plot without data is skipped.
@@ -43,6 +43,7 @@ def _figure(height: float = 3.6, columns: int = 1, rows: int = 1, **options: Any
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(length=3)
         axes.grid(alpha=0.25)
+        axes.title.set_fontsize(10)
     return figure, all_axes
 
 
@@ -61,15 +62,15 @@ def _reward(summary: dict[str, Any]) -> Any:
     if not known:
         return None
     coincide = any(pair["steps_compared"] and pair["parts_at"] is None for pair in summary["differences"])
-    figure, places = _figure(0.4 + 2.9 * len(curves), len(known), len(curves), sharey="row", sharex="col")
-    for (metric, by_axis), row in zip(curves.items(), places, strict=True):
+    figure, all_axes = _figure(0.4 + 2.9 * len(curves), len(known), len(curves), sharey="row", sharex="col")
+    for (metric, by_axis), row in zip(curves.items(), all_axes, strict=True):
         for axis, axes in zip(known, row, strict=True):
             # a broad, pale baseline stays visible below a coinciding curve
             _draw_runs(axes, summary, by_axis[axis], {"lw": 5, "alpha": 0.4} if coincide else {})
             axes.locator_params(axis="x", nbins=4)
         over = "; curves that coincide are drawn over each other" if coincide else ""
         row[0].set_title(metric + over, fontsize=10, loc="left")
-    for axis, axes in zip(known, places[-1], strict=True):
+    for axis, axes in zip(known, all_axes[-1], strict=True):
         axes.set_xlabel(AXES[axis])
     return figure
 
@@ -94,11 +95,8 @@ def _step_time(summary: dict[str, Any]) -> Any:
     seconds = [value for line in axes.lines for value in line.get_ydata() if math.isfinite(value)]
     if not seconds:
         return None
-    axes.set_title("Seconds a step", fontsize=10)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("seconds")
+    axes.set(title="Seconds a step", xlabel="training step", ylabel="seconds", ylim=(0, 1.12 * max(seconds)))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylim(0, 1.12 * max(seconds))
     first = max((ends[0] for ends in summary["measured_steps"].values() if ends), default=1)
     if first > 1:
         limits = axes.get_xlim()
@@ -116,12 +114,8 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
             chosen = [index for index, kind_of_step in enumerate(series["kind"]) if kind_of_step == kind]
             points = ([series[name][index] for index in chosen] for name in ("steps", "seconds"))
             axes.plot(*points, mark, color=colour, ms=5 if kind != ALL else 3)
-    axes.set_title(
-        "Rollout seconds (circle: short round, square: long, triangle: final, dot: waits for all)", fontsize=10
-    )
-    axes.set_xlabel("training step")
-    axes.set_ylabel("seconds")
-    axes.set_ylim(bottom=0)
+    marks = "circle: short round, square: long, triangle: final, dot: waits for all"
+    axes.set(title=f"Rollout seconds ({marks})", xlabel="training step", ylabel="seconds", ylim=(0, None))
     return figure if axes.lines else None
 
 
@@ -131,28 +125,26 @@ def _queue(summary: dict[str, Any]) -> Any:
     for arm, colour, series in _first_seed(summary):
         if any(value is not None for value in series["queue"]):
             axes.step(series["steps"], series["queue"], where="post", color=colour, label=arm)
-    axes.set_title("Prompts that wait for a long round", fontsize=10)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("prompts")
+    axes.set(title="Prompts that wait for a long round", xlabel="training step", ylabel="prompts")
     return figure if axes.lines else None
 
 
 def _lengths(summary: dict[str, Any]) -> Any:
-    """Plots the distribution of the lengths of the responses trained on, over all seeds of each arm."""
-    figure, (places,) = _figure(columns=2)
+    """Plots the distribution of the lengths of the responses trained on, over all seeds of each arm.
+
+    The plot shows whether tail batching biases training towards some lengths.
+    """
+    figure, ((whole, tail),) = _figure(columns=2)
     for row in summary["rollout"]["arms"]:
         if row["lengths"]:
-            for axes in places:
+            for axes in (whole, tail):
                 style = {"color": _arms(summary)[row["arm"]], "label": row["arm"], "lw": 1.5}
                 axes.plot(row["lengths"]["quantiles"], np.linspace(0, 1, 101), **style)
-    places[0].set_xscale("symlog", linthresh=10)
-    places[0].set_title("Lengths of all responses trained on", fontsize=10)
-    places[1].set_ylim(0.9, 1.002)
-    places[1].set_title("The longest tenth", fontsize=10)
-    for axes in places:
-        axes.set_xlabel("characters")
-        axes.set_ylabel("share of responses")
-    return figure if places[0].lines else None
+    labels = {"xlabel": "characters", "ylabel": "share of responses"}
+    whole.set_xscale("symlog", linthresh=10)
+    whole.set(title="Lengths of all responses trained on", **labels)
+    tail.set(title="The longest tenth", ylim=(0.9, 1.002), **labels)
+    return figure if whole.lines else None
 
 
 def _first_seed(summary: dict[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:

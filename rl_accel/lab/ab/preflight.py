@@ -52,10 +52,10 @@ tensor-parallel group, and 12 (optimizer state), split among all GPUs."""
 _SLIME_PARSE = """
 import sys
 from slime.utils.arguments import parse_args
-from rl_accel.integrations.slime.custom_config import unread_flags
+from rl_accel.integrations.slime.custom_config import flags_unknown_to_parsers
 
 problem = None
-with unread_flags() as unread:
+with flags_unknown_to_parsers() as unread:
     try:
         parse_args()
     except Exception as error:
@@ -227,8 +227,8 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
         yield f"arguments of {plan.arm}", *verdict
     else:
         yield f"arguments of {plan.arm}", "unknown", "slime's parser needs Megatron-LM on PYTHONPATH"
-    places = ("prompt_data", "ref_load", "custom_config_path")
-    yield from _files("file", [flags[key] for key in places if key in flags])
+    path_keys = ("prompt_data", "ref_load", "custom_config_path")
+    yield from _files("file", [flags[key] for key in path_keys if key in flags])
     path, numbers = flags.get("hf_checkpoint", ""), {}
     yield from _model(path)
     for key, default in _SLIME_NUMBERS.items():

@@ -125,7 +125,7 @@ class Checks:
 
 
 @dataclass
-class Rollout:
+class RolloutSection:
     """Settings and checks of the report's section about rollouts: seconds, lengths of trained responses, and prompts trained."""
 
     report: bool = False
@@ -171,7 +171,7 @@ class Recipe:
     """Seconds after which a run is stopped and counts as failed; null: no limit."""
     metrics: Metrics = field(default_factory=Metrics)
     checks: Checks = field(default_factory=Checks)
-    rollout: Rollout = field(default_factory=Rollout)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
 
 
 _ADDED = ("overrides",)

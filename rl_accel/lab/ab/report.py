@@ -84,7 +84,7 @@ def build(
     """
     summary = summarise(recipe, recipe_file, out, results, asked, _load_runs(results, out) if runs is None else runs)
     (out / "summary.json").write_text(strict_json(summary))
-    pictures = plots.draw(summary, out)
+    pictures = plots.write_plots(summary, out)
     tails = {r.name: last_lines(out / r.name / "train.log") for r in results if r.status in ("failed", "timeout")}
     (out / "report.html").write_text(render(summary, pictures, tails), encoding="utf-8")
     return summary

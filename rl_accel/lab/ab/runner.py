@@ -67,7 +67,7 @@ class RunResult:
         return (self.command, self.env, self.steps_wanted) == (list(plan.command), dict(plan.env), plan.steps)
 
 
-class Watcher(Protocol):
+class ProgressDisplay(Protocol):
     """Interface of a progress display. :func:`run_all` calls the methods, in its own thread."""
 
     def started(self, plan: RunPlan) -> None: ...
@@ -125,7 +125,7 @@ class Stop:
                 signal.signal(number, handler)
 
 
-def run_all(plans: Sequence[RunPlan], watcher: Watcher, stop: Stop, resume: bool = False) -> list[RunResult]:
+def run_all(plans: Sequence[RunPlan], watcher: ProgressDisplay, stop: Stop, resume: bool = False) -> list[RunResult]:
     """Runs all plans one after the other. Returns the results, in the order of the plans.
 
     A failed run does not stop the following runs. After a stop signal, the remaining plans are skipped and have no result.
@@ -149,7 +149,7 @@ def run_all(plans: Sequence[RunPlan], watcher: Watcher, stop: Stop, resume: bool
     return results
 
 
-def run_one(plan: RunPlan, watcher: Watcher, stop: Stop) -> RunResult:
+def run_one(plan: RunPlan, watcher: ProgressDisplay, stop: Stop) -> RunResult:
     """Runs one plan in the folder ``plan.directory``. Deletes the old content of this folder first.
 
     Writes train.log, metrics.jsonl and run.json into the folder, and copies Ray's logs into it if the run fails.

@@ -42,9 +42,9 @@ def _stages(summary: Mapping[str, Any]) -> TextTable:
     others = [arm for arm in arms if arm != baseline]
     rows = []
     for row in summary["stages"]:
-        cells = [as_text(row["arms"].get(arm, {}).get(average), "s") for arm in arms]
+        cells = [cell_text(row["arms"].get(arm, {}).get(average), "s") for arm in arms]
         for ratio in (row["ratios"].get(arm, {}) for arm in others):
-            cells += [*_ratio(ratio), as_text(ratio.get("saved_s"), ".3f")]
+            cells += [*_ratio(ratio), cell_text(ratio.get("saved_s"), ".3f")]
         rows.append([row["stage"], *cells])
     names = [[f"{baseline}/{arm}" if len(others) > 1 else "ratio", "95% interval", "seconds saved"] for arm in others]
     spans = sorted({tuple(ends) for ends in summary["measured_steps"].values() if ends})
@@ -61,8 +61,8 @@ def _rollouts(section: Mapping[str, Any]) -> Iterator[TextTable]:
     for row in section["arms"]:
         parts = [row["kinds"].get(kind) for kind in kinds]
         cells = [f"{format_seconds(part['seconds'])} x {part['steps']}" if part else "" for part in parts]
-        cells += [as_text(row[key], _ROLLOUT[key]) for key in used]
-        rows.append([row["arm"], as_text(row["seconds"], "s"), *_ratio(row), *cells])
+        cells += [cell_text(row[key], _ROLLOUT[key]) for key in used]
+        rows.append([row["arm"], cell_text(row["seconds"], "s"), *_ratio(row), *cells])
     columns = ["arm", "all steps", "ratio", "95% interval", *kinds, *(key.replace("_", " ") for key in used)]
     notes = (
         "all: rounds that wait for each response. wasted: share of generated tokens. lost: number of prompts.",
@@ -79,8 +79,8 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
     section, baseline, arms = summary["convergence"], summary["recipe"]["baseline"], list(summary["recipe"]["arms"])
     levels, reached = [], []
     for row in section["rows"]:
-        longest = f" of {as_text(row['longest'], '.4g')}" if row["end"] < row["longest"] else ""
-        start = [row["arm"], row["metric"], f"{as_text(row['end'], '.4g')}{longest} {AXES[row['axis']]}"]
+        longest = f" of {cell_text(row['longest'], '.4g')}" if row["end"] < row["longest"] else ""
+        start = [row["arm"], row["metric"], f"{cell_text(row['end'], '.4g')}{longest} {AXES[row['axis']]}"]
         levels.append([*start, *_cells_of_comparison(row, "+.3g"), f"{row['margin']:.3g}", row["answer"]])
         if reach := row.get("reach"):
             counts = [f"{n} of {runs}" for n, runs in zip(reach["reached"], row["runs"], strict=True)]
@@ -90,7 +90,7 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
     yield TextTable("Did it change learning?", columns, levels, section["notes"])
     runs = [f"runs of {baseline}", "of the arm", baseline, "arm's", "ratio", "95% interval"]
     yield TextTable("First time at a reward", ["arm", "reward", "in", *runs], reached)
-    data = [[label, *(as_text(means.get(arm), ".4g") for arm in arms)] for label, means in summary["data"].items()]
+    data = [[label, *(cell_text(means.get(arm), ".4g") for arm in arms)] for label, means in summary["data"].items()]
     yield TextTable("What changed in the data", ["mean over runs", *arms], data)
 
 
@@ -99,17 +99,17 @@ def _cells_of_comparison(row: Mapping[str, Any], form: str) -> list[str]:
 
     ``form``: number format of the difference or ratio and of its interval.
     """
-    low, high = (as_text(row[key], form) for key in ("low", "high"))
-    difference = as_text(row.get("difference", row.get("ratio")), form)
-    return [as_text(row["baseline"], ".4g"), as_text(row["value"], ".4g"), difference, low and f"{low} to {high}"]
+    low, high = (cell_text(row[key], form) for key in ("low", "high"))
+    difference = cell_text(row.get("difference", row.get("ratio")), form)
+    return [cell_text(row["baseline"], ".4g"), cell_text(row["value"], ".4g"), difference, low and f"{low} to {high}"]
 
 
 def _ratio(row: Mapping[str, Any]) -> list[str]:
-    low, high = (as_text(row.get(key), ".2f") for key in ("low", "high"))
-    return [as_text(row.get("ratio"), ".2fx"), low and f"{low}-{high}"]
+    low, high = (cell_text(row.get(key), ".2f") for key in ("low", "high"))
+    return [cell_text(row.get("ratio"), ".2fx"), low and f"{low}-{high}"]
 
 
-def as_text(value: float | None, form: str) -> str:
+def cell_text(value: float | None, form: str) -> str:
     """Formats a number for a table cell; "" if ``value`` is None or not finite.
 
     ``form``: a Python number format such as ``.2f``; ``.2fx`` for a text such as "1.50x"; ``s`` for a duration in seconds.

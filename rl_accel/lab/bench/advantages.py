@@ -17,7 +17,7 @@ from rich.progress import track
 
 from rl_accel.console import show_table, wide_console
 from rl_accel.features import ADVANTAGES
-from rl_accel.lab.bench.measure import available_bytes
+from rl_accel.lab.bench.helpers import available_bytes
 
 REPEATS = 3
 """Number of timed calls of each function, of which the median is taken."""
@@ -57,7 +57,7 @@ def batch(rows: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def measure(rows: int, tokens: int) -> list[dict[str, Any]]:
+def time_functions(rows: int, tokens: int) -> list[dict[str, Any]]:
     """Times every function that the patches replace on a batch [``rows``, ``tokens``], first verl's own, then with all patches.
 
     Returns:
@@ -131,7 +131,7 @@ def bench_advantages(rows: int, tokens: int) -> None:
         raise click.ClickException(
             f"{rows} x {tokens} wants {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
         )
-    records = measure(rows, tokens)
+    records = time_functions(rows, tokens)
     cells = []
     for record in records:
         numbers = ("bits", "DIFFER", "")

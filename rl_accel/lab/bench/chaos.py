@@ -196,14 +196,14 @@ def bench_chaos(recipe_path: Path, schedules: int, first_seed: int, out: Path) -
                 results.append(play(plan, seed, out / f"{time.time_ns()}-{seed}", stop))
             if stop:
                 raise click.Abort
-            _show(results[-1:], console)
-    _show(results, console)
+            _show_schedules(results[-1:], console)
+    _show_schedules(results, console)
     (out / "chaos.json").write_text(json.dumps([vars(result) for result in results], indent=2, default=vars))
     if any(result.problems for result in results):
         raise SystemExit(1)
 
 
-def _show(results: Sequence[Result], console: Console) -> None:
+def _show_schedules(results: Sequence[Result], console: Console) -> None:
     rows = []
     for result in results:
         killed = ", ".join(f"{kill.victim} after step {kill.step}" for kill in result.kills)

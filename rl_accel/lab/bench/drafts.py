@@ -21,7 +21,7 @@ from rl_accel.console import show_table, wide_console
 from rl_accel.drafts.drafter import SETTINGS, Drafter
 from rl_accel.drafts.index import SOURCES
 
-Response = tuple[list[int], list[int]]
+PromptAndResponse = tuple[list[int], list[int]]
 """A prompt and one response to it, both as lists of token ids."""
 
 
@@ -52,7 +52,7 @@ def bench_drafts(
     with drafts as without drafts, and prefill takes no time.
     """
     encode = _encoder(tokenizer)
-    steps: dict[int, list[Response]] = defaultdict(list)
+    steps: dict[int, list[PromptAndResponse]] = defaultdict(list)
     for path in files:
         for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
             try:
@@ -116,7 +116,7 @@ class Replay:
     counts: Mapping[str, float] = field(default_factory=dict)
 
 
-def replay(steps: list[list[Response]], running: int, settings: dict[str, int], fill: bool = False) -> Replay:
+def replay(steps: list[list[PromptAndResponse]], running: int, settings: dict[str, int], fill: bool = False) -> Replay:
     """Replays the responses of each training step twice: without drafts, and with drafts of a :class:`Drafter`.
 
     Args:

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from rl_accel.console import show_table, wide_console
-from rl_accel.lab.bench.measure import (
+from rl_accel.lab.bench.helpers import (
     available_bytes,
     interleaved,
     met,
@@ -144,7 +144,7 @@ def bench_gae(out: Path | None, batch: int | None, tokens: int | None, lengths: 
     for shape in shapes:
         row = _measure(shape, sound, device, rows, console)
         rows += [] if row is None else [row]
-    _show(rows, console)
+    _show_times(rows, console)
     if batch is not None and rows:
         console.print(verdict(rows[0]))
     _show_goals(rows, console)
@@ -263,7 +263,7 @@ def _fastest_of_ours(row: dict[str, Any]) -> str | None:
     return names[0] if names else None
 
 
-def _show(rows: list[dict[str, Any]], console: Console) -> None:
+def _show_times(rows: list[dict[str, Any]], console: Console) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
     cells = []
     for row in rows:
@@ -335,7 +335,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def read_lengths(source: str) -> list[int]:
+def sequence_lengths(source: str) -> list[int]:
     """Returns sequence lengths in tokens from the file ``source``: whole numbers, separated by whitespace, commas or brackets.
 
     If ``source`` is ``lognormal``, draws 64 lengths instead; the longest is 16,384 tokens.
@@ -374,7 +374,7 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
 
     Returns False, without measuring, if one of them gives wrong results.
     """
-    lengths = read_lengths(source)
+    lengths = sequence_lengths(source)
     generator = torch.Generator().manual_seed(0)
     rewards, values = ([torch.randn(n, generator=generator).to(device) for n in lengths] for _ in range(2))
     functions: dict[str, Callable[[], Lists]] = {

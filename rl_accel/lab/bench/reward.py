@@ -23,9 +23,9 @@ import click
 import numpy as np
 from rich.console import Console
 
-from rl_accel.console import show_table, wide_console
+from rl_accel.console import say, show_table, wide_console
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.lab.bench.measure import met, results_file
+from rl_accel.lab.bench.helpers import met, results_file
 from rl_accel.ops.inputs import usable_cores
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
@@ -71,7 +71,7 @@ class WrongResult(Exception):
 
 
 @dataclass(frozen=True)
-class Response:
+class Program:
     """A response to a prompt: one Python program to execute.
 
     Attributes:
@@ -99,7 +99,7 @@ def workload(
     spread: float,
     overhead: float = 0.0,
     seed: int = 0,
-) -> list[list[Response]]:
+) -> list[list[Program]]:
     """Returns batches of random programs, with ``responses`` programs for each of the ``batch`` prompts of a batch.
 
     Each prompt has a typical duration, drawn from the published distribution. A program takes this duration multiplied by a
@@ -118,40 +118,41 @@ def workload(
     """
     rng = random.Random(seed)
     shares = [(i + 0.5) / prompts for i in range(prompts)]
-    typical = [quantile(share) for share in shares]
+    typical = [published_seconds(share) for share in shares]
     correct = [CORRECT[0] + (CORRECT[1] - CORRECT[0]) * share for share in shares]
     rng.shuffle(typical)
     rng.shuffle(correct)
-    drawn = [
-        [rng.random() < correct[prompt] for _ in range(responses)] for _ in range(epochs) for prompt in range(prompts)
-    ]
-    wrong = [(i, j) for i, row in enumerate(drawn) for j, right in enumerate(row) if not right]
-    hanging = set(rng.sample(wrong, round(HANGING * len(drawn) * responses)))
+    visits = [(epoch, prompt) for epoch in range(epochs) for prompt in range(prompts)]
+    is_right = {visit: [rng.random() < correct[visit[1]] for _ in range(responses)] for visit in visits}
+    wrong = [(visit, index) for visit, answers in is_right.items() for index, right in enumerate(answers) if not right]
+    hanging = set(rng.sample(wrong, round(HANGING * len(visits) * responses)))
+
+    def draw(visit: tuple[int, int], index: int, right: bool) -> Program:
+        _, prompt = visit
+        seconds = min(typical[prompt] * rng.lognormvariate(0, spread), SECONDS[-1]) * scale
+        program_seconds = None if (visit, index) in hanging else max(seconds - overhead, 0.0)
+        kind: Kind = rng.choice(("sleep", "busy"))
+        code = program_code(kind, program_seconds, ANSWER if right else "41")
+        return Program(f"prompt-{prompt}", code, right, program_seconds)
+
     batches = []
     for epoch in range(epochs):
         order = list(range(prompts))
         rng.shuffle(order)
         for first in range(0, prompts, batch):
-            batch_responses = []
-            for prompt in order[first : first + batch]:
-                row = epoch * prompts + prompt
-                for place, right in enumerate(drawn[row]):
-                    seconds = min(typical[prompt] * rng.lognormvariate(0, spread), SECONDS[-1]) * scale
-                    program_seconds = None if (row, place) in hanging else max(seconds - overhead, 0.0)
-                    kind: Kind = rng.choice(("sleep", "busy"))
-                    code = program(kind, program_seconds, ANSWER if right else "41")
-                    batch_responses.append(Response(f"prompt-{prompt}", code, right, program_seconds))
-            rng.shuffle(batch_responses)
-            batches.append(batch_responses)
+            visited = [(epoch, prompt) for prompt in order[first : first + batch]]
+            drawn = [draw(visit, index, right) for visit in visited for index, right in enumerate(is_right[visit])]
+            rng.shuffle(drawn)
+            batches.append(drawn)
     return batches
 
 
-def quantile(share: float) -> float:
+def published_seconds(share: float) -> float:
     """Returns the quantile ``share`` (from 0 to 1) of the published durations in seconds, without executions that never end."""
     return float(np.interp(share * SHARES[-1], SHARES, SECONDS))
 
 
-def program(kind: Kind, seconds: float | None, answer: str) -> str:
+def program_code(kind: Kind, seconds: float | None, answer: str) -> str:
     """Returns Python code that prints ``answer`` after ``seconds`` seconds, or never ends if ``seconds`` is None.
 
     If ``kind`` is "sleep", the program sleeps. If ``kind`` is "busy", the program computes for ``seconds`` seconds of CPU time.
@@ -164,7 +165,7 @@ def program(kind: Kind, seconds: float | None, answer: str) -> str:
 
 
 @dataclass
-class Arm:
+class PolicyResults:
     """Results of one time limit policy.
 
     Attributes:
@@ -179,8 +180,8 @@ class Arm:
 
 
 async def run_arms(
-    batches: Sequence[Sequence[Response]], policies: Mapping[str, RewardTimeoutFlags], slots: int
-) -> dict[str, Arm]:
+    batches: Sequence[Sequence[Program]], policies: Mapping[str, RewardTimeoutFlags], slots: int
+) -> dict[str, PolicyResults]:
     """Executes every batch under each time limit policy in turn. All responses of a batch are submitted at once.
 
     Args:
@@ -192,9 +193,9 @@ async def run_arms(
         The results of each policy, by name.
 
     Raises:
-        WrongResult: a verdict is wrong, see :func:`check`.
+        WrongResult: a verdict is wrong, see :func:`require_expected_verdicts`.
     """
-    arms = {name: Arm() for name in policies}
+    arms = {name: PolicyResults() for name in policies}
     executors = {name: LimitedExecutor(LocalAnchors(AdaptiveTimeout(flags)), slots) for name, flags in policies.items()}
     async with _open(slots) as sandbox:
         for number, batch in enumerate(batches):
@@ -205,13 +206,13 @@ async def run_arms(
                 )
                 arms[name].makespans.append(time.monotonic() - began)
                 results = [result for (result,) in cases]
-                check(batch, results)
+                require_expected_verdicts(batch, results)
                 arms[name].results += results
                 arms[name].counts.update(executors[name].anchors.take_delta().counts)
     return arms
 
 
-def check(batch: Sequence[Response], results: Sequence[ExecutionResult]) -> None:
+def require_expected_verdicts(batch: Sequence[Program], results: Sequence[ExecutionResult]) -> None:
     """Compares the verdicts of executions with the expected verdicts. A timeout of a program that would end is allowed.
 
     Raises:
@@ -274,7 +275,7 @@ async def _open(slots: int) -> AsyncIterator[Sandbox]:
 
 
 @contextlib.contextmanager
-def load(processes: int) -> Iterator[None]:
+def busy_processes(processes: int) -> Iterator[None]:
     """Runs ``processes`` extra processes in an endless loop during the ``with`` block, to keep cores busy."""
     spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
@@ -285,7 +286,7 @@ def load(processes: int) -> Iterator[None]:
             spinner.wait()
 
 
-def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm]) -> dict[str, Any]:
+def summarise(batches: Sequence[Sequence[Program]], arms: Mapping[str, PolicyResults]) -> dict[str, Any]:
     """Returns a mapping from time limit policy to measured numbers, among them these:
 
     - ``seconds``: wall-clock seconds of all executions together.
@@ -406,7 +407,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
         )
         batches = workload(PROMPTS, responses, epochs, BATCH, scale, spread, overhead)
         for condition in CONDITIONS:
-            with load(cores if condition == "loaded" else 0), console.status(condition):
+            with busy_processes(cores if condition == "loaded" else 0), console.status(condition):
                 before = os.getloadavg()[0]
                 arms = asyncio.run(run_arms(batches, settings, slots))
                 rows[condition] = {"load_average": [before, os.getloadavg()[0]], "arms": summarise(batches, arms)}
@@ -415,7 +416,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
         console.print(f"{error}\nno numbers", markup=False)
         raise SystemExit(1) from None
     console.print(f"correct: all verdicts of {len(CONDITIONS) * 2 * sum(map(len, batches)):,} executions")
-    red = _show(rows, console)
+    red = _show_results(rows, console)
     if out is not None:
         size = {"prompts": PROMPTS, "responses": responses, "epochs": epochs, "batch": BATCH}
         options = {**size, "workers": slots, "cores": cores, "scale": scale, "spread": spread}
@@ -426,7 +427,7 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
         raise SystemExit(1)
 
 
-def _show(rows: Mapping[str, Any], console: Console) -> bool:
+def _show_results(rows: Mapping[str, Any], console: Console) -> bool:
     """Prints the results as a table, and whether the goals are met. Returns True if too many correct answers were stopped."""
     headings = ("machine", "limit", "total s", "times less", "step s", "p99 s", "correct", "killed wrongly", "timeouts")
     cells = []
@@ -438,10 +439,11 @@ def _show(rows: Mapping[str, Any], console: Console) -> bool:
             timeouts = f"{row['timeouts']} ({struck})" if struck else "0"
             cells.append((condition, name, *numbers, f"{row['correct']:,}", killed, timeouts, row["full_budget"]))
     show_table(console, (*headings, "full budget"), cells, "Executions, and what stopped them")
-    console.print(
-        "total s: of all executions. step s: from the start of a batch, all of it at once, to its last result, mean. p99: of "
-        "an execution. full budget: of the timeouts those that no limit had been learned for, or probes.",
-        soft_wrap=True,
+    say(
+        console,
+        "total s: seconds of all executions. p99 s: seconds of one execution",
+        "step s: mean seconds from the start of a batch, which begins at once, to its last result",
+        "full budget: timeouts of executions for which no limit was learned, and of probes",
     )
     red = False
     for condition, measured in rows.items():

@@ -14,9 +14,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from rl_accel.console import show_table, wide_console
+from rl_accel.console import say, show_table, wide_console
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
-from rl_accel.lab.bench.measure import met, results_file
+from rl_accel.lab.bench.helpers import met, results_file
 
 # a round of the largest batch takes minutes: verl's agent loop needs about 20 CPU milliseconds per response
 LOADS = ((32, 16, 3), (128, 16, 2), (512, 16, 1))
@@ -52,7 +52,7 @@ def bench_tail(out: Path | None) -> None:
         for prompts, responses, rounds in LOADS:
             label = f"{prompts} x {responses}"
             with console.status(f"{label}: {rounds} rounds"):
-                measured, problem = _run(prompts, responses, rounds, stop)
+                measured, problem = _run_rounds(prompts, responses, rounds, stop)
             if stop:
                 raise click.Abort
             if problem:
@@ -69,7 +69,7 @@ def bench_tail(out: Path | None) -> None:
         raise SystemExit(1)
 
 
-def _run(prompts: int, responses: int, rounds: int, stop: Stop) -> tuple[list[dict[str, Any]], str]:
+def _run_rounds(prompts: int, responses: int, rounds: int, stop: Stop) -> tuple[list[dict[str, Any]], str]:
     """Runs the rollout rounds of one batch size in a new process.
 
     Returns the measurements of each round and a description of the problem ("" if none).
@@ -111,11 +111,11 @@ def _show_load(sizes: list[dict[str, Any]], console: Console) -> None:
     labelled = [(f"{size['prompts']} x {size['responses']}", row) for size in sizes for row in size["rounds"]]
     rows = [(label, *(cell(row) for cell in columns.values())) for label, row in labelled]
     show_table(console, ("P0 x R0", *columns), rows, "Rounds on verl without a model")
-    console.print(
-        "trainer CPU s: processor time of the trainer process during the round, all threads. after last s: from the moment the "
-        "last response of the batch lies in TransferQueue until the batch is returned with everything else stopped and cleared. "
-        "MiB: resident after the round, of workers the largest.",
-        soft_wrap=True,
+    say(
+        console,
+        "trainer CPU s: processor time of all threads of the trainer process during the round",
+        "after last s: from the last response in TransferQueue until the batch is returned and all else is stopped and cleared",
+        "MiB: resident memory after the round; of the workers, the largest",
     )
     first, last = sizes[0], sizes[-1]
     for name, meaning in (("trainer_cpu_s", "trainer CPU"), ("after_last_s", "after the last response")):

@@ -121,19 +121,6 @@ class NotingWorker(TailAgentLoopWorker):
         return notes, psutil.Process().memory_info().rss, time.process_time()
 
 
-class ReplicaStandIn:
-    """Replacement for verl's ``RolloutReplica``, with the two methods that rl-accel's trainer needs."""
-
-    def __init__(self, server: Any) -> None:
-        self._server = server
-
-    async def abort_all_requests(self) -> None:
-        await self._server.abort_all_requests.remote()
-
-    async def resume_generation(self) -> None:
-        await self._server.resume_generation.remote()
-
-
 class RoundsOnly(TailBatchingTrainer):
     """rl-accel's trainer, reduced to the parts that a rollout round needs: without models, data files and checkpoints."""
 
@@ -164,8 +151,9 @@ class Load:
         numbers = iter(range(10**9))
         self._core = TailBatching(run_of(config))
         self._supply = PromptSupply(self._core.run, lambda: _row(next(numbers)), 10**9)
-        replicas = [ReplicaStandIn(server) for server in self._servers.values()]
-        engine = replace(engine_of(config), pause=None)  # pausing would look for a real engine in the server
+        names = ("abort_all_requests", "resume_generation")  # the methods of verl's replicas that the trainer calls
+        replicas = [SimpleNamespace(**{n: getattr(s, n).remote for n in names}) for s in self._servers.values()]
+        engine = replace(engine_of(config), pause=None)  # the engine's pause would look for a real engine in the server
         stopped = RolloutServers(SimpleNamespace(get_replicas=lambda: replicas), engine)
         log = Ledger(folder)
         log.rewind(0)

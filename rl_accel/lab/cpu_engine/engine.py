@@ -22,7 +22,7 @@ from rl_accel.lab.cpu_engine.scheduler import EngineError, EngineStats, Generati
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class CPUEngine:
     """Generation engine with continuous batching over ``model``.
 
     The engine takes over ``model`` and replaces the model's attention.

@@ -20,7 +20,7 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from rl_accel.errors import first_line
-from rl_accel.lab.cpu_engine.engine import Engine
+from rl_accel.lab.cpu_engine.engine import CPUEngine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.lab.cpu_engine.scheduler import EngineStats, Generation
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Reading
@@ -39,7 +39,7 @@ class CPURolloutServer:
 
         self._config: RolloutConfig = omega_conf_to_dataclass(config, dataclass_type=RolloutConfig)
         model: HFModelConfig = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
-        self._engine = Engine(
+        self._engine = CPUEngine(
             AutoModelForCausalLM.from_pretrained(
                 model.local_path, dtype=torch.float32, trust_remote_code=model.trust_remote_code
             ).eval(),
@@ -152,7 +152,7 @@ _OPTIONS = ("seconds_per_step", "kv_tokens", "weight_tokens")
 
 
 def _engine_options(config: RolloutConfig) -> dict[str, Any]:
-    """Returns keyword arguments of :class:`Engine`, read from verl's section ``rollout.engine_kwargs.hf_cpu``.
+    """Returns keyword arguments of :class:`CPUEngine`, read from verl's section ``rollout.engine_kwargs.hf_cpu``.
 
     Raises:
         ValueError: a key is not among :data:`_OPTIONS`, or ``weight_tokens`` is no whole number of at least 0.

@@ -45,8 +45,16 @@ OWN = {"advantage_estimator": "ppo", "custom_advantage_function_path": "my.adv"}
         ("tail_batching", {"rollout_global_dataset": False}, "--disable-rollout-global-dataset = unset"),
         ("tail_batching", {"rollout_function_path": "my.own"}, r"rollout-function-path = rl_accel\..*, found my\.own"),
         ("tail_batching", {"flags": {"enable": False}}, r"rl_accel\.tail_batching\.enable is not set"),
-        ("reward_timeout", {"rollout_sample_hook_path": ["my.hook"]}, r"_path to hold rl_accel.*found \['my\.hook'\]"),
-        ("reward_timeout", {"flags": {"grader": reward_timeout.RM_HOOK}}, "grader wants the .* --custom-rm-path named"),
+        (
+            "reward_timeout",
+            {"rollout_sample_hook_path": ["my.hook"]},
+            r"_path = a list with rl_accel.*found \['my\.hook'\]",
+        ),
+        (
+            "reward_timeout",
+            {"flags": {"grader": reward_timeout.RM_HOOK}},
+            "grader = the one that --custom-rm-path named",
+        ),
         ("reward_timeout", {"flags": {"grader": DISTILLATION}}, "found slime's on-policy distillation"),
         ("reward_timeout", {"flags": {"enable": False}}, r"rl_accel\.reward_timeout\.enable is not set"),
         ("tp_replan", {"rollout_external": True}, "rollout_external to be unset"),
@@ -144,7 +152,7 @@ def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launche
         ("drafts", {"line": "--sglang-speculative-algo=EAGLE"}, "-speculative-algorithm = NGRAM, found EAGLE"),
         ("drafts", {"sglang_speculative_num_steps": 3}, "--sglang-speculative-num-steps = unset, found 3"),
         ("tail_batching", {"line": TWO_FILES}, ONE_FILE),
-        ("reward_timeout", {"custom_rm_path": DISTILLATION}, "wants a grader that"),
+        ("reward_timeout", {"custom_rm_path": DISTILLATION}, "wants grader = a grader that"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_a_rollout(launched, feature, given, message):

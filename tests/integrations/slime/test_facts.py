@@ -113,7 +113,7 @@ def test_functions_fields_states_and_flags_that_we_use_are_there():
     assert all(RECORDED["imported_by_name"].values()), "a patch writes to places that hold the function by name"
     assert RECORDED["scans"] == ["chunked_discounted_returns", "chunked_gae"]
     assert RECORDED["sample_fields"] == sorted(SAMPLE_FIELDS)
-    assert RECORDED["statuses"] == sorted(seams._members(interfaces.Status))
+    assert RECORDED["statuses"] == sorted(seams._members(interfaces.SampleStatus))
     assert RECORDED["defaults"] == launch_line.STOCK
     assert RECORDED["flags"] == sorted({*arguments(), "rollout_global_dataset"})
 

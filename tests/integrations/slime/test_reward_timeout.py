@@ -512,10 +512,10 @@ def test_tail_batching_has_the_graders_of_dropped_responses_killed_at_once(start
 
 def test_a_rollout_that_never_grades_is_named_once(end_grading, caplog):
     from rl_accel.integrations.slime.reward_timeout.rm_hook import numbers_of
-    from rl_accel.integrations.slime.rollout_log import Rollout
+    from rl_accel.integrations.slime.rollout_log import LoggedRollout
 
     args = SimpleNamespace(rollout_function_path="slime.rollout.sft_rollout.generate_rollout")
     rl_accel.disable()
-    assert [numbers_of(Rollout(number, args, [], {}, 1.0)) for number in range(2)] == [{}, {}]
+    assert [numbers_of(LoggedRollout(number, args, [], {}, 1.0)) for number in range(2)] == [{}, {}]
     (line,) = caplog.messages
     assert "reward_timeout has nothing to do: --rollout-function-path slime.rollout.sft_rollout" in line

@@ -42,8 +42,8 @@ def cluster(monkeypatch):
             return f"sglang:num_retracted_requests_total {state.count}\n"
         raise OSError("no answer")
 
-    monkeypatch.setattr(tp_replan, "fetch", fetch)
-    monkeypatch.setattr(server_counters, "fetch", fetch)
+    monkeypatch.setattr(tp_replan, "fetch_page", fetch)
+    monkeypatch.setattr(server_counters, "fetch_page", fetch)
     return state
 
 

@@ -13,10 +13,10 @@ from rl_accel.features import BalanceFlags, DraftsFlags
 from rl_accel.integrations.verl import balance, drafts
 from rl_accel.integrations.verl.balance.router import BalancedRouter
 from rl_accel.integrations.verl.engines import engine_of
-from rl_accel.integrations.verl.telemetry import Observer
+from rl_accel.integrations.verl.telemetry import TelemetryObserver
 from rl_accel.patches.verl import config_intake
 from rl_accel.telemetry import metrics
-from rl_accel.telemetry.stage_clock import Response
+from rl_accel.telemetry.stage_clock import ResponseTimes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("job")]
 
@@ -37,7 +37,7 @@ class Worker:
         self.server = server
 
     def take_responses(self):
-        return [Response("p", 10.0, 12.0, 13.0, 13.0, 20, self.server, "completed")]
+        return [ResponseTimes("p", 10.0, 12.0, 13.0, 13.0, 20, self.server, "completed")]
 
 
 class Balancer:
@@ -48,7 +48,7 @@ class Balancer:
 def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(kill, tmp_path, caplog):
     workers, balancer = [start(Worker, name) for name in "ab"], start(Balancer)
     config = configuration(use_v1=True, v1={"trainer_mode": "sync"}, rl_accel_telemetry=str(tmp_path / "kept.jsonl"))
-    observer = Observer(config, workers, SimpleNamespace(_load_balancer=balancer))
+    observer = TelemetryObserver(config, workers, SimpleNamespace(_load_balancer=balancer))
     results = [observer(1, TIMINGS)]
     kill(workers[1])
     results += [observer(2, TIMINGS), observer(3, TIMINGS)]

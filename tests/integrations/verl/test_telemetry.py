@@ -10,9 +10,9 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 import rl_accel
 from rl_accel.integrations.verl import telemetry
-from rl_accel.integrations.verl.telemetry import Observer, RecordingWorker
+from rl_accel.integrations.verl.telemetry import RecordingWorker, TelemetryObserver
 from rl_accel.telemetry.server_counters import Reading
-from rl_accel.telemetry.stage_clock import Response
+from rl_accel.telemetry.stage_clock import ResponseTimes
 
 
 class Worker:
@@ -104,7 +104,7 @@ def observer_of(tmp_path):
         trainer = {**trainer, "rl_accel_telemetry": str(tmp_path / "kept.jsonl")}
         rollout = {"name": "vllm", "max_num_seqs": max_num_seqs}
         config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}})
-        observer = Observer(config, [], SimpleNamespace())
+        observer = TelemetryObserver(config, [], SimpleNamespace())
         observer._fetch = fetch
         return observer
 
@@ -122,14 +122,14 @@ def observer_of(tmp_path):
     ],
 )
 def test_parts_of_generation_are_told_only_where_it_begins_with_its_stage(trainer, known, observer_of):
-    observer = observer_of(trainer, lambda: [Response("p", 10.0, 12.0, 13.0, 13.0, 20)])
+    observer = observer_of(trainer, lambda: [ResponseTimes("p", 10.0, 12.0, 13.0, 13.0, 20)])
     metrics = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
     assert (metrics["telemetry/completion_p50_seconds"], "telemetry/idle_share" in metrics) == (3.0, known)
 
 
 def test_slots_of_all_servers_limit_the_places_in_the_batch(observer_of):
     # Of 8 responses at once, the engines of both servers run at most 2 x 3: two wait for the others.
-    responses = [Response("p", 0.0, 2.0, 2.0, 2.0, 20)] * 6 + [Response("p", 0.0, 4.0, 4.0, 4.0, 20)] * 2
+    responses = [ResponseTimes("p", 0.0, 2.0, 2.0, 2.0, 20)] * 6 + [ResponseTimes("p", 0.0, 4.0, 4.0, 4.0, 20)] * 2
     observer = observer_of({"use_v1": False}, lambda: responses, max_num_seqs=3)
     observer._servers = lambda: ["a", "b"]
     metrics = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
@@ -139,7 +139,7 @@ def test_slots_of_all_servers_limit_the_places_in_the_batch(observer_of):
 
 def test_a_file_that_cannot_be_written_costs_one_warning_and_no_number(observer_of, tmp_path, caplog):
     (tmp_path / "kept.jsonl").mkdir()
-    observer = observer_of({"use_v1": False}, lambda: [Response("p", 10.0, 12.0, 13.0, 13.0, 20)])
+    observer = observer_of({"use_v1": False}, lambda: [ResponseTimes("p", 10.0, 12.0, 13.0, 13.0, 20)])
     for step in (1, 2):
         assert observer(step, {"timing_s/step": 8.0, "timing_s/gen": 4.0})["telemetry/responses"] == 1
     assert caplog.text.count("responses cannot be kept for rl-accel profile") == 1

@@ -17,7 +17,7 @@ def test_every_estimator_is_compared_on_a_ragged_batch_and_left_as_it_was():
     assert all(torch.equal(one[name], two[name]) for name in one if name != "config")
     assert len(set(one["response_mask"].sum(-1).tolist())) > 1
     before = dict(core_algos.ADV_ESTIMATOR_REGISTRY)
-    records = bench.measure(32, 16)
+    records = bench.time_functions(32, 16)
     assert {record["estimator"] for record in records} == {"reinforce_plus_plus", "masked_whiten"}
     assert all(record["same_bits"] and record["stock_s"] > 0 and record["fast_s"] > 0 for record in records)
     assert before == core_algos.ADV_ESTIMATOR_REGISTRY
@@ -45,7 +45,7 @@ def test_no_number_stands_beside_a_red_check(whitening, monkeypatch, invoke):
 
     monkeypatch.setattr(bench, "patches", lambda: [dataclasses.replace(whitening, make=one_too_much, probe=None)])
     assert "DIFFER" in invoke(bench.bench_advantages, *SMALL, code=1)
-    (record,) = bench.measure(16, 8)
+    (record,) = bench.time_functions(16, 8)
     assert record["same_bits"] is False
     assert record["stock_s"] is record["fast_s"] is None
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rl_accel.lab.bench import gae as bench
-from rl_accel.lab.bench import measure
-from rl_accel.lab.bench.measure import interleaved, peak_extra_bytes
+from rl_accel.lab.bench import helpers
+from rl_accel.lab.bench.helpers import interleaved, peak_extra_bytes
 
 
 @pytest.mark.slow
@@ -86,8 +86,8 @@ def test_a_contestant_that_would_take_too_long_is_left_out_and_said_so():
 
 
 def test_how_often_a_function_is_called_depends_on_how_long_it_takes(monkeypatch):
-    monkeypatch.setattr(measure, "ONCE_S", 0.2)
-    monkeypatch.setattr(measure, "WARM_S", 0.05)
+    monkeypatch.setattr(helpers, "ONCE_S", 0.2)
+    monkeypatch.setattr(helpers, "WARM_S", 0.05)
     calls = {"quick": 0, "middling": 0, "slow": 0}
 
     def call(name, seconds):
@@ -97,7 +97,7 @@ def test_how_often_a_function_is_called_depends_on_how_long_it_takes(monkeypatch
     functions = {name: lambda n=name, s=s: call(n, s) for name, s in (("quick", 0), ("middling", 0.1), ("slow", 0.3))}
     timings = interleaved(functions, budget_s=0.15)
     # quick ones twice, uncounted and counted
-    assert calls == {"quick": 1 + 2 * measure.MOST, "middling": 1 + measure.LEAST, "slow": 1}
+    assert calls == {"quick": 1 + 2 * helpers.MOST, "middling": 1 + helpers.LEAST, "slow": 1}
     assert timings["middling"].median >= 0.1
     assert timings["slow"].median >= 0.3
 
@@ -105,8 +105,8 @@ def test_how_often_a_function_is_called_depends_on_how_long_it_takes(monkeypatch
 def test_lengths_may_be_separated_by_anything_or_be_drawn(tmp_path):
     for text in ("3 5\n7", "[3, 5, 7]", "3,5,7\n"):
         (tmp_path / "lengths").write_text(text)
-        assert bench.read_lengths(str(tmp_path / "lengths")) == [3, 5, 7]
-    lengths = bench.read_lengths("lognormal")
+        assert bench.sequence_lengths(str(tmp_path / "lengths")) == [3, 5, 7]
+    lengths = bench.sequence_lengths("lognormal")
     assert (len(lengths), max(lengths)) == (64, 16384)
     assert 8 < 64 * max(lengths) / sum(lengths) < 20
 
@@ -124,7 +124,7 @@ def test_prints_both_and_keeps_the_numbers(tmp_path, invoke):
 
 def test_wrong_padding_gets_no_number(monkeypatch, invoke):
     monkeypatch.setattr(bench, "slime_padded", lambda rewards, values: (rewards, values))
-    monkeypatch.setattr(bench, "read_lengths", lambda source: [3, 5])
+    monkeypatch.setattr(bench, "sequence_lengths", lambda source: [3, 5])
     output = invoke(bench.bench_gae, "--lengths", "x", code=1)
     assert "WRONG: slime, padded" in output
     assert "milliseconds" not in output

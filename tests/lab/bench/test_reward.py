@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from rl_accel.lab.bench import reward as bench
-from rl_accel.lab.bench.reward import Arm, Response, WrongResult
+from rl_accel.lab.bench.reward import PolicyResults, Program, WrongResult
 from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.sandbox import Case
 
@@ -29,8 +29,8 @@ def drawn(**changes):
 
 def test_the_workload_is_as_published_the_same_for_the_same_seed_and_all_its_times_are_scaled():
     shares = (0.126, 0.609, 0.89, 0.9405)
-    assert [bench.quantile(share / 0.9495) for share in shares] == pytest.approx([0.185, 0.361, 0.833, 2.264])
-    assert 2.79 < bench.quantile(0.995) < 29.0
+    assert [bench.published_seconds(share / 0.9495) for share in shares] == pytest.approx([0.185, 0.361, 0.833, 2.264])
+    assert 2.79 < bench.published_seconds(0.995) < 29.0
     batches = drawn(responses=64)
     everything = [response for batch in batches for response in batch]
     assert len(batches) == 20
@@ -50,7 +50,7 @@ def test_the_workload_is_as_published_the_same_for_the_same_seed_and_all_its_tim
 
 def made_up(hanging, limit):
     drawn = (("p", True, 1.0), ("p", True, 5.0), ("p", False, 1.0), ("q", False, None))
-    batch = [Response(prompt, "", correct, seconds) for prompt, correct, seconds in drawn]
+    batch = [Program(prompt, "", correct, seconds) for prompt, correct, seconds in drawn]
     slow = ExecutionResult("passed", wall=5.0)
     if limit < 5:
         slow = ExecutionResult("timeout", wall=limit, waited=1.0, reason="cpu limit")
@@ -61,7 +61,10 @@ def made_up(hanging, limit):
 def test_the_sums():
     batch, fixed = made_up(30.0, 30.0)
     _, early = made_up(4.0, 4.0)
-    arms = {"fixed": Arm([*fixed, *fixed], [40.0, 42.0]), "adaptive": Arm([*fixed, *early], [40.0, 1.0])}
+    arms = {
+        "fixed": PolicyResults([*fixed, *fixed], [40.0, 42.0]),
+        "adaptive": PolicyResults([*fixed, *early], [40.0, 1.0]),
+    }
     arms["adaptive"].counts.update({"timeouts_full": 1.0})
     rows = bench.summarise([batch, batch], arms)
     fixed, ours = rows["fixed"], rows["adaptive"]
@@ -87,7 +90,7 @@ def test_a_verdict_that_was_not_earned_is_named():
     unearned = ((True, 1.0, "wrong"), (True, 1.0, "killed"), (False, 1.0, "passed"), (False, None, "error"))
     for correct, seconds, found in unearned:
         with pytest.raises(WrongResult, match=f"found {found}"):
-            bench.check([Response("p", "", correct, seconds)], [ExecutionResult(found)])
+            bench.require_expected_verdicts([Program("p", "", correct, seconds)], [ExecutionResult(found)])
 
 
 def test_a_tiny_run_prints_a_table_and_writes_files(tiny, tmp_path):

@@ -8,7 +8,7 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from rl_accel.lab.cpu_engine.engine import Engine
+from rl_accel.lab.cpu_engine.engine import CPUEngine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.lab.cpu_engine.scheduler import EngineError
 
@@ -173,7 +173,7 @@ def test_requests_that_fail_in_the_model_fail_alone_and_leave_nothing_behind(mak
 
 
 def test_a_closed_engine_ends_its_requests_and_its_thread(model):
-    engine = Engine(model, [4], max_num_seqs=2, max_model_len=512)
+    engine = CPUEngine(model, [4], max_num_seqs=2, max_model_len=512)
     future = engine.submit("r", [5, 6], endless(0))
     engine.close()
     assert future.result(10).stop_reason == "aborted"
@@ -196,6 +196,6 @@ def test_a_failure_of_the_engine_itself_reaches_every_caller(make_model, engine_
 
 def test_a_model_with_sliding_windows_and_a_negative_pace_are_refused(make_model):
     with pytest.raises(ValueError, match="full attention only"):
-        Engine(make_model(use_sliding_window=True, sliding_window=16, max_window_layers=1), [4])
+        CPUEngine(make_model(use_sliding_window=True, sliding_window=16, max_window_layers=1), [4])
     with pytest.raises(ValueError, match="seconds_per_step wants a number from 0 to 10, found -1"):
-        Engine(make_model(), [4], seconds_per_step=-1)
+        CPUEngine(make_model(), [4], seconds_per_step=-1)

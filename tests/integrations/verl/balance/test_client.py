@@ -16,7 +16,7 @@ from rl_accel.features import BalanceFlags
 from rl_accel.integrations.verl import engines
 from rl_accel.integrations.verl.balance import client, router
 from rl_accel.lab import verl_cpu
-from rl_accel.lab.cpu_engine.engine import Engine
+from rl_accel.lab.cpu_engine.engine import CPUEngine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.rollout.balance import Balance, Instruction
 
@@ -42,7 +42,7 @@ def engine_for(make_model):
     with ExitStack() as engines:
 
         def start(**options):
-            engine = Engine(make_model(), **{"eos_token_ids": [4], "max_model_len": 128, **options})
+            engine = CPUEngine(make_model(), **{"eos_token_ids": [4], "max_model_len": 128, **options})
             return engines.enter_context(closing(engine))
 
         yield start
