@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -9,6 +10,8 @@ from typing import Any
 
 _CALLS: ContextVar[list[Future[Any]] | None] = ContextVar("rl_accel_grader_threads", default=None)
 """Calls that the current execution of a grader has submitted to the thread pool; None in code that belongs to no execution."""
+_OURS: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, GraderThreads]" = weakref.WeakKeyDictionary()
+"""Thread pool that this module has made for an event loop. Loops of uvloop, which Ray's actors use, do not show their executor."""
 
 
 class GraderThreads(ThreadPoolExecutor):
@@ -49,9 +52,9 @@ def threads_of_execution(loop: asyncio.AbstractEventLoop) -> Iterator[Callable[[
     Makes a :class:`GraderThreads` the default executor of ``loop``. If the program has set another default executor, that executor
     stays, and the yielded function does nothing.
     """
-    current = getattr(loop, "_default_executor", None)
+    current = getattr(loop, "_default_executor", _OURS.get(loop))
     if current is None or getattr(current, "_thread_name_prefix", "") == "asyncio":
-        current = GraderThreads()
+        current = _OURS[loop] = GraderThreads()
         loop.set_default_executor(current)
     calls: list[Future[Any]] = []
     before = _CALLS.set(calls)

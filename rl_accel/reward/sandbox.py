@@ -4,6 +4,7 @@ These processes cannot stall the trainer process, exhaust the resources of the t
 """
 
 import json
+import logging
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
@@ -94,7 +95,7 @@ class Graders(WorkerPool):
     Without isolation, the grader is trusted. A worker process imports the grader once and serves call after call. If a call exceeds
     the limit ``wall``, the only one that is enforced, its process and all processes started by it are killed, and a new process
     replaces it. Concurrent calls run in several processes, which share no state. These processes have the environment,
-    ``sys.path``, working folder and output of this process. Arguments and return values are pickled.
+    ``sys.path``, working folder, output and log format of this process. Arguments and return values are pickled.
 
     Isolation is for a grader that executes the code that it grades. Each call runs in its own forked process, and all limits are
     enforced. The grader is imported with a minimal environment, and sees only installed packages and ``readable``. Text that a call
@@ -148,8 +149,10 @@ class Graders(WorkerPool):
             where = str(Path(where).resolve() if isolation else Path(where).absolute())
             readable = [*readable, where]
         isolation = choose_isolation(isolation) if isolation is not None else ""
-        path = installed_path() if isolation else sys.path
-        start = Start(isolation, folder, f"{where}:{name}", path, in_thread, False, dict(environment or {}), setup)
+        # Python ignores other entries of its path, such as a ``Path``.
+        path = installed_path() if isolation else [entry for entry in sys.path if isinstance(entry, str)]
+        known, logs = dict(environment or {}), {} if isolation else _logging_here()
+        start = Start(isolation, folder, f"{where}:{name}", path, in_thread, False, known, setup, logs)
         self._trusted, self._target, self._constants = not isolation, target, dict(constants or {})
         made_with = None if arguments is None else dict(arguments)
         payload = self._packed((made_with, self._constants)) if self._constants or arguments is not None else b""
@@ -201,6 +204,14 @@ class Graders(WorkerPool):
             raise SandboxError(
                 f"{self._target} runs in another process, to which its arguments cannot be sent: {error}"
             ) from error
+
+
+def _logging_here() -> dict[str, Any]:
+    """Returns arguments of ``logging.basicConfig`` that give another process the level and format of this process's log."""
+    handlers = logging.getLogger().handlers
+    formatters = [handler.formatter for handler in handlers if type(handler.formatter) is logging.Formatter]
+    known = [{"format": each._fmt, "datefmt": each.datefmt} for each in formatters if "%(" in (each._fmt or "")]
+    return {"level": logging.getLogger().level, **(known[0] if known else {})} if handlers else {}
 
 
 class _Plain(pickle.Unpickler):

@@ -81,9 +81,8 @@ def bubblewrap_problem() -> str:
 def installed_path() -> list[str]:
     """Returns the entries of ``sys.path`` that belong to the interpreter or to installed packages."""
     standard = os.path.dirname(os.__file__)
-    return [
-        path for path in sys.path if path.startswith(standard) or path.endswith(("-packages", f"{os.sep}lib-dynload"))
-    ]
+    ends = ("-packages", f"{os.sep}lib-dynload")
+    return [path for path in map(str, sys.path) if path.startswith(standard) or path.endswith(ends)]
 
 
 def _bubblewrap(readable: Sequence[str]) -> list[str]:
@@ -613,6 +612,8 @@ class WorkerPool:
             await self._welcome(worker)
         except SandboxError as error:
             self._handle_failed_start(error)
+        except Exception as error:  # such as too many open files; callers would wait for ever
+            self._handle_failed_start(SandboxError(f"a worker cannot be started: {error!r}"))
         finally:
             self._starting -= 1
             if self._waiting and not self._closed:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rl_accel.reward.execution import Limits, LimitUpdates, gather_until, run_within
-from rl_accel.reward.grader_threads import GraderThreads
+from rl_accel.reward.grader_threads import GraderThreads, threads_of_execution
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
@@ -112,6 +112,22 @@ async def test_processes_that_a_coroutine_has_started_end_at_its_limit_and_those
         for process in (*processes_with(graded), *processes_with(other)):
             process.kill()
         await others.wait()
+
+
+class LoopThatHidesItsExecutor:
+    """An event loop as those of uvloop, which Ray's actors use where it is installed."""
+
+    def __init__(self):
+        self.executors = []
+        self.set_default_executor = self.executors.append
+
+
+def test_all_executions_of_a_loop_share_its_threads_even_if_the_loop_does_not_show_them():
+    loop = LoopThatHidesItsExecutor()
+    for _ in range(3):
+        with threads_of_execution(loop):
+            pass
+    assert len(loop.executors) == 1
 
 
 async def test_hung_threads_leave_threads_for_later_calls():

@@ -1,6 +1,7 @@
 """Tests graders, persistent or isolated: values, state, errors, hangs, and processes that a stopped call has started."""
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -259,11 +260,24 @@ async def test_the_caller_environment_folder_and_output_are_the_graders(monkeypa
     assert "said by the grader" in capfd.readouterr().out
 
 
+async def test_a_grader_logs_as_it_would_in_the_callers_process(tmp_path, monkeypatch, capfd, closed_later):
+    (tmp_path / "logs.py").write_text("import logging\ndef grade(): logging.getLogger('a').info('graded')\n")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [handler])
+    for level in (logging.INFO, logging.WARNING):
+        monkeypatch.setattr(root, "level", level)
+        assert (await closed_later(Graders(f"{tmp_path}/logs.py:grade", 1)).call({})).verdict == "done"
+        assert ("[a] graded" in capfd.readouterr().err) == (level == logging.INFO)
+
+
 async def test_a_factory_is_called_once_and_the_callers_path_is_searched(tmp_path, monkeypatch, graders, closed_later):
     result = await graders("make", arguments={"factor": 3}).call({"value": 4})
     assert result.value == {"value": 12, "made_before": True}
     (tmp_path / "watch.py").write_text("def score(x): return x + 1\n")
     monkeypatch.syspath_prepend(tmp_path)
+    sys.path.append(tmp_path)  # a Path, as scripts of users add it by mistake
     of_module = closed_later(Graders("watch:score", 1))  # a name that one of the worker's own files has
     assert (await of_module.call({"x": 1})).value == 2
 
@@ -298,6 +312,12 @@ async def test_an_import_that_fails_says_where(tmp_path, closed_later):
     where = "ModuleNotFoundError: No module named 'nothing_here' .*broken.py, line 2: import nothing_here"
     with pytest.raises(SandboxError, match=where):
         await asyncio.gather(*(graders.call({}) for _ in range(4)))
+
+
+async def test_a_process_that_cannot_be_started_for_any_reason_is_an_error_of_the_call(monkeypatch, graders):
+    monkeypatch.setattr(socket, "socketpair", lambda: math.sqrt(-1))
+    with pytest.raises(SandboxError, match=r"a worker cannot be started: ValueError\('math domain error'\)"):
+        await asyncio.wait_for(graders("echo").call({"value": 1}), 30)
 
 
 async def test_a_grader_that_only_one_process_can_import_serves_all_calls_from_it(tmp_path, closed_later, caplog):

@@ -6,8 +6,10 @@
 
 import functools
 import inspect
+import itertools
+import logging
 import os
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray import grader_cluster
 from rl_accel.integrations.ray.reward_anchors import StoreClient
+from rl_accel.integrations.verl import grader_process
 from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION
 from rl_accel.integrations.verl.reward_timeout.code_rewards import (
     DATA_SOURCES,
@@ -40,7 +43,7 @@ from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, Adapti
 from rl_accel.reward.anchor_store import LocalAnchors
 from rl_accel.reward.execution import ExecutionResult, Limits, run_within
 from rl_accel.reward.limited_executor import LimitedExecutor, prompt_key
-from rl_accel.reward.sandbox import Graders
+from rl_accel.reward.sandbox import Graders, SandboxError
 from rl_accel.reward.scores import Scores
 
 if TYPE_CHECKING:
@@ -48,12 +51,16 @@ if TYPE_CHECKING:
 else:
     from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
+logger = logging.getLogger("rl_accel")
+
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERLS_OWN = "verl.utils.reward_score:default_compute_score"
 _AWAITED_SLOTS = 1 << 20  # some of these functions wait until all responses of a batch have arrived
 """Maximum number of async reward functions that run at once in each reward process: in effect unlimited, as in verl."""
 _FUSION_SLOTS = 256
 """Maximum number of requests to a remote sandbox at once in each reward process."""
+_WARN_AFTER_UNCALLED = 8
+"""Number of responses after which a warning is logged if the reward manager has called its reward function for none of them."""
 
 
 @dataclass
@@ -64,11 +71,13 @@ class _Response:
         prompt: key of the prompt.
         teach: True if the time limits learn from the response; False for validation responses.
         calls: number of calls of the reward function for the response so far.
+        refusal: error because of which the function could not be called. A manager may take it for an error of the function.
     """
 
     prompt: str
     teach: bool = True
     calls: int = 0
+    refusal: SandboxError | None = None
 
 
 _RESPONSE: ContextVar[_Response | None] = ContextVar("rl_accel_response", default=None)
@@ -104,19 +113,6 @@ class RewardTimeoutManager(RewardManagerBase):
         self._program_slots = flags.workers or _share_of_cores(config.reward.num_workers)
         self._slots = flags.workers or min(32, (os.cpu_count() or 1) + 4)
         limits = Limits(memory=flags.memory_mb << 20)
-        is_limited = section.manager["name"] == "rate_limited"
-        full = flags.maximum or (config.reward.get("timeout", FULL_BUDGET) if is_limited else FULL_BUDGET)
-        for_programs = flags.maximum or PROGRAM_BUDGET
-        self._program_executor = LimitedExecutor(self.anchors, self._program_slots, limits, for_programs)
-        self._fusion_executor = LimitedExecutor(self.anchors, _FUSION_SLOTS, limits, for_programs)
-        self._executor = LimitedExecutor(self.anchors, self._slots, limits, full)
-        # In the manager rate_limited, calls wait for their turn before they are executed.
-        adapts, queues = flags.limit_waiting, not is_limited
-        self._awaited_executor = LimitedExecutor(self.anchors, _AWAITED_SLOTS, limits, full, adapts, queues)
-        self._scores = Scores(flags, self.anchors, (), ("score",), ("acc", "score"), numbers_only=True)
-        self._tokenizer = {} if reward_model_tokenizer is None else {"reward_model_tokenizer": reward_model_tokenizer}
-        self._graders: dict[str, Graders] = {}
-        self._deaths = 0
         self._configured = section.manager
         self.held = _configured_manager(
             config,
@@ -125,6 +121,24 @@ class RewardTimeoutManager(RewardManagerBase):
             reward_router_address=reward_router_address,
             reward_model_tokenizer=reward_model_tokenizer,
         )
+        full, is_limited = flags.maximum or FULL_BUDGET, isinstance(self.held, limited.RateLimitedRewardManager)
+        if is_limited:
+            rate_limited: interfaces.RateLimitedRewardManager = self.held
+            full = flags.maximum or rate_limited.timeout or FULL_BUDGET
+            rate_limited.timeout = None  # without a limit in asyncio.wait_for
+        for_programs = flags.maximum or PROGRAM_BUDGET
+        self._program_executor = LimitedExecutor(self.anchors, self._program_slots, limits, for_programs)
+        self._fusion_executor = LimitedExecutor(self.anchors, _FUSION_SLOTS, limits, for_programs)
+        self._executor = LimitedExecutor(self.anchors, self._slots, limits, full)
+        # In a rate-limited manager, calls wait for their turn before they are executed.
+        adapts, queues = flags.limit_waiting, not is_limited
+        self._awaited_executor = LimitedExecutor(self.anchors, _AWAITED_SLOTS, limits, full, adapts, queues)
+        self._scores = Scores(flags, self.anchors, (), ("score",), ("acc", "score"), numbers_only=True)
+        self._tokenizer = {} if reward_model_tokenizer is None else {"reward_model_tokenizer": reward_model_tokenizer}
+        self._graders: dict[str, Graders] = {}
+        self._deaths = 0
+        # Counts responses that the manager has scored without the reward function; None once that has been called.
+        self._uncalled: Iterator[int] | None = itertools.count(1)
         if not (self._is_verls_own or inspect.iscoroutinefunction(self.compute_score)):
             self._function.warm_up()  # verl's own function may score only code, which other processes run
 
@@ -155,9 +169,14 @@ class RewardTimeoutManager(RewardManagerBase):
             raise self._never_awaited() from error
         finally:
             self._store_client.use()
+        if response.refusal:
+            raise response.refusal
         if inspect.iscoroutine(result["reward_score"]):
             result["reward_score"].close()
             raise self._never_awaited()
+        if self._uncalled is not None and (count := next(self._uncalled)) == _WARN_AFTER_UNCALLED:
+            text = "rl-accel: reward_timeout has nothing to limit: %s has scored %d responses without its compute_score"
+            logger.warning(text, type(self.held).__name__, count)
         return result
 
     def _never_awaited(self) -> ConfigError:
@@ -187,14 +206,19 @@ class RewardTimeoutManager(RewardManagerBase):
         # A user's manager may call the function for several parts of a score, of which each takes its own time.
         case = str(response.calls) if response.calls else ""
         response.calls += 1
-        if self._is_verls_own and source in DATA_SOURCES:
-            result = ExecutionResult(verdict="done", value=await self._score_code(prompt, teach, arguments))
-        else:
-            awaits = inspect.iscoroutinefunction(self.compute_score)
-            executor, run = (self._awaited_executor, self._await) if awaits else (self._executor, self._run_in_process)
-            result = await executor.execute(
-                prompt, case, functools.partial(run, args, kwargs, source), self._scores.is_correct, teach
-            )
+        self._uncalled = None
+        awaits = inspect.iscoroutinefunction(self.compute_score)
+        executor, run = (self._awaited_executor, self._await) if awaits else (self._executor, self._run_in_process)
+        try:
+            if self._is_verls_own and source in DATA_SOURCES:
+                result = ExecutionResult(verdict="done", value=await self._score_code(prompt, teach, arguments))
+            else:
+                result = await executor.execute(
+                    prompt, case, functools.partial(run, args, kwargs, source), self._scores.is_correct, teach
+                )
+        except SandboxError as error:
+            response.refusal = error
+            raise
         deaths = sum(graders.deaths for graders in self._graders.values())
         self.anchors.count("workers_replaced", deaths - self._deaths)
         self._deaths = deaths
@@ -221,6 +245,8 @@ class RewardTimeoutManager(RewardManagerBase):
     def _is_verls_own(self) -> bool:
         function = self.compute_score
         inner = function.func if isinstance(function, functools.partial) else function
+        if hasattr(inner, "__wrapped__"):  # a function of the user, with the name of verl's
+            return False
         return inner is None or f"{inner.__module__}:{inner.__qualname__}" == _VERLS_OWN
 
     async def _await(
@@ -242,7 +268,7 @@ class RewardTimeoutManager(RewardManagerBase):
             in_thread=self._configured["name"] != "remote",  # as in verl
             computing=self._program_slots,
             environment={**process_start.removed_variables(), **grader_cluster.environment()},
-            setup=grader_cluster.SETUP,
+            setup=grader_process.SETUP,
             constants={**self._tokenizer, **self._target[1]},
             folder=process_start.folder(),
         )
@@ -254,7 +280,7 @@ class RewardTimeoutManager(RewardManagerBase):
         if self._is_verls_own:
             return _VERLS_OWN, {}
         custom = OmegaConf.select(self.config, "reward.custom_reward_function", default=None) or {}
-        if not custom.get("path"):  # a user's manager brings its own function
+        if not custom.get("path"):  # code of the user has replaced verl's function
             function: Any = self.compute_score
             return f"{function.__module__}:{function.__qualname__}", {}
         path = custom["path"]
@@ -274,11 +300,7 @@ def _configured_manager(config: Any, **arguments: Any) -> Any:
         manager_class = load_extern_object(module_path=configured.path, object_name=configured.name)
     else:
         manager_class = get_reward_manager_cls("naive" if configured.name == "remote" else configured.name)
-    held = manager_class(config=original, **arguments)
-    if isinstance(held, limited.RateLimitedRewardManager):
-        rate_limited: interfaces.RateLimitedRewardManager = held
-        rate_limited.timeout = None  # without a limit in asyncio.wait_for
-    return held
+    return manager_class(config=original, **arguments)
 
 
 def _share_of_cores(reward_workers: int) -> int:

@@ -47,6 +47,7 @@ class Start:
         environment: environment variables for a trusted grader, in addition to those of the trainer process.
         reseed: True seeds random numbers anew, so that they differ from those of earlier processes of the same grader.
         setup: name of a function, "module:function", that is called with ``environment`` before the import of a trusted grader.
+        logging: arguments of ``logging.basicConfig`` for a process of a trusted grader; {} leaves Python's logging as it is.
     """
 
     isolation: str
@@ -57,6 +58,7 @@ class Start:
     reseed: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     setup: str = ""
+    logging: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

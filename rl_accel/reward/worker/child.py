@@ -6,12 +6,14 @@ import importlib
 import importlib.util
 import io
 import json
+import logging
 import os
 import pickle
+import random
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import Start, dumps
@@ -27,10 +29,12 @@ class Grader:
     Attributes:
         function: the grader itself.
         constants: keyword arguments of the grader that are the same in all calls, by name.
+        random_state: state of Python's random numbers after the import. A fork seeds them anew, also if the import has seeded them.
     """
 
     function: Callable[..., Any]
     constants: dict[str, Any]
+    random_state: Any = field(default_factory=random.getstate)
 
 
 def run_program(code: str, case: dict[str, str]) -> bytes:
@@ -110,6 +114,8 @@ def find_grader(start: Start, payload: bytes) -> Grader:
         sys.path[:] = start.path
     if not start.isolation:
         os.environ.update(start.environment)
+        if start.logging:
+            logging.basicConfig(**start.logging)
         if start.setup:
             module, _, name = start.setup.partition(":")
             getattr(importlib.import_module(module), name)(start.environment)

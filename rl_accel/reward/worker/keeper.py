@@ -143,6 +143,8 @@ class Keeper:
                     self._serve_forks(self.grader)
             if self.start.reseed:
                 _reseed()
+            else:
+                random.setstate(self.grader.random_state)
             calls.send({"problem": "", "shared": []})
             serving = threading.Thread(target=_serve_calls, args=(calls, self.grader))
             if self.start.in_thread:

@@ -72,6 +72,8 @@ MODULES = {
     "a counter": "seen = []\n" + HEAD + "    seen.append(1)\n    return len(seen)\n",
     "no two torch draws are equal": "import torch\nseen = []\n"
     + HEAD + "    seen.append(torch.rand(1).item())\n    return float(len(set(seen)) == len(seen))\n",
+    "a seed": "import random\nown = random.Random(7)\nfirst = [own.random() for _ in range(4)]\nrandom.seed(7)\n"
+    + HEAD + "    return float(random.random() in first)\n",
     "the first answers raise": "seen = []\n"
     + HEAD + "    seen.append(1)\n    if len(seen) < 3: raise TimeoutError('it is still starting')\n    return 0.5\n",
     "a truth of any kind": HEAD + "    return float(len(repr(ground_truth)))\n",

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import os
 import re
+import threading
 import time
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from rl_accel import process_start
 from rl_accel.errors import ConfigError
 from rl_accel.patches.verl import config_intake
+from rl_accel.reward.sandbox import SandboxError
 
 pytestmark = pytest.mark.slow
 
@@ -83,11 +86,14 @@ def test_errors_may_be_scores(configure, manager_of, responses, score, caplog):
     assert any("ValueError: no such thing" in line for line in warnings)
 
 
-def test_the_full_budget_is_the_frameworks_or_the_users(configure, manager_of):
+def test_the_full_budget_is_the_frameworks_or_the_users(configure, manager_of, mine):
     limited = {"reward.reward_manager.name": "rate_limited"}
+    source = "from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager"
+    keys = mine(f"{source}\nclass Mine(RateLimitedRewardManager): ...\n")
     budgets = [({}, {}), ({}, limited), ({}, {**limited, "reward.timeout": 77.0}), ({"maximum": 12.0}, limited)]
+    budgets.append(({}, {**keys, "reward.timeout": 400.0}))
     results = [manager_of(configure(ASYNC, *given))._executor._maximum for given in budgets]
-    assert results == [300.0, 300.0, 77.0, 12.0]
+    assert results == [300.0, 300.0, 77.0, 12.0, 400.0]
 
 
 @pytest.mark.parametrize("name", ["naive", "dapo", "gdpo", "rate_limited", "remote"])
@@ -264,6 +270,20 @@ def test_a_module_may_change_the_working_folder_and_the_environment_when_it_is_i
         assert scores["reward_score"] == 9.0
 
 
+def test_modules_that_verl_imports_for_the_user_are_imported_where_the_function_runs(
+    configure, responses, score, monkeypatch, tmp_path
+):
+    (tmp_path / "rla_registry.py").write_text("SCORES = {}\n")
+    (tmp_path / "rla_extension.py").write_text("import rla_registry\nrla_registry.SCORES['test'] = 0.75\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "rla_extension")
+    function = (
+        "import rla_registry\ndef compute_score(data_source, **_): return rla_registry.SCORES.get(data_source, 0.0)"
+    )
+    (found,) = score(configure(function), responses("7"))
+    assert found["reward_score"] == 0.75
+
+
 CUSTOM = """
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
@@ -352,6 +372,38 @@ def test_a_manager_of_the_users_may_call_a_function_of_its_own_kind(configure, r
     assert scores == score(stock(keys), data) == [{"reward_score": 5, "reward_extra_info": {"four": None}}]
 
 
+def test_an_argument_that_cannot_be_sent_is_no_error_that_a_manager_may_score(configure, responses, score):
+    """verl's ``rate_limited`` scores 0 if the function raises, and so do managers of users."""
+    config = configure(SYNC, keys={"reward.reward_manager.name": "rate_limited"})
+    (refused,) = score(config, responses("7", extra_info={"lock": threading.Lock()}))
+    assert isinstance(refused, SandboxError)
+    assert "cannot be sent: cannot pickle '_thread.lock'" in str(refused)
+
+
+NEVER_CALLS = """
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+class Mine(RewardManagerBase):
+    def __init__(self, config, tokenizer, compute_score, **others):
+        super().__init__(config, tokenizer, compute_score)
+
+    async def run_single(self, data):
+        text = self.tokenizer.decode(data.batch["responses"][0])
+        score = await self.compute_score("test", text, "7") if text == "7" else 0.5
+        return {"reward_score": score, "reward_extra_info": {}}
+"""
+
+
+@pytest.mark.parametrize(("first", "warnings"), [("8", 1), ("7", 0)])
+def test_a_manager_that_never_calls_its_function_is_named_once(
+    configure, responses, score, mine, caplog, first, warnings
+):
+    function = "def compute_score(*args): return 0.5"
+    found = score(configure(function, keys=mine(NEVER_CALLS)), responses(first, *["8"] * 20))
+    assert {item["reward_score"] for item in found} == {0.5}
+    assert caplog.text.count("nothing to limit: Mine has scored 8 responses without its compute_score") == warnings
+
+
 HELPERS = """
     async def threaded(self, text):
         return await self.loop.run_in_executor(None, lambda: self.compute_score('test', text, '7'))
@@ -412,6 +464,19 @@ def test_a_manager_whose_source_never_awaits_is_refused_at_the_start(configured,
 def test_the_flag_for_slimes_grader_is_refused(configure):
     with pytest.raises(ConfigError, match=r"reward_timeout\.grader is a flag for slime"):
         configure(SYNC, {"grader": "a.b"})
+
+
+def test_a_function_of_the_users_in_the_place_of_verls_is_called(configure, responses, score, monkeypatch):
+    """Also for code, which verl's own function scores by test cases."""
+    from verl.utils import reward_score
+
+    @functools.wraps(reward_score.default_compute_score)
+    async def mine(**kwargs):
+        return 0.25
+
+    monkeypatch.setattr(reward_score, "default_compute_score", mine)
+    (found,) = score(configure(), responses("7", ground_truth="{}", data_source="apps"))
+    assert found["reward_score"] == 0.25
 
 
 def test_verls_own_rewards_are_the_same(configure, configured, responses, score):
