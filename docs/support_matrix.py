@@ -44,6 +44,7 @@ functions that the pack replaces, with `rl_accel.enable()`. {python}, torch {tor
 
 "1 of 2" means that some patches of the feature have no function to replace in this version, or one that computes something
 else; the others work. "-" means that the framework has nothing to speed up there, or that the feature is not made for it.
+verl before 0.9 reads flags only with [a variable](versions.md#what-happens-on-another-verl).
 
 """
 

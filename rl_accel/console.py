@@ -3,6 +3,7 @@
 The libraries rich and click are imported when they are needed, because the runtime imports this module in every process.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -70,3 +71,16 @@ def refuse_idle_options(mode: str, *options: str) -> None:
         if is_given and parameter.name in options:
             name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
             raise click.UsageError(f"{name} has no effect {mode}")
+
+
+def finite(_context: Any, _parameter: Any, value: float | None) -> float | None:
+    """Callback of an option with a number: refuses NaN and infinities, which click accepts.
+
+    Raises:
+        click.UsageError: ``value`` is not finite.
+    """
+    import click
+
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"wants a finite number, found {value}")
+    return value

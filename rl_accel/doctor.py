@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import io
 import itertools
 import logging
@@ -13,6 +12,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rl_accel.patches.verl.verl_run import ENGINES
 from rl_accel.runtime import is_installed, switches_of
 from rl_accel.switch import Switch, SwitchState
 
+PLUGIN = "rl_accel.integrations.verl.plugin"
 DISTRIBUTIONS = ("torch", "numba", "triton", "ray", "verl", "TransferQueue", "slime", "transformers", "omegaconf")
 
 
@@ -107,16 +108,23 @@ def _use_slime_checkout() -> str | None:
         require_checkout(root)
         if root not in sys.path:
             sys.path.insert(0, root)
-    spec = importlib.util.find_spec("slime")
+    spec = find_spec("slime")
     return str(Path(spec.origin).parent) if spec is not None and spec.origin else None
 
 
 def _check_plugin() -> Iterator[dict[str, str]]:
-    """Yields a failed check if the environment variable ``VERL_USE_EXTERNAL_PLUGINS`` lists plug-ins without rl-accel."""
+    """Yields a check that fails if verl does not import the plug-in of rl-accel, and would ignore all flags silently."""
+    if not is_installed("verl") or PLUGIN in os.environ.get("VERL_USE_EXTERNAL_MODULES", ""):
+        return
     named = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
-    if is_installed("verl") and named != "auto" and "rl_accel" not in map(str.strip, named.split(",")):
+    source = getattr(find_spec("verl"), "origin", None)
+    if source and "verl.plugins" not in Path(source).read_text():
+        reason = f"this verl looks for no plug-ins, and ignores every flag without VERL_USE_EXTERNAL_MODULES={PLUGIN}"
+    elif named != "auto" and "rl_accel" not in map(str.strip, named.split(",")):
         reason = f"VERL_USE_EXTERNAL_PLUGINS={named} leaves out rl_accel, and verl then ignores every flag of it"
-        yield _check("reads flags", "verl.plugins", "cannot", reason)
+    else:
+        return
+    yield _check("reads flags", "verl.plugins", "cannot", reason)
 
 
 def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:

@@ -22,6 +22,11 @@ def become_subreaper() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def heeded(*signals: int) -> list[int]:
+    """Returns those of ``signals`` that the calling process does not ignore. Under ``nohup``, a process ignores SIGHUP."""
+    return [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+
+
 def end_with_parent(parent: int) -> Callable[[], None]:
     """Returns a ``preexec_fn`` that ends a child process (SIGTERM) when its parent, the process with the ID ``parent``, ends."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl

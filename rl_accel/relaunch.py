@@ -17,7 +17,8 @@ from typing import Any
 
 import click
 
-from rl_accel.processes import become_subreaper, end_descendants, end_with_parent, shell_exit_code
+from rl_accel.console import finite
+from rl_accel.processes import become_subreaper, end_descendants, end_with_parent, heeded, shell_exit_code
 
 EXIT_CODE = 75
 """Exit code of a trainer that requests a restart (``EX_TEMPFAIL`` of sysexits.h)."""
@@ -44,7 +45,7 @@ class Launches:
         The exit code is 128 + n if signal n ended the launch. Must run in the main thread of a process without other tasks.
         """
         become_subreaper()
-        for number in _PASSED_ON:
+        for number in heeded(*_PASSED_ON):
             signal.signal(number, self._pass_on)
         overrides: list[str] = []
         restarts, reached = 0, -1
@@ -95,7 +96,14 @@ class Launches:
 
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--max-restarts", type=click.IntRange(0), default=6, show_default=True, help="Launches after the first.")
-@click.option("--pause", type=click.FloatRange(0), default=5.0, show_default=True, help="Seconds between launches.")
+@click.option(
+    "--pause",
+    type=click.FloatRange(0),
+    callback=finite,
+    default=5.0,
+    show_default=True,
+    help="Seconds between launches.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(max_restarts: int, pause: float, command: tuple[str, ...]) -> None:
     """Runs a trainer, and restarts it with other overrides when the trainer asks for that (rl_accel.tp_replan.action=restart)."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+from rl_accel import __version__, log
 from rl_accel import config as cfg
-from rl_accel import log
 from rl_accel.errors import ConfigError, NotInThisVersion, PatchRefused
 from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
 from rl_accel.post_import import is_being_imported, wait_for_import, when_imported
@@ -38,6 +38,8 @@ FlagSources = dict[str, dict[str, Any]] | None
 """Mapping from the name of a source (such as an environment variable) to its flags.
 
 None: :func:`disable` was called, so that all features are off and no source counts."""
+_VERSION = "version"
+"""Key for the version of rl-accel beside the names of the sources in the flags of a driver process."""
 _FLAG_READER, _LOGGER = "reading flags", "logging"
 
 
@@ -136,7 +138,7 @@ class Runtime:
         with self._lock:
             if self._sources is None:
                 return
-            inherited: FlagSources = json.loads(payload) if payload else {}
+            inherited = _received(payload) if payload else {}
             if inherited is not None:  # Ray's runtime_env may set variables that the driver lacks
                 inherited = {**_environment(inherited), **inherited}
             if inherited is None and any(word.lstrip("+").startswith("rl_accel.") for word in sys.argv):
@@ -179,7 +181,9 @@ class Runtime:
             self._publish()
 
     def _publish(self) -> None:
-        payload = None if self._sources == {} else json.dumps(self._sources)
+        payload = (
+            None if self._sources == {} else json.dumps(self._sources and {**self._sources, _VERSION: __version__})
+        )
         os.environ.pop(SOURCES_VAR, None)
         if payload is not None:
             os.environ[SOURCES_VAR] = payload
@@ -280,6 +284,24 @@ def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
     """
     readers: dict[str, Callable[[], dict[str, Any]]] = {NAMES: cfg.read_names, ENVIRONMENT: cfg.read_environment}
     return {source: flags for source, read in readers.items() if source not in known and (flags := read())}
+
+
+def _received(payload: str) -> FlagSources:
+    """Returns the flags in ``payload``, as the driver process published them.
+
+    Raises:
+        ConfigError: ``payload`` is damaged, or comes from another version of rl-accel.
+    """
+    try:
+        sources: FlagSources = json.loads(payload)
+        version = __version__ if sources is None else sources.pop(_VERSION, __version__)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{SOURCES_VAR} wants what rl-accel writes there, found {payload!r}: unset it") from error
+    if version != __version__:
+        raise ConfigError(
+            f"the driver of this job has rl-accel {version}, this node {__version__}: all nodes want one version"
+        )
+    return sources
 
 
 def _imported_switches(module: str) -> tuple[Switch, ...]:

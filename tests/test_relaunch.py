@@ -130,6 +130,25 @@ time.sleep(120)
     assert len(launches(tmp_path)) == (1 if number == signal.SIGTERM else 2), "who stops a run does not want it back"
 
 
+def test_a_signal_that_nohup_ignores_ends_nothing(start, noted):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start(
+            """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(22))
+(here / "pid").write_text(str(os.getpid()))
+time.sleep(120)
+"""
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    noted()
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 22
+
+
 def test_what_a_launch_leaves_behind_is_ended_before_the_next(start, tmp_path, gone):
     process = start(
         """

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_accel import doctor
+from rl_accel import __version__, doctor
+from rl_accel.__main__ import cli
+from rl_accel.errors import ConfigError
+from rl_accel.runtime import Runtime
 
 CHANGED_SIGNATURE = ("lam: torch.Tensor,\n", "lam: torch.Tensor,\n    new_argument=None,\n")
 CHANGED_RESULT = ("returns = advantages + values", "returns = advantages - values")
@@ -71,6 +74,7 @@ def test_nothing_is_imported_and_patches_wait_for_the_framework(fake_verl, check
         status = rl_accel.enable(gae=True)
         assert "verl" not in sys.modules, "enable() must not import the framework"
         assert {p.state for p in status["gae"].switches} == {"waiting"}, status
+        assert json.loads(__import__("os").environ["RL_ACCEL_SOURCES"])["version"] == rl_accel.__version__
         print(json.dumps(status.to_dict()))
         print(status)
         from verl.trainer.ppo import core_algos
@@ -234,6 +238,24 @@ def test_doctor_says_that_verl_does_not_load_our_plug_in(monkeypatch, named, can
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", named)
     monkeypatch.setattr(doctor, "is_installed", lambda name: name == "verl")
     assert [check["verdict"] for check in doctor._check_plugin()] == ["cannot"] * cannot
+    monkeypatch.setattr(doctor, "find_spec", lambda _: find_spec("yaml"))  # looks for no plug-ins, as verl before 0.9
+    (check,) = doctor._check_plugin()
+    assert "ignores every flag without VERL_USE_EXTERNAL_MODULES=rl_accel.integrations.verl.plugin" in check["reason"]
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", f"mine,{doctor.PLUGIN}")
+    assert not list(doctor._check_plugin())
+
+
+@pytest.mark.parametrize("damaged", ['{"half', "[]", '"gae"', "7"])
+def test_flags_of_a_driver_that_are_damaged_or_of_another_version_are_one_line(monkeypatch, invoke, damaged):
+    monkeypatch.setenv("RL_ACCEL_SOURCES", damaged)
+    assert f"RL_ACCEL_SOURCES wants what rl-accel writes there, found {damaged!r}: unset it" in invoke(
+        cli, "status", code=None
+    )
+    with pytest.raises(
+        ConfigError, match=r"driver of this job has rl-accel 0\.0\.7, this node .*: all nodes want one version"
+    ):
+        Runtime().adopt('{"environment RL_ACCEL": {"gae": true}, "version": "0.0.7"}')
+    Runtime().adopt(f'{{"environment RL_ACCEL": {{}}, "version": "{__version__}"}}')
 
 
 def test_off_stays_off_when_verl_and_its_plug_in_come_later(fake_verl, check):

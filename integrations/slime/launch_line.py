@@ -32,6 +32,7 @@ STOCK = {
 _QUOTED_FLAG = re.compile(r"--[\w-]+\s")
 """Pattern of the beginning of a word such as ``"--flag value"`` (in quotes): the flag and one white space."""
 _UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
+_VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
 
 
@@ -67,12 +68,13 @@ def words_of_flags(words: Sequence[str]) -> Sequence[str]:
     """
     command = max((n for n, word in enumerate(words, 1) if word == "--"), default=0)
     has_flags = any(word.startswith("--") for word in words[command:])
-    for word in words[command:]:
+    for before, word in itertools.pairwise(["", *words[command:]]):
         if _QUOTED_FLAG.match(word) or (" --" in word and not has_flags):
             raise ConfigError(
                 f"a launch line wants separate words, not some in quotes: -- python3 train.py --flag value; found {word!r}"
             )
-        if _UNEXPANDED.fullmatch(word):
+        is_variable = _VARIABLE.fullmatch(word) and not before.startswith("--")  # else it is the value of a flag
+        if is_variable or _UNEXPANDED.fullmatch(word):
             raise ConfigError(f"a launch line wants words that a shell has expanded, found {word}")
     if not has_flags:
         raise ConfigError(

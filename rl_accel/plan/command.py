@@ -1,6 +1,5 @@
 """Command ``rl-accel plan``: predicts the effect of features and alternatives on a run without spending GPU time."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rl_accel.console import refuse_idle_options, say, wide_console
+from rl_accel.console import finite, refuse_idle_options, say, wide_console
 from rl_accel.errors import RlAccelError
 from rl_accel.plan.answers import answer, options_of
 from rl_accel.plan.predict import check_prediction
@@ -37,12 +36,6 @@ def _engine(_: Any, __: Any, value: str | None) -> EngineModel | str | None:
         raise click.BadParameter(f"wants {wanted}, found {value!r} ({error})") from error
 
 
-def _finite(_: Any, __: Any, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"wants a finite number, found {value}")
-    return value
-
-
 _PATH = click.Path(exists=True, path_type=Path)
 _COUNT = click.IntRange(1)
 
@@ -67,7 +60,7 @@ _COUNT = click.IntRange(1)
     help="Seconds of a decoding step by running requests, as 1:0.02,64:0.04 or published:MODEL.",
 )
 @click.option(
-    "--other-seconds", type=click.FloatRange(0), callback=_finite, help="Seconds of a step outside the rollout."
+    "--other-seconds", type=click.FloatRange(0), callback=finite, help="Seconds of a step outside the rollout."
 )
 @click.option("--draws", type=_COUNT, default=20, show_default=True, help="Draws of prompts and lengths.")
 @click.option("--rounds", type=click.IntRange(5), default=20, show_default=True, help="Rollouts of each draw.")
@@ -110,7 +103,7 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         say(console, f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes))
     result = Plan(setup, fit, answers, f"{draws} draws of {rounds} rollouts.", advice, preemptions)
     result.show(console)
-    path = result.write(given["out"] or (run_dir if run_dir is not None and run_dir.is_dir() else Path()))
+    path = result.write(given["out"] or (run.output_folder if run else Path()))
     say(console, f"Written: {path}")
 
 

@@ -15,7 +15,7 @@ from rl_accel.errors import RlAccelError
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import STALENESS, V1, Estimate, Rollouts, estimate
-from rl_accel.telemetry.readers import TELEMETRY, Logged, read
+from rl_accel.telemetry.readers import TELEMETRY, Logged, read, starts_of
 from rl_accel.telemetry.stage_clock import FILE_NAME, OTHER, PREFIX, SLIME_NAMES, ResponseTimes
 
 WARMUP = 2
@@ -72,6 +72,12 @@ class Profile:
     def log(self) -> Path:
         """First file of the log."""
         return self.logged.files[0]
+
+    @property
+    def output_folder(self) -> Path:
+        """Folder for files about the run: the folder that was read, or that of the (first) file."""
+        first = Path(starts_of(str(self.folder))[0])
+        return first if first.is_dir() else first.parent
 
     @property
     def steps(self) -> list[int]:
@@ -210,7 +216,7 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
         RlAccelError: ``folder`` contains no run, or more than one run.
         OSError: a file cannot be read.
     """
-    logged = read(*([str(folder)] if folder.exists() else str(folder).split(",")))
+    logged = read(str(folder))
     metrics = {
         step: {SLIME_NAMES.get(name, name): value for name, value in numbers.items()}
         for step, numbers in logged.steps.items()

@@ -63,8 +63,7 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
     run = read_run(run_dir, warmup, responses)
     _show(run, console)
     if not no_picture:
-        first = run_dir if run_dir.exists() else Path(str(run_dir).partition(",")[0])
-        path = picture or (first if first.is_dir() else first.parent)
+        path = picture or run.output_folder
         if path.is_dir():
             path /= "profile.png"
         path = path.with_suffix(path.suffix or ".png")

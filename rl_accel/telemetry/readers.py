@@ -32,7 +32,11 @@ _MOST_ROWS = 200
 _OBJECT = re.compile(r"<[^<>]*>")
 """Pattern of a printed object that is no Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
-_JSON_LINE = re.compile(r'\{.*"(?:log|message)":')
+_TEXT_KEYS = ("log", "message", "msg", "textPayload", "line")
+"""Keys of the text in the JSON of Docker and of log collectors."""
+_PART = 4096
+"""Number of characters from which on a text without a line end is a part of a line. Docker cuts lines into parts of 16 KiB."""
+_JSON_LINE = re.compile(rf'\{{.*"(?:{"|".join(_TEXT_KEYS)})":')
 """Pattern of the beginning of a line that Docker or a log collector has written."""
 _KUBERNETES = re.compile(r"\d{4}-\S+ std(?:out|err) ([FP]) ")
 """Pattern of the beginning of a line that Kubernetes has written. The group is P for a part of a line that goes on, else F."""
@@ -143,19 +147,31 @@ class Logged:
         return size(0), size(1)
 
 
-def read(*paths: str) -> Logged:
-    """Reads the log of one run from a folder or file. Several paths are read as consecutive starts of the same run.
+def starts_of(run: str) -> list[str]:
+    """Splits ``run`` into the paths of its starts, separated by commas. A path that exists may hold commas itself.
+
+    Raises:
+        RlAccelError: a path is empty.
+    """
+    starts = [run] if run.strip() and Path(run).exists() else [start.strip() for start in run.split(",")]
+    if not all(starts):
+        raise RlAccelError(f"{run!r} wants a path before and after each comma, found an empty one")
+    return starts
+
+
+def read(*runs: str) -> Logged:
+    """Reads the metrics of one run from a folder or log file. Several paths, also joined by commas, are consecutive starts.
 
     Raises:
         RlAccelError: a path has no log or logs of several runs, the Python package for reading a log is missing, or the log has no
             training steps. The message names the path, the runs or the package.
     """
     log = Logged()
-    records = [record for path in paths for record in _read(path, log)]
+    records = [record for run in runs for path in starts_of(run) for record in _read(path, log)]
     log.steps, log.restarts = merged(records)
     if not log.steps:
         raise RlAccelError(
-            f"{','.join(paths)} holds only metrics of optimizer steps, train/…; wanted those of training steps"
+            f"{','.join(runs)} holds only metrics of optimizer steps, train/…; wanted those of training steps"
         )
     return log
 
@@ -170,8 +186,6 @@ def _read(path: str, log: Logged) -> list[LogRecord]:
     """
     name, is_csv, run = path.partition(".csv:")
     place = Path(f"{name}.csv" if is_csv else path)
-    if not path.strip():
-        raise RlAccelError("wanted a path before and after each comma, found an empty one")
     if not place.exists():
         raise RlAccelError(f"{place} does not exist")
     if not (place.is_file() or place.is_dir()):
@@ -207,7 +221,8 @@ def _read(path: str, log: Logged) -> list[LogRecord]:
     raise RlAccelError(f"{path} holds no metrics of {', '.join(_KINDS)}{''.join(defects[:1])}{help_}")
 
 
-_LOG_NAME = re.compile(r"\.(jsonl|log|out|txt|csv)\b")
+_CONSOLES = ("*.log", "*.out", "*.err", "*.txt")
+_LOG_NAME = re.compile(r"\.(jsonl|log|out|err|txt|csv)\b")
 _DEFECTS = {
     b"\x1f\x8b": "is compressed (gzip)",
     b"\x28\xb5\x2f\xfd": "is compressed (zstd)",
@@ -248,7 +263,9 @@ def _lines(file: Path) -> Iterator[str]:
             if _JSON_LINE.match(line):
                 with contextlib.suppress(*BAD_RECORD):
                     record = json.loads(line)
-                    line = str(record["log"]) if "log" in record else f"{record['message']}\n"
+                    key, *_ = (key for key in _TEXT_KEYS if key in record)
+                    line = str(record[key])
+                    line += "\n" * (key != "log" or not (line.endswith("\n") or len(line) >= _PART))
             elif begun := _KUBERNETES.match(line):
                 line = line[begun.end() :].removesuffix("\n" if begun[1] == "P" else "")
             whole += line
@@ -438,8 +455,8 @@ _KINDS: dict[str, tuple[tuple[str, ...], Callable[[Path, Logged, str], Iterator[
     "TensorBoard": (("*tfevents*",), _tensorboard),
     "W&B": (("*.wandb",), _wandb),
     "a CSV of W&B": (("*.csv",), _csv),
-    "verl's console": (("*.log", "*.out", "*.txt"), _verl_console),
-    "slime's console": (("*.log", "*.out", "*.txt"), _slime),
+    "verl's console": (_CONSOLES, _verl_console),
+    "slime's console": (_CONSOLES, _slime),
     "W&B's rows in JSON": (("wandb-summary.json", "*.jsonl"), _json),
 }
 """Patterns of file names and reader of each kind of log, the most detailed kind first."""

@@ -286,7 +286,8 @@ def test_flags_of_a_command_are_read_as_verl_reads_them():
 
 
 def test_the_command_on_a_run(run_dir, tmp_path, invoke):
-    output = invoke(plan, run_dir, *["--draws", "2", "--rounds", "5", "--out"], tmp_path)
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    output = invoke(plan, tmp_path / "metrics.jsonl", "--draws", "2", "--rounds", "5")
     assert "Fitted to 384 responses" in output
     assert "Best of the pack: " in output
     assert "Not priced: skip_zero, it wants groups of equal rewards" in output, "the log has no rewards"

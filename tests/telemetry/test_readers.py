@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -75,6 +76,16 @@ def test_several_starts_of_a_run_are_one_of_which_the_later_wins_and_a_late_vali
     records = [(1, {"a": 1.0}), (1, {"val": 2.0}), (2, {"a": 2.0}), (3, {"a": 3.0})]
     records += [(2, {"val": 5.0}), (3, {"train/x": 1})]
     assert merged(records) == ({1: {"a": 1.0, "val": 2.0}, 2: {"a": 2.0, "val": 5.0}, 3: {"a": 3.0}}, [])
+
+
+def test_a_path_may_hold_commas(tmp_path, invoke):
+    """As hydra names the folders of a sweep."""
+    folder = tmp_path / "lr=1,n=2"
+    folder.mkdir()
+    log = write_verl(folder / "m.jsonl", range(1, 4))
+    assert list(read(str(log)).steps) == [1, 2, 3]
+    shutil.copytree(folder, tmp_path / "lr=1,n=4")
+    assert "Report: " in invoke(compare, folder, "--against", tmp_path / "lr=1,n=4", "--out", tmp_path / "out")
 
 
 def test_tensorboard_as_verl_writes_it_and_again_after_a_restart(tmp_path):
@@ -249,7 +260,7 @@ def test_a_large_log_has_a_progress_bar(tmp_path, monkeypatch, capsys):
 def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(RlAccelError, match="does not exist"):
         read(str(tmp_path / "absent"))
-    with pytest.raises(RlAccelError, match="wanted a path before and after each comma"):
+    with pytest.raises(RlAccelError, match="'' wants a path before and after each comma"):
         read("", str(tmp_path))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RlAccelError, match="pipe is no regular file, such as a pipe"):
@@ -319,15 +330,16 @@ def test_a_console_of_kubernetes_or_of_a_collector_has_every_metric(tmp_path, si
         parts = [line[at : at + size] for at in range(0, len(line), size)]
         return [f"2026-11-28T10:00:00.1Z stdout {'P' if part is not parts[-1] else 'F'} {part}" for part in parts]
 
-    log = tmp_path / "0.log"
+    log = tmp_path / "0.err"
     for lines, wanted in (
         (verl, {step: {"a/mean": 1.5, "timing_s/step": step + 0.25} for step in (1, 2)}),
         (slime, {3: {"perf/step_time": 2.5, "perf/a": 1.25}}),
     ):
         log.write_text("".join(f"{piece}\n" for line in lines for piece in pieces(line)))
         assert read(str(log)).steps == wanted
-        log.write_text("".join(json.dumps({"time": "x", "message": line, "pod": "a"}) + "\n" for line in lines))
-        assert read(str(log)).steps == wanted
+        for key in ("log", "message", "msg", "textPayload", "line"):
+            log.write_text("".join(json.dumps({"time": "x", key: line, "pod": "a"}) + "\n" for line in lines))
+            assert read(str(tmp_path)).steps == wanted
 
 
 @pytest.mark.parametrize("name", ["metrics.json", "metrics", "metrics.log", "metrics.jsonl"])

@@ -12,7 +12,7 @@ import click
 import yaml
 from omegaconf import OmegaConf
 
-from rl_accel.console import wide_console
+from rl_accel.console import finite, wide_console
 from rl_accel.errors import RecipeError, did_you_mean, one_line
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.convergence import listed
@@ -20,7 +20,7 @@ from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, RolloutSection, load, p
 from rl_accel.lab.ab.runner import RunResult, load_result
 from rl_accel.lab.ab.stats import RunData
 from rl_accel.rollout.round_driver import METRICS_PREFIX
-from rl_accel.telemetry.readers import Logged, read
+from rl_accel.telemetry.readers import Logged, read, starts_of
 
 SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", "train_time"])
 """Names of the metrics that slime logs: reward, step time, and two stages, which together fill a step."""
@@ -45,8 +45,9 @@ def load_arms(path: Path) -> dict[str, list[str]]:
         raise RecipeError(f"{path} wants two or more arms, the baseline first, each a list of runs, found {arms!r}")
     folder, paths = path.resolve().parent, {}
     for arm, runs in arms.items():
-        starts = [",".join(str(folder / start) for start in _paths_of_starts(str(run))) for run in runs]
-        matches = [sorted(glob.glob(run)) or [run] for run in starts]
+        matches = (
+            sorted(glob.glob(_below(folder, run))) or [_below(folder, *starts_of(run))] for run in map(str, runs)
+        )
         paths[str(arm)] = list(itertools.chain.from_iterable(matches))
     return paths
 
@@ -66,10 +67,10 @@ def gather(
     Raises:
         RlAccelError: a run cannot be read, or no run of an arm logged the reward metric.
     """
-    logged = {arm: {path: read(*path.split(",")) for path in paths} for arm, paths in arms.items()}
+    logged = {arm: {path: read(path) for path in paths} for arm, paths in arms.items()}
     metrics_of = {arm: set().union(*(run.metric_names for run in logs.values())) for arm, logs in logged.items()}
     names = set().union(*metrics_of.values())
-    folder = Path(arms[next(iter(arms))][0].partition(",")[0]).resolve().parent
+    folder = Path(starts_of(arms[next(iter(arms))][0])[0]).resolve().parent
     if (folder / "ab.json").exists():
         recipe = load(folder / "recipe.yaml")
     else:
@@ -127,7 +128,12 @@ def _seed_of(path: str, settings: Mapping[str, Any]) -> int | None:
     "--margin",
     help="Largest difference that counts as equal: a share of the baseline's gain, or a number such as 0.01.  [default: 2%]",
 )
-@click.option("--reach", type=float, help="Reward whose first time is compared.  [default: 90% of the baseline's gain]")
+@click.option(
+    "--reach",
+    type=float,
+    callback=finite,
+    help="Reward whose first time is compared.  [default: 90% of the baseline's gain]",
+)
 @click.option("--batch-size", type=click.IntRange(1), help="Prompts of a step, where the logs do not say.")
 def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: str | float | None) -> None:
     """Compare runs that were launched elsewhere. Name the runs of a baseline and, after --against, the runs of another arm, or
@@ -145,13 +151,13 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
         arms = load_arms(Path(words[0]))
     else:
         sides = [
-            [",".join(_paths_of_starts(run)) for run in side]
+            [",".join(starts_of(run)) for run in side]
             for is_word, side in itertools.groupby(words, "--against".__eq__)
             if not is_word
         ]
         arms = {_arm_name(side[0]): side for side in sides}
         if len(arms) < len(sides):  # several arms got the same name, as folders of one W&B project do
-            arms = {Path(side[0].partition(",")[0]).name: side for side in sides}
+            arms = {Path(starts_of(side[0])[0]).name: side for side in sides}
         if len(arms) < len(sides):
             arms = {f"{_arm_name(side[0])}-{number}": side for number, side in enumerate(sides, 1)}
         if len(sides) < 2:
@@ -168,16 +174,9 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     click.echo(f"Report: {out / 'report.html'}")
 
 
-def _paths_of_starts(run: str) -> list[str]:
-    """Splits ``run``, paths joined by commas, into a list of paths: the logs of several starts of the same run.
-
-    Raises:
-        RecipeError: a path is empty.
-    """
-    starts = [start.strip() for start in run.split(",")]
-    if not all(starts):
-        raise RecipeError(f"{run!r} wants a path before and after each comma, found an empty one")
-    return starts
+def _below(folder: Path, *starts: str) -> str:
+    """Returns the paths ``starts`` joined by commas. Relative ones become paths below ``folder``; ``~`` is the home folder."""
+    return ",".join(str(folder / Path(start).expanduser()) for start in starts)
 
 
 def _arm_name(run: str) -> str:
@@ -187,5 +186,5 @@ def _arm_name(run: str) -> str:
     Folders of W&B and names that become empty are skipped. Returns ``run`` if no name is left.
     """
     own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
-    parts = (re.sub(own, "", part) for part in reversed(Path(run.partition(",")[0]).parts))
+    parts = (re.sub(own, "", part) for part in reversed(Path(starts_of(run)[0]).parts))
     return next(filter(None, parts), run)

@@ -32,6 +32,7 @@ The runner sets three environment variables of each run: ``VERL_FILE_LOGGER_PATH
 ``RL_ACCEL``, from the environment of the shell unless the recipe sets them.
 """
 
+import math
 import os
 import re
 import sys
@@ -186,7 +187,7 @@ def parse_margin(text: str) -> tuple[float, bool]:
     """
     number = text.strip().removesuffix("%")
     is_share = number != text.strip()
-    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", number) or not float(number) > 0:
+    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", number) or not 0 < float(number) < math.inf:
         raise RecipeError(
             f"metrics.margin wants a share of the gain such as 2% or a difference such as 0.01, found {text!r}"
         )
@@ -312,6 +313,9 @@ def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
             except OmegaConfBaseException as error:
                 raise RecipeError(f"{source}: {name} wants {_wanted(hints[key])}, found {value!r}") from error
             converted[key] = _plain(config)[key]
+            numbers = converted[key].values() if isinstance(converted[key], dict) else [converted[key]]
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                raise RecipeError(f"{source}: {name} wants finite numbers, found {value!r}")
     return schema(**converted)
 
 

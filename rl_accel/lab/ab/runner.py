@@ -20,7 +20,7 @@ from rl_accel.errors import RlAccelError
 from rl_accel.files import write_atomically
 from rl_accel.lab.ab import supervisor
 from rl_accel.lab.ab.recipe import RunPlan
-from rl_accel.processes import become_subreaper, descendants, end_all
+from rl_accel.processes import become_subreaper, descendants, end_all, heeded
 from rl_accel.runtime import FLAG_VARIABLES
 from rl_accel.telemetry.logs import LogRecord, parse_log_line
 
@@ -115,8 +115,8 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Context manager that appends each SIGINT, SIGTERM and SIGHUP to ``signals``. Works only in the main thread."""
-        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        """Context manager that records SIGINT, SIGTERM and SIGHUP in ``signals``, unless ignored. For the main thread."""
+        caught = heeded(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in caught}
         try:
             yield self

@@ -23,7 +23,7 @@ import click
 import numpy as np
 from rich.console import Console
 
-from rl_accel.console import say, show_table, wide_console
+from rl_accel.console import finite, say, show_table, wide_console
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.lab.bench.helpers import met, results_file
 from rl_accel.ops.inputs import usable_cores
@@ -366,11 +366,17 @@ def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
     help="Number of times that each prompt is seen.",
 )
 @click.option(
-    "--scale", type=click.FloatRange(min=0.02), default=0.07, show_default=True, help="Factor on all times and limits."
+    "--scale",
+    type=click.FloatRange(min=0.02),
+    callback=finite,
+    default=0.07,
+    show_default=True,
+    help="Factor on all times and limits.",
 )
 @click.option(
     "--spread",
     type=click.FloatRange(min=0),
+    callback=finite,
     default=0.3,
     show_default=True,
     help="Spread (sigma of the logarithm) of times within a prompt.",

@@ -4,8 +4,10 @@ The package is inactive unless the environment variable ``VERL_USE_EXTERNAL_MODU
 this case, every process that imports verl calls :func:`activate`.
 """
 
+import contextlib
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,13 @@ WORKER_PYTHON = "RL_ACCEL_WORKER_PYTHON"
 """Environment variable with the command with which Ray starts worker processes, in place of ``python``.
 
 verl's trainer ignores a command that does not begin with the trainer's own Python interpreter."""
+
+_OPTIONS = {
+    "seconds_per_step": (int | float, 0, 10, "a number from 0 to 10"),
+    "kv_tokens": (int, 2, math.inf, "a whole number of at least 2"),
+    "weight_tokens": (int, 0, math.inf, "a whole number of at least 0"),
+}
+"""Options of the engine in ``rollout.engine_kwargs.hf_cpu``: type, bounds, and both in words."""
 
 _ENVIRONMENT = {
     "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine that verl registers for cuda also runs on a CPU
@@ -74,6 +83,30 @@ def activate() -> None:
     for patch in SWITCHES:
         apply_when_imported(patch)
     _active = True
+
+
+def find_option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields ``(key, reason)`` for each wrong key or value in ``options``, which is verl's ``rollout.engine_kwargs.hf_cpu``."""
+    for key, value in options.items():
+        if key not in _OPTIONS:
+            yield key, f"hf_cpu takes {', '.join(_OPTIONS)}, found {key}"
+            continue
+        kind, least, most, wanted = _OPTIONS[key]
+        if not (value is None or (isinstance(value, kind) and not isinstance(value, bool) and least <= value < most)):
+            yield key, f"hf_cpu.{key} wants {wanted}, found {value!r}"
+
+
+def read_model(get: Callable[..., Any]) -> Any:
+    """Returns transformers' configuration of the model that verl trains; None if it cannot be read, which verl reports itself.
+
+    ``get(key, default)`` returns the value of a setting.
+    """
+    from transformers import AutoConfig
+
+    trusted = get("actor_rollout_ref.model.trust_remote_code", False)
+    with contextlib.suppress(OSError, ValueError):
+        return AutoConfig.from_pretrained(get("actor_rollout_ref.model.path"), trust_remote_code=trusted)
+    return None
 
 
 def _register_adapter(base: ModuleType) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rl_accel.errors import ConfigError
 from rl_accel.lab.cpu_engine.sampling import derive_seed
-from rl_accel.lab.verl_cpu import WORKER_PYTHON, sglang, vllm
+from rl_accel.lab.verl_cpu import WORKER_PYTHON, find_option_problems, read_model, sglang, vllm
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.verl.verl_run import VerlRun
 
@@ -156,9 +156,10 @@ def check_config(config: Any) -> None:
     problems = list(find_problems(config))
     if problems:
         lines = "\n".join(f"  {override:<75}  # {reason}" for override, reason in problems)
+        shortcut = "\nAll of them at once: hydra.searchpath=[pkg://rl_accel.lab.verl_cpu] +run_on=cpu"
         raise ConfigError(
-            f"this run cannot work with VERL_PLATFORM=cpu as it is configured; {len(problems)} overrides are missing:\n{lines}\n"
-            "All of them at once: hydra.searchpath=[pkg://rl_accel.lab.verl_cpu] +run_on=cpu"
+            f"this run cannot work with VERL_PLATFORM=cpu as it is configured; {len(problems)} overrides are missing:\n{lines}"
+            + shortcut * (VerlRun(config).get("cpu_platform") is None)
         )
 
 
@@ -196,12 +197,33 @@ def _hf_cpu_problems(get: Callable[..., Any], rollout: str) -> Iterator[tuple[st
         yield f"{rollout}.name=hf_cpu", f"{get(f'{rollout}.name')} does not generate on a CPU"
     if get(f"{rollout}.logprobs_mode", "processed_logprobs") != "processed_logprobs":
         yield f"{rollout}.logprobs_mode=processed_logprobs", "the only log-probabilities that hf_cpu returns"
-    tp, budget = get(f"{rollout}.tensor_model_parallel_size", 1), get(f"{rollout}.engine_kwargs.hf_cpu.kv_tokens")
-    spared = (tp - 1) * get(f"{rollout}.engine_kwargs.hf_cpu.weight_tokens", 0)
+    yield from _hf_cpu_model_problems(read_model(get))
+    options = get(f"{rollout}.engine_kwargs.hf_cpu", {})
+    if problems := list(find_option_problems(options)):
+        yield from ((f"~{rollout}.engine_kwargs.hf_cpu.{key}", reason) for key, reason in problems)
+        return
+    tp, budget = get(f"{rollout}.tensor_model_parallel_size", 1), options.get("kv_tokens")
+    spared = (tp - 1) * (options.get("weight_tokens") or 0)
     longest = get(f"{rollout}.max_model_len", get(f"{rollout}.prompt_length", 0) + get(f"{rollout}.response_length", 0))
-    if isinstance(budget, int) and budget * tp + spared < longest:
+    if budget is not None and budget * tp + spared < longest:
         least = -(-(longest - spared) // tp)
         yield f"{rollout}.engine_kwargs.hf_cpu.kv_tokens={least}", f"one request may need {longest} tokens"
+
+
+def _hf_cpu_model_problems(model: Any) -> Iterator[tuple[str, str]]:
+    from transformers import AutoModelForCausalLM
+
+    if model is None:
+        return  # verl reports the error itself
+    if not (
+        type(model) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(model, "auto_map", {})
+    ):
+        reason = f"hf_cpu takes causal language models of text, not {model.model_type}"
+        yield "actor_rollout_ref.model.path=...", reason
+    kinds = set(getattr(model.get_text_config(), "layer_types", None) or []) - {"full_attention"}
+    if kinds:
+        reason = f"hf_cpu takes layers with full attention only, found {', '.join(sorted(kinds))}"
+        yield "actor_rollout_ref.model.path=...", reason
 
 
 def _engine_problems(run: VerlRun) -> Iterator[tuple[str, str]]:

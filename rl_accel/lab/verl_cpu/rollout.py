@@ -23,6 +23,7 @@ from rl_accel.errors import first_line
 from rl_accel.lab.cpu_engine.engine import CPUEngine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.lab.cpu_engine.scheduler import EngineStats, Generation
+from rl_accel.lab.verl_cpu import find_option_problems
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Reading
 
 logger = logging.getLogger("rl_accel")
@@ -148,26 +149,17 @@ class CPURolloutServer:
     async def stop_profile(self) -> None: ...
 
 
-_OPTIONS = ("seconds_per_step", "kv_tokens", "weight_tokens")
-
-
 def _engine_options(config: RolloutConfig) -> dict[str, Any]:
     """Returns keyword arguments of :class:`CPUEngine`, read from verl's section ``rollout.engine_kwargs.hf_cpu``.
 
     Raises:
-        ValueError: a key is not among :data:`_OPTIONS`, or ``weight_tokens`` is no whole number of at least 0.
+        ValueError: a key or a value is wrong.
     """
-    options = dict(config.engine_kwargs.get("hf_cpu") or {})
-    if unknown := options.keys() - set(_OPTIONS):
-        raise ValueError(
-            f"rollout.engine_kwargs.hf_cpu takes {', '.join(_OPTIONS)}, found {', '.join(sorted(unknown))}"
-        )
+    options = {key: value for key, value in (config.engine_kwargs.get("hf_cpu") or {}).items() if value is not None}
+    for _, reason in find_option_problems(options):
+        raise ValueError(f"rollout.engine_kwargs.{reason}")
     weights, ranks = options.pop("weight_tokens", 0), config.tensor_model_parallel_size
-    if not isinstance(weights, int) or isinstance(weights, bool) or weights < 0:
-        raise ValueError(
-            f"rollout.engine_kwargs.hf_cpu.weight_tokens wants a whole number of at least 0, found {weights!r}"
-        )
-    if ranks > 1 and isinstance(options.get("kv_tokens"), int):
+    if ranks > 1 and "kv_tokens" in options:
         # Each rank has memory for kv_tokens tokens and for the weights, which are as large as weight_tokens tokens. The
         # ranks share one copy of the weights, as in tensor parallelism on GPUs. The other ranks use this memory for tokens, too.
         options["kv_tokens"] = ranks * options["kv_tokens"] + (ranks - 1) * weights

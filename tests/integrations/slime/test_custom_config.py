@@ -232,6 +232,7 @@ def test_a_launch_line_wants_slime_and_a_file(check, monkeypatch):
         (["python3", "train.py", "--save x", "--load=y"], "wants separate words, .* found '--save x'"),
         (["python3", "train.py", "${ROLLOUT_ARGS[@]}", "--save", "x"], r"has expanded, found \$\{ROLLOUT_ARGS\[@\]\}"),
         (["bash", "train.sh", "$@"], r"has expanded, found \$@"),
+        (["python3", "train.py", "--save", "x", "$ARGS"], r"has expanded, found \$ARGS"),
         (["bash", "run.sh"], "wants slime's flags, found bash run.sh: flags within a script are not read"),
         (["ray", "job", "submit", "--no-wait", "--", "./run.sh"], "wants slime's flags, found ./run.sh"),
     ],
@@ -239,7 +240,8 @@ def test_a_launch_line_wants_slime_and_a_file(check, monkeypatch):
 def test_a_launch_line_that_hides_its_flags_is_refused_in_one_line(words, message):
     with pytest.raises(ConfigError, match=message):
         words_of_flags(words)
-    assert list(words_of_flags(["python3", "train.py", "--save", "$X/y", "--a=b c"])) == ["--save", "$X/y", "--a=b c"]
+    for value in ("$X/y", "$X", "${X}"):
+        assert list(words_of_flags(["python3", "train.py", "--save", value, "--a=b c"])) == ["--save", value, "--a=b c"]
 
 
 @pytest.mark.slow

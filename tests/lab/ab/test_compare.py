@@ -178,12 +178,16 @@ def test_slime_has_its_own_names(call, tmp_path):
     assert stages == {"train_wait_time": 1.5, "train_time": 0.5, "other": 0, "step_time": 2.0}
 
 
-def test_paths_of_a_yaml_may_be_absolute_and_several_are_relative_to_it(write, tmp_path):
+def test_paths_of_a_yaml_may_be_absolute_and_several_are_relative_to_it(write, tmp_path, monkeypatch):
     runs = [write(f"{arm}-seed0") for arm in ("stock", "tail")]
     joined = ", ".join(run.name for run in runs)
     file = tmp_path / "arms.yaml"
     file.write_text(json.dumps({"one": [f"{runs[0]}*"], "other": [str(runs[1])], "both": [joined]}))
     assert load_arms(file) == {"one": [str(runs[0])], "other": [str(runs[1])], "both": [",".join(map(str, runs))]}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write("lr=1,n=2")
+    file.write_text(json.dumps({"one": ["~/stock-*"], "other": ["lr=1,n=*"]}))
+    assert load_arms(file) == {"one": [str(runs[0])], "other": [str(tmp_path / "lr=1,n=2")]}
 
 
 @pytest.mark.parametrize(
@@ -209,6 +213,7 @@ def test_folders_give_arms_their_names(call, write, folders, arms):
         (["{a}", "--against", "nowhere"], "nowhere does not exist"),
         (["{a}", "--against", "{b}", "--reward", "critic/scores/mean"], "did you mean critic/score/mean?"),
         (["{a}", "--against", "{b}", "--margin", "wide"], "metrics.margin wants"),
+        (["{a}", "--against", "{b}", "--reach", "nan"], "wants a finite number, found nan"),
         (["{a}, ", "--against", "{b}"], "wants a path before and after each comma, found an empty one"),
         (["{a}", "--against", ""], "wants a path before and after each comma, found an empty one"),
         (["{empty}"], "'stock-seed0,,tail-seed0' wants a path before and after each comma"),

@@ -1,6 +1,7 @@
 """A recipe is checked before anything runs, and its errors name the key, what was wanted and the nearest known one; plans hold
 the exact command of each run."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def test_every_section_is_read_placeholders_stay_and_the_first_arm_is_the_baseli
         ({"platforms": ["cpu"]}, r"platforms wants a mapping .* found \['cpu'\]"),
         ({"platforms": {"cpu": {"step": 3}}}, r"unknown key step \(did you mean steps\?\)"),
         ({"gpus": 0}, "gpus wants at least 1, found 0"),
+        ({"metrics": {"reach": math.nan}}, "metrics.reach wants finite numbers, found nan"),
+        ({"checks": {"faster": {"step": math.inf}}}, "checks.faster wants finite numbers"),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_the_key(recipe_file, changes, message):

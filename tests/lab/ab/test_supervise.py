@@ -53,6 +53,18 @@ def test_it_ends_with_the_exit_code_of_the_command(supervise, tmp_path, code, ex
     assert ("cannot start" in (tmp_path / "log").read_text()) == (code is None)
 
 
+def test_a_signal_that_nohup_ignores_stops_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop().listening() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.signals
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.signals == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_modules_that_verl_imports_are_added_to_those_of_the_shell(tmp_path, monkeypatch):
     monkeypatch.setenv(MODULES, "mine")
     code = f"import os; print(os.environ[{MODULES!r}], os.environ['OTHER'])"

@@ -29,6 +29,9 @@ def test_all_that_a_stock_configuration_lacks_is_in_one_message_and_its_advice_t
     needed += ["+ray_kwargs.ray_init.num_gpus=2", "ray_kwargs.ray_init.num_cpus=16"]
     assert [setting for setting in needed if setting not in message] == []
     assert overrides(configured(*given, *overrides(configured(*given)))) == []
+    with pytest.raises(ConfigError) as caught:
+        check_config(configured(*SHORTCUT, f"{rollout}.dtype=bfloat16"))
+    assert "+run_on=cpu" not in str(caught.value), "it is on already"
 
 
 @pytest.mark.parametrize(("interpreter", "is_used"), [(sys.executable, True), (f"{sys.executable}-other", False)])
@@ -119,10 +122,40 @@ def test_without_a_tried_engine_the_run_is_refused_in_one_line(configured, monke
     assert f"`make {name}`" in found
 
 
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("kv_token=300", "hf_cpu takes seconds_per_step, kv_tokens, weight_tokens, found kv_token"),
+        ("kv_tokens=-3", "hf_cpu.kv_tokens wants a whole number of at least 2, found -3"),
+        ("seconds_per_step=fast", "hf_cpu.seconds_per_step wants a number from 0 to 10, found 'fast'"),
+    ],
+)
+def test_a_wrong_option_of_the_engine_is_named_before_ray_starts(configured, option, reason):
+    key = "actor_rollout_ref.rollout.engine_kwargs.hf_cpu."
+    given = [*SHORTCUT, f"+{key}{option}"]
+    ((advice, found),) = find_problems(configured(*given))
+    assert (advice, found) == (f"~{key}{option.partition('=')[0]}", reason)
+    assert overrides(configured(*given, advice)) == []
+
+
+def test_a_model_that_the_engine_cannot_decode_is_named_before_ray_starts(configured, tmp_path):
+    from transformers import Gemma3TextConfig, Qwen2Config, T5Config
+
+    def problems(model):
+        model.save_pretrained(tmp_path)
+        return dict(find_problems(configured(*SHORTCUT, f"actor_rollout_ref.model.path={tmp_path}")))
+
+    key = "actor_rollout_ref.model.path=..."
+    assert problems(Qwen2Config()) == {}
+    assert problems(T5Config()) == {key: "hf_cpu takes causal language models of text, not t5"}
+    found = {key: "hf_cpu takes layers with full attention only, found sliding_attention"}
+    assert problems(Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])) == found
+
+
 def test_a_model_with_images_is_read_from_its_files_and_measured_by_its_language_model(
     configured, monkeypatch, tmp_path
 ):
-    from transformers import Qwen2VLConfig
+    from transformers import MambaConfig, Qwen2VLConfig
 
     language = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 256}
     architecture = "Qwen2VLForConditionalGeneration"
@@ -141,3 +174,5 @@ def test_a_model_with_images_is_read_from_its_files_and_measured_by_its_language
     advice = [f"{rollout}.load_format=auto", f"{rollout}.max_model_len=256"]
     assert overrides(configured(*given)) == advice
     assert overrides(configured(*given, *advice)) == []
+    MambaConfig(architectures=[architecture]).save_pretrained(tmp_path)
+    assert overrides(configured(*given)) == [], "without positions and heads there is nothing to compare"
