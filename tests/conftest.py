@@ -166,17 +166,24 @@ def wait_for() -> Callable[..., Any]:
     return wait
 
 
-@pytest.fixture
-def gone() -> Callable[[Path], bool]:
-    """``gone(file)`` returns whether the process whose id is in ``file`` has ended. A zombie counts as ended."""
+@pytest.fixture(scope="session")
+def gone() -> Callable[[Path | int], bool]:
+    """``gone(process)`` returns whether it has ended, given its id or a file with its id. A zombie counts as ended."""
 
-    def ended(pid_file: Path) -> bool:
+    def ended(process: Path | int) -> bool:
         try:
-            return psutil.Process(int(pid_file.read_text())).status() == psutil.STATUS_ZOMBIE
+            pid = process if isinstance(process, int) else int(process.read_text())
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
     return ended
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Event loop library for tests and fixtures that are coroutine functions."""
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import requests
 from rl_accel.reward import worker, worker_pool
 from rl_accel.reward.sandbox import Graders, Limits, SandboxError
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).with_name("graders_under_test.py")
 SHORT = Limits(wall=1.0, cpu=1.0)

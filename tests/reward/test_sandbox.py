@@ -16,7 +16,7 @@ import pytest
 from rl_accel.reward.execution import Limits
 from rl_accel.reward.sandbox import Case, Sandbox, SandboxError, bubblewrap_problem
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = pytest.mark.slow
 
 PRINT = Case("stdin", "", "1")
 """What ``print(1)`` passes."""
