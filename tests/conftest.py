@@ -50,12 +50,8 @@ _OURS = ("RL_ACCEL", "VERL_", "RAY_RUNTIME_ENV_HOOK", "RAY_ADDRESS")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--store-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS.name}"
-    )
-    parser.addoption(
-        "--full-within", type=float, metavar="MINUTES", help="begin no test marked full later than that after the start"
-    )
+    parser.addoption("--store-durations", action="store_true", help=f"write seconds of files to {DURATIONS.name}")
+    parser.addoption("--full-within", type=float, metavar="MINUTES", help="begin no full test later than that")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,9 +21,8 @@ def test_grpo_on_a_cluster_that_runs_before_the_driver(train, start_ray, probe_e
     far.mkdir()
     # Processes of the run have the environment of the cluster, not of the driver.
     run_on_cpu = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
-    address = start_ray(
-        num_cpus=16, num_gpus=1, VERL_FILE_LOGGER_PATH=str(metrics), **run_on_cpu, **probe_environment(far)
-    )
+    run_on_cpu["VERL_FILE_LOGGER_PATH"] = str(metrics)
+    address = start_ray(num_cpus=16, num_gpus=1, **run_on_cpu, **probe_environment(far))
     begin = f"""
 import ray, rl_accel
 ray.init(address="{address}")

@@ -43,9 +43,7 @@ def test_a_log_of_verl_lies_beside_other_lines_of_json_and_two_are_refused_by_na
     assert run_log.steps[2] == metrics(2)
     log = tmp_path / "project" / "run.jsonl"
     log.write_text("\nno record\n" + log.read_text() + '{"step": 3, "da')
-    assert read(str(log)).steps == run_log.steps, (
-        "lines that are no records are left out, as half a line of a killed run"
-    )
+    assert read(str(log)).steps == run_log.steps, "lines that are no records are left out"
 
     write_verl(tmp_path / "other" / "metrics.jsonl", [1])
     several = r"holds several runs, wanted one of .*other/metrics\.jsonl, .*project/run\.jsonl"
@@ -183,9 +181,7 @@ def test_the_console_of_slime(tmp_path):
     assert read(str(tmp_path / "slurm-1.txt")).steps == log.steps, "any name will do for a file"
 
 
-@pytest.mark.parametrize(
-    "end", ["", " [repeated 3x across cluster]", "\x1b[0m", "Rollout: 3%|2| 1/2 [00:01<00:01, 1it/s]"]
-)
+@pytest.mark.parametrize("end", ["", " [repeated 3x across cluster]", "\x1b[0m", "Rollout: 3%|2| 1/2 [00:01<00:01]"])
 def test_an_odd_value_in_slime_s_console_costs_no_other_value(tmp_path, end):
     odd = ["-nan", "-inf", "[1, 2.5]", "'text'", "None", "tensor([1., 2.])", "{'b': 1}", "<A at 0x7f>"]
     plain = ["1", "np.int64(1)", "tensor(1., device='cuda:0', grad_fn=<MeanBackward0>)", "array(1.)", "1e0"]
@@ -202,9 +198,7 @@ def test_slime_is_profiled_as_verl_is(tmp_path, invoke):
         seconds = 1.0 + 0.02 * tokens.max()
         lengths = {"rollout/response_len/mean": tokens.mean(), "rollout/response_len/max": tokens.max()}
         times = {"perf/train_wait_time": seconds, "perf/train_time": 2.0, "perf/step_time": seconds + 2.0}
-        lines.append(
-            f"x.py:1 - perf {step}: {lengths | {'rollout/truncated_ratio': 0.0, 'perf/rollout_time': seconds}}"
-        )
+        lines.append(f"x.py:1 - perf {step}: {lengths | {'rollout/truncated_ratio': 0, 'perf/rollout_time': seconds}}")
         lines.append(f"x.py:1 - perf {step}: {times | {'perf/actor_train_time': 2.0}}")
     (tmp_path / "slime.log").write_text("\n".join(lines))
     assert read(str(tmp_path)).batch() == (8, 4)
@@ -274,17 +268,9 @@ def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(t
         ("h.csv", b"", r"h\.csv is no CSV file \(No columns to parse from file\)$"),
         ("h.csv", b'Step,a\n1,2\n"unclosed\n', r"is no CSV file \(Error tokenizing data\. .* inside string"),
         ("h.csv", bytes(range(128, 256)), r"is no CSV file \('utf-8' codec"),
-        (
-            "h.csv",
-            "Step,a\n1,2\n".encode("utf-16"),
-            r"holds no metrics of .*; .*h\.csv is in UTF-16: wanted plain text in UTF-8$",
-        ),
+        ("h.csv", "Step,a\n1,2\n".encode("utf-16"), r"no metrics of .*; .*h\.csv is in UTF-16: .*plain text in UTF-8$"),
         ("m.jsonl", "{}".encode("utf-16"), r"holds no metrics of .*m\.jsonl is in UTF-16: wanted plain"),
-        (
-            "m.jsonl.gz",
-            gzip.compress(b"{}", mtime=0),
-            r"holds no metrics of .*m\.jsonl\.gz is compressed \(gzip\): wanted plain",
-        ),
+        ("m.jsonl.gz", gzip.compress(b"{}", mtime=0), r"no metrics of .*\.gz is compressed \(gzip\): wanted plain"),
     ],
 )
 @pytest.mark.parametrize("is_folder", [False, True])

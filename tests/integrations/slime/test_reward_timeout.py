@@ -154,9 +154,7 @@ def test_a_grader_that_fails_fails_as_in_slime_or_is_counted_and_reported_once(j
 @pytest.mark.parametrize(
     ("grader", "does"), [("plain", "hang"), ("without_await", "spin"), ("awaiting", "hang"), ("awaiting", "refuse")]
 )
-def test_a_grader_that_hangs_is_killed_at_the_limit_with_all_that_it_started(
-    judged, sample_of, gone, tmp_path, grader, does
-):
+def test_a_grader_that_hangs_is_killed_at_the_limit_with_its_children(judged, sample_of, gone, tmp_path, grader, does):
     judge = judged(grader, maximum=1.0)
     assert judge(sample_of()) == 1.0
     assert judge(sample_of(does=does, pids=str(tmp_path))) == 0.0

@@ -32,9 +32,7 @@ def test_all_that_a_stock_configuration_lacks_is_in_one_message_and_its_advice_t
 
 
 @pytest.mark.parametrize(("interpreter", "is_used"), [(sys.executable, True), (f"{sys.executable}-other", False)])
-def test_workers_are_forks_only_of_a_server_of_the_trainers_own_interpreter(
-    configured, monkeypatch, interpreter, is_used
-):
+def test_workers_are_forks_only_of_the_trainers_own_interpreter(configured, monkeypatch, interpreter, is_used):
     """A launcher in one environment may start a trainer in another, whose workers need what is installed there."""
     monkeypatch.setenv("RL_ACCEL_WORKER_PYTHON", f"{interpreter} fork_client.py socket")
     config = configured(*SHORTCUT)
@@ -119,9 +117,7 @@ def test_without_a_tried_engine_the_run_is_refused_in_one_line(configured, monke
     assert f"`make {name}`" in found
 
 
-def test_a_model_with_images_is_read_from_its_files_and_measured_by_its_language_model(
-    configured, monkeypatch, tmp_path
-):
+def test_a_model_with_images_is_read_from_its_files_and_measured_by_its_text(configured, monkeypatch, tmp_path):
     from transformers import Qwen2VLConfig
 
     language = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 256}
