@@ -17,7 +17,7 @@ import time
 import venv
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -431,6 +431,20 @@ def make_model() -> Callable[..., Any]:
         return transformers.Qwen2ForCausalLM(config).eval()
 
     return make
+
+
+@pytest.fixture
+def engine_for() -> Iterator[Callable[..., Any]]:
+    """``engine_for(model, **options)`` starts a CPU engine that is closed after the test."""
+    from rl_accel.lab.cpu_engine.engine import Engine
+
+    with ExitStack() as engines:
+
+        def start(model: Any, **options: Any) -> Any:
+            options = {"eos_token_ids": [4], "max_num_seqs": 8, "max_model_len": 512, **options}
+            return engines.enter_context(closing(Engine(model, **options)))
+
+        yield start
 
 
 @pytest.fixture(scope="session")

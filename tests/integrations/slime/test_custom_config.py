@@ -102,8 +102,6 @@ def test_wrong_settings_are_refused_as_a_file_is_made_checked_and_used(check, ar
         ("sampler", {"data_source_path": "my.Source"}, r"sampler wants data_source_path: rl_.*found my\.Source"),
         ("gae", {"custom_megatron_init_path": "my.init"}, r"gae wants custom_megatron_init_path: rl_.*found my\.init"),
         ("tail_batching", {"partial_rollout": True}, "--partial-rollout = unset"),
-        ("tail_batching", {"over_sampling_batch_size": 9}, "--over-sampling-batch-size = unset, found 9"),
-        ("tail_batching", {"buffer_filter_path": "my.filter"}, "--buffer-filter-path = unset"),
         ("tail_batching", {"rollout_function_path": "my.own"}, "--rollout-function-path = unset"),
     ],
 )
