@@ -100,8 +100,8 @@ def test_a_stand_in_has_numbers_where_verl_averages_and_the_form_of_a_list():
     assert result.pop("parts").tolist() == [0.0, 0.0]
     assert result == {"score": 0.0, "kind": 0, "exact": 0, "name": ""}
     scores = of_slime(timeout_score=-1.0)
-    scores.reward_of(done((0.5, True, {"turns": 2})), "a", True)
-    assert scores.reward_of(STOPPED, "a", True) == (-1.0, False, {})
+    scores.reward_of(done((0.5, True, {"turns": 2}, "why")), "a", True)
+    assert scores.reward_of(STOPPED, "a", True) == (-1.0, False, {}, "")
 
 
 def test_rewards_of_a_group_are_anything_that_has_a_length_and_items():

@@ -76,15 +76,6 @@ def test_a_hang_costs_its_own_reward_only_and_errors_are_as_in_verl(configure, m
     assert (counted["killed"], counted["errors"]) == (1, 3)
 
 
-def test_errors_may_be_scores(configure, manager_of, responses, score, caplog):
-    manager = manager_of(configure(SYNC, {**QUICK, "score_errors": True}))
-    scores = score(manager, responses("7", "die", "raise", "nan", "none"))
-    assert [item["reward_score"] for item in scores] == [1.0, -1.0, -1.0, -1.0, -1.0]
-    warnings = [record.message for record in caplog.records if "no reward for" in record.message]
-    assert len(warnings) == 4, "the first of each kind"
-    assert any("ValueError: no such thing" in line for line in warnings)
-
-
 def test_the_full_budget_is_the_frameworks_or_the_users(configure, manager_of):
     limited = {"reward.reward_manager.name": "rate_limited"}
     budgets = [({}, {}), ({}, limited), ({}, {**limited, "reward.timeout": 77.0}), ({"maximum": 12.0}, limited)]
