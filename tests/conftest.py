@@ -17,7 +17,7 @@ import time
 import venv
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,12 +50,8 @@ _OURS = ("RL_ACCEL", "VERL_", "RAY_RUNTIME_ENV_HOOK", "RAY_ADDRESS")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--store-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS.name}"
-    )
-    parser.addoption(
-        "--full-within", type=float, metavar="MINUTES", help="begin no test marked full later than that after the start"
-    )
+    parser.addoption("--store-durations", action="store_true", help=f"write seconds of files to {DURATIONS.name}")
+    parser.addoption("--full-within", type=float, metavar="MINUTES", help="begin no full test later than that")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -166,17 +162,24 @@ def wait_for() -> Callable[..., Any]:
     return wait
 
 
-@pytest.fixture
-def gone() -> Callable[[Path], bool]:
-    """``gone(file)`` returns whether the process whose id is in ``file`` has ended. A zombie counts as ended."""
+@pytest.fixture(scope="session")
+def gone() -> Callable[[Path | int], bool]:
+    """``gone(process)`` returns whether it has ended, given its id or a file with its id. A zombie counts as ended."""
 
-    def ended(pid_file: Path) -> bool:
+    def ended(process: Path | int) -> bool:
         try:
-            return psutil.Process(int(pid_file.read_text())).status() == psutil.STATUS_ZOMBIE
+            pid = process if isinstance(process, int) else int(process.read_text())
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
     return ended
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Event loop library for tests and fixtures that are coroutine functions."""
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")
@@ -428,6 +431,20 @@ def make_model() -> Callable[..., Any]:
         return transformers.Qwen2ForCausalLM(config).eval()
 
     return make
+
+
+@pytest.fixture
+def engine_for() -> Iterator[Callable[..., Any]]:
+    """``engine_for(model, **options)`` starts a CPU engine that is closed after the test."""
+    from rl_accel.lab.cpu_engine.engine import CPUEngine
+
+    with ExitStack() as engines:
+
+        def start(model: Any, **options: Any) -> Any:
+            options = {"eos_token_ids": [4], "max_num_seqs": 8, "max_model_len": 512, **options}
+            return engines.enter_context(closing(CPUEngine(model, **options)))
+
+        yield start
 
 
 @pytest.fixture(scope="session")

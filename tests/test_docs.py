@@ -57,6 +57,12 @@ def prose_of(page: Path) -> str:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
+def test_contributing_has_a_row_for_every_file_of_end_to_end_tests(repo):
+    rows = [line for line in (repo / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("|")]
+    for file in (repo / "tests/e2e").glob("test_*.py"):
+        assert any(f"`{file.name}`" in row for row in rows), file.name
+
+
 def test_the_support_matrix_has_a_row_for_every_feature(repo):
     rows = re.findall(r"^\| `(\w+)` \|", (repo / "docs" / "support-matrix.md").read_text(), re.MULTILINE)
     assert {feature.name for feature in FEATURES} <= set(rows)

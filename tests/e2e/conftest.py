@@ -23,6 +23,7 @@ from rl_accel.lab.ab.runner import Stop, last_lines, prepare, ray_temp_dir, supe
 
 PROBE = Path(__file__).parent / "probe"
 LOOPS = Path(__file__).parent / "loops"
+SINGLE_TURN = "single_turn_agent"
 MAIN = 'import runpy; runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)'
 ROLES = ("TaskRunnerV1", "WorkerDict", "AgentLoopWorker", "RewardLoopWorker")
 """Names in the process titles that Ray gives to the trainer, FSDP workers, agent loops and reward workers."""
@@ -274,9 +275,7 @@ def tail_run(launch, workspace, tmp_path_factory):
     the source of a reward module; ``follow`` and ``env`` are those of ``launch``.
     """
 
-    def run(
-        name, steps, batch, *overrides, loops=(), agent_name=lambda _: "single_turn_agent", reward=None, env=None, **how
-    ):
+    def run(name, steps, batch, *overrides, loops=(), agent_name=lambda _: SINGLE_TURN, reward=None, env=None, **how):
         out = tmp_path_factory.mktemp(name)
         data = pd.read_parquet(workspace / "task" / "train.parquet").head(256)
         data["agent_name"] = [agent_name(index) for index in range(len(data))]

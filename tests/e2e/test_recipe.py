@@ -8,8 +8,6 @@ import pandas
 import pytest
 import transformers
 
-from rl_accel.lab.ab.compare import compare
-
 pytestmark = [pytest.mark.timeout(1200)]  # two runs of the trainer in the first set-up
 
 
@@ -36,16 +34,6 @@ def test_every_metric_of_training_is_identical(out, summary):
     checks = {check["name"]: check for check in summary["checks"]}
     for name in ("identical", "rollout_probs_diff"):
         assert checks[name]["status"] == "green", checks[name]
-
-
-def test_compare_says_of_the_two_arms_what_the_ab_said(invoke, out, summary, tmp_path):
-    invoke(compare, out / "stock-seed0", "--against", out / "accelerated-seed0", "--out", tmp_path)
-    document = json.loads((tmp_path / "summary.json").read_text())
-    of_ab = [line for line in summary["headline"] if "was busy when" not in line and "check" not in line]
-    assert document["headline"] == of_ab
-    assert any("identical in all 2 steps" in line for line in of_ab)
-    assert document["stages"] == summary["stages"]
-    assert document["differences"] == summary["differences"]
 
 
 def test_flags_of_the_run_reach_every_process_of_that_arm_alone(probes, read_processes):

@@ -29,11 +29,10 @@ def steps(ab, read_metrics, repo, tmp_path_factory):
     """The metrics of each step, by arm."""
     folder = tmp_path_factory.mktemp("skip_zero")
     base = repo / "examples" / "verl_skip_zero" / "recipe.yaml"
-    prepare = (
-        f"python {repo}/examples/verl_ppo_cpu/prepare.py ${{out}}/task --lengths published --prompts 64 --limit 512"
-    )
+    prepare = f"python {repo}/examples/verl_ppo_cpu/prepare.py ${{out}}/task --lengths published".split()
     reward = f"reward.custom_reward_function.path={base.parent / 'reward.py'}"
-    recipe = {"extends": str(base), "overrides": [reward, *OVERRIDES], "prepare": prepare.split()}
+    recipe = {"extends": str(base), "overrides": [reward, *OVERRIDES]}
+    recipe["prepare"] = [*prepare, "--prompts", "64", "--limit", "512"]
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     ab(folder / "recipe.yaml", folder / "ab", f"--steps={STEPS}", "--arms=stock,skip_zero")
     arms = ("stock", "skip_zero")

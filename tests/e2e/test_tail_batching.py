@@ -110,12 +110,9 @@ def test_short_and_long_rounds_occur_and_every_batch_is_exact(all_steps):
         )
 
 
-def test_training_is_on_policy_and_sound(left):
+def test_training_is_on_policy_and_validation_runs_in_between(left):
     for run in left.runs:
         run.assert_on_policy()
-
-
-def test_validation_runs_in_between(left):
     assert {step for run in left.runs for step in run.validated} >= {3, 6, STEPS}
 
 

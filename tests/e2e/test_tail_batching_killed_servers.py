@@ -48,8 +48,9 @@ def left(tail_run, engine):
     )
 
 
-def test_training_goes_on_with_full_batches_and_equal_weights(left):
+def test_training_goes_on_with_full_batches_equal_weights_and_validations(left):
     left.assert_sound(STEPS, P0)
+    assert left.validated == [2, 4, 6]
     for metrics in left.steps.values():
         assert 0 < metrics["critic/grad_norm"] < 1e4
     assert left.steps[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
@@ -85,7 +86,3 @@ def test_agent_loops_of_several_turns_are_trained(left):
         loops = left.data["agent_name"].iloc[list(left.ledger[step - 1]["trained"].values())]
         turns = loops.map(lambda name: 4 if name == "two_turns" else 2)
         assert metrics["num_turns/mean"] == pytest.approx(turns.mean())
-
-
-def test_validation_runs_in_between(left):
-    assert left.validated == [2, 4, 6]

@@ -28,9 +28,7 @@ runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
 """
 
 
-def test_each_job_trains_its_own_prompts_once_or_is_refused_in_one_line(
-    start_ray, recipe_command, read_lines, read_metrics, tmp_path
-):
+def test_each_job_trains_its_own_prompts_or_is_refused(start_ray, recipe_command, read_lines, read_metrics, tmp_path):
     """Both begin at once, so that they train at the same time. verl's reward workers have fixed names: each job has a namespace."""
     command, environment = recipe_command(STEPS, (PROMPTS, 4))
     platform = {key: value for key, value in environment.items() if key.startswith("VERL_")}

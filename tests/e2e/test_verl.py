@@ -1,8 +1,5 @@
 """Tests ``enable()`` in the driver of verl V1 runs: it reaches every process, training is correct, metrics are in verl's log."""
 
-import subprocess
-import sys
-
 import pytest
 
 GRPO = (
@@ -21,9 +18,8 @@ def test_grpo_on_a_cluster_that_runs_before_the_driver(train, start_ray, probe_e
     far.mkdir()
     # Processes of the run have the environment of the cluster, not of the driver.
     run_on_cpu = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
-    address = start_ray(
-        num_cpus=16, num_gpus=1, VERL_FILE_LOGGER_PATH=str(metrics), **run_on_cpu, **probe_environment(far)
-    )
+    run_on_cpu["VERL_FILE_LOGGER_PATH"] = str(metrics)
+    address = start_ray(num_cpus=16, num_gpus=1, **run_on_cpu, **probe_environment(far))
     begin = f"""
 import ray, rl_accel
 ray.init(address="{address}")
@@ -48,11 +44,3 @@ rl_accel.enable(gae=True, advantages=True, sampler=True)
         # A process that never computes an advantage need not import the module.
         sure = process.role in ("TaskRunnerV1", "WorkerDict")
         assert process.states["gae"] == {"applied"} or (process.states["gae"] == {"waiting"} and not sure), process
-
-
-def test_a_misspelt_flag_stops_the_run_before_a_cluster_starts(tmp_path, clean_environment):
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", "+rl_accel.gae.enabel=True"]
-    done = subprocess.run(command, cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode != 0
-    assert "unknown key rl_accel.gae.enabel (did you mean rl_accel.gae.enable?)" in done.stderr
-    assert "Started a local Ray instance" not in done.stdout + done.stderr

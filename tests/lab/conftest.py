@@ -19,19 +19,3 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def engine_for() -> Iterator[Callable[..., Any]]:
-    """``engine_for(model, **options)`` starts an engine that is closed after the test."""
-    from rl_accel.lab.cpu_engine.engine import CPUEngine
-
-    engines = []
-
-    def start(model: Any, **options: Any) -> Any:
-        engines.append(CPUEngine(model, **{"eos_token_ids": [4], "max_num_seqs": 8, "max_model_len": 512, **options}))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()

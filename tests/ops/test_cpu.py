@@ -50,9 +50,7 @@ def test_compiled_code_is_kept_and_not_loaded_for_other_sources(python, tmp_path
     results = []
     for constant in (2, 2, 3):
         (tmp_path / "constant.py").write_text(f"C = {constant}\n")
-        results.append(
-            python(script, NUMBA_CACHE_DIR=str(tmp_path / "kept"), PYTHONDONTWRITEBYTECODE="1").stdout.split()
-        )
+        results.append(python(script, NUMBA_CACHE_DIR=f"{tmp_path}/kept", PYTHONDONTWRITEBYTECODE="1").stdout.split())
     assert results == [["3", "0"], ["3", "1"], ["4", "0"]]
 
 

@@ -33,11 +33,12 @@ REAL = Path(__file__).parent
 AGGREGATES = REAL.parent / "telemetry" / "data" / "tail_stock.jsonl"
 PUBLISHED, BATCH = "--lengths published:math16k", "--prompts 1 --responses 2 --replicas 2"
 ENGINE = EngineModel({1: 0.010, 4: 0.011, 16: 0.015, 64: 0.030}, cached_token_seconds=2e-7, request_seconds=0.01)
-SETUP = Setup(
-    16, 4, 2, EngineModel({1: 0.01, 64: 0.015}), published("math16k").limited(2048), {"update_actor": 5.0}, 2.0
-)
+TRAINING = {"update_actor": 5.0}
+SETUP = Setup(16, 4, 2, EngineModel({1: 0.01, 64: 0.015}), published("math16k").limited(2048), TRAINING, 2.0)
 TIGHT = {"slots": 12, "cache_tokens": 2500}
-EQUAL = Setup(16, 4, 2, EngineModel({1: 0.01}), Lengths(np.full(100, 500), 0.0), {"update_actor": 5.0})
+TIGHTER = EngineModel({1: 0.010, 12: 0.016}, 1e-6, 0.001, 0.010, 0.020, **TIGHT)
+"""Requests wait, and are preempted."""
+EQUAL = Setup(16, 4, 2, EngineModel({1: 0.01}), Lengths(np.full(100, 500), 0.0), TRAINING)
 WITHOUT_TELEMETRY = {"step": 1, "data": {"timing_s/step": 2.0, "timing_s/gen": 1.0}}
 ASYNC = {"command": ["trainer.v1.trainer_mode=sync", "trainer.v1.trainer_mode=colocate_async"]}
 
@@ -88,17 +89,7 @@ def run_dir(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("engine", "known", "most"),
-    [
-        (ENGINE, {}, 50),
-        (
-            EngineModel({1: 0.010, 12: 0.016}, 1e-6, 0.001, 0.010, 0.020, **TIGHT),
-            TIGHT,
-            12,
-        ),  # requests wait, are preempted
-    ],
-)
+@pytest.mark.parametrize(("engine", "known", "most"), [(ENGINE, {}, 50), (TIGHTER, TIGHT, 12)])
 def test_an_engine_is_found_again_from_what_it_did(engine, known, most):
     steps = steps_of(12, engine)
     fit = fit_engine(steps, **known)
@@ -135,10 +126,8 @@ def test_a_run_becomes_a_setup(run_dir):
 def test_a_step_is_its_stages_and_a_rollout_is_noticed_at_the_next_look():
     assert (SETUP.noticed(3.1), replace(SETUP, poll_seconds=0.0).noticed(3.1)) == (4.0, 3.1)
     prediction = simulated(SETUP, 5, 0)
-    plain = rounds_of(SETUP, PLAIN, 5, 0)
-    assert prediction.rollout_seconds == pytest.approx(
-        np.mean([2 * np.ceil(p.metrics.rollout_seconds / 2) for p in plain])
-    )
+    noticed = [2 * np.ceil(p.metrics.rollout_seconds / 2) for p in rounds_of(SETUP, PLAIN, 5, 0)]
+    assert prediction.rollout_seconds == pytest.approx(np.mean(noticed))
     assert prediction.step_seconds > prediction.rollout_seconds + 2
 
 
@@ -220,11 +209,9 @@ def test_skip_zero_shortens_the_actor_update_and_nothing_else():
     assert not any("skip_zero" in name for name in options_by_name(SETUP)), "the share is unknown"
 
 
-@pytest.mark.parametrize(
-    ("flag", "share"), [("skip_zero.enable=True", 0.4), ("auto=True", 0.4), ("gae.enable=True", 0)]
-)
+@pytest.mark.parametrize(("flag", "share"), [("skip_zero.enable", 0.4), ("auto", 0.4), ("gae.enable", 0)])
 def test_a_run_with_skip_zero_is_predicted_with_the_share_of_the_other_run(flag, share):
-    flags, known = flags_of_words([f"+rl_accel.{flag}"]), replace(SETUP, zero_shares=(0.4,))
+    flags, known = flags_of_words([f"+rl_accel.{flag}=True"]), replace(SETUP, zero_shares=(0.4,))
     ours, stock = (predict(setup, flags, 4, 2, 1)[0] for setup in (known, SETUP))
     assert ours == replace(stock, step_seconds=ours.step_seconds)
     training = stock.step_seconds - stock.rollout_seconds
@@ -249,9 +236,7 @@ def test_the_share_of_skip_zero_is_read_beside_a_log_without_telemetry(tmp_path)
 
 
 @pytest.mark.parametrize(("more", "is_priced"), [({}, True), ({"timing_s/update_critic": 0.5}, False)])
-def test_the_command_prices_skip_zero_where_a_log_has_equal_rewards_and_no_critic(
-    run_dir, tmp_path, invoke, more, is_priced
-):
+def test_the_command_prices_skip_zero_for_equal_rewards_without_a_critic(run_dir, tmp_path, invoke, more, is_priced):
     shutil.copytree(run_dir / "checkpoints", tmp_path / "checkpoints")
     folder = with_rewards(tmp_path, run_dir / "metrics.jsonl", **more)
     output = invoke(plan, folder, *["--draws", "1", "--rounds", "5"])
@@ -386,9 +371,8 @@ def test_options_of_slime_are_in_its_own_words():
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_words_of_a_command_may_have_any_number_of_plus_signs(plus):
-    flags = flags_of_words(
-        [f"{plus}rl_accel.tail_batching.enable=True", f"{plus}rl_accel.tail_batching.prompt_ratio=2"]
-    )
+    section = f"{plus}rl_accel.tail_batching"
+    flags = flags_of_words([f"{section}.enable=True", f"{section}.prompt_ratio=2"])
     assert (flags[TAIL_BATCHING].enable, flags[TAIL_BATCHING].prompt_ratio) == (True, 2)
     word = f"{plus}trainer.v1.trainer_mode=colocate_async"
     assert asynchronous_mode(["trainer.v1.trainer_mode=sync", word]) == word

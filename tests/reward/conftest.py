@@ -15,6 +15,9 @@ from rl_accel.reward.sandbox import bubblewrap_problem
 class Processes:
     """Processes of the sandboxes and graders that a test has opened."""
 
+    def __init__(self, gone):
+        self.is_alive = lambda pid: not gone(pid)
+
     def workers(self):
         """First process of each living worker: its reaper, or bubblewrap."""
         own = (child for child in psutil.process_iter(["ppid", "cmdline"]) if child.info["ppid"] == os.getpid())
@@ -29,23 +32,14 @@ class Processes:
         pids = [child.pid for child in children if self.is_alive(child.pid)]
         return pids + [lower for child in pids for lower in self.below(child)]
 
-    def is_alive(self, pid):
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    async def executing(self, count=1):
-        """Waits for as many workers that execute something, and returns their first processes.
+    async def executing(self):
+        """Waits for workers that execute something, and returns their first processes.
 
         What a worker executes leads a session of its own. A worker that starts has processes below it too, its trial of namespaces.
         """
-
-        def found():
-            busy = [worker for worker in self.workers() if any(map(self._leads_session, self.below(worker.pid)[1:]))]
-            return len(busy) >= count and busy
-
-        return await self.eventually(found)
+        return await self.eventually(
+            lambda: [one for one in self.workers() if any(map(self._leads_session, self.below(one.pid)[1:]))]
+        )
 
     async def eventually(self, condition, seconds=60.0):
         """Waits until ``condition()`` is true, and returns its result."""
@@ -60,12 +54,6 @@ class Processes:
             return os.getsid(pid) == pid
         except ProcessLookupError:
             return False
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """Event loop library for tests with the mark ``anyio``, which are coroutine functions."""
-    return "asyncio"
 
 
 @pytest.fixture(params=["process", "bubblewrap"])
@@ -85,8 +73,8 @@ async def closed_later():
 
 
 @pytest.fixture(scope="session")
-def processes():
-    return Processes()
+def processes(gone):
+    return Processes(gone)
 
 
 @pytest.fixture

@@ -13,6 +13,19 @@ def exchange(replica, store):
     replica.apply(store.exchange(replica.take_delta()))
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "runs" / "anchors.json"
+
+
+def store_with_a(path=None):
+    """A store that has learned an anchor, and the process that knew it."""
+    store, one = AnchorStore(path), LocalAnchors()
+    one.record("a", 1.0, 0.5, correct=True)
+    exchange(one, store)
+    return store, one
+
+
 def test_what_one_learns_the_others_know_after_an_exchange():
     store, one, other = AnchorStore(), LocalAnchors(), LocalAnchors()
     for seconds in (0.2, 0.7):
@@ -45,20 +58,15 @@ def test_limits_that_one_suspends_are_suspended_for_all_and_learned_again(caplog
 
 
 def test_an_update_holds_only_what_has_changed():
-    store, one, other = AnchorStore(), LocalAnchors(), LocalAnchors()
-    one.record("a", 1.0, 1.0, correct=True)
-    exchange(one, store)
+    (store, one), other = store_with_a(), LocalAnchors()
     assert store.exchange(one.take_delta()).anchors == {}
     other.record("b", 2.0, 2.0, correct=True)
     exchange(other, store)
     assert store.exchange(one.take_delta()).anchors == {"b": (2.0, 2.0, 1)}
 
 
-def test_a_saved_store_goes_on(tmp_path):
-    path = tmp_path / "runs" / "anchors.json"
-    store, one = AnchorStore(path), LocalAnchors()
-    one.record("a", 1.0, 0.5, correct=True)
-    exchange(one, store)
+def test_a_saved_store_goes_on(path):
+    store, _ = store_with_a(path)
     store.save()
     written = path.stat().st_mtime_ns
     store.save()
@@ -75,23 +83,18 @@ ENDLESS = json.dumps(AdaptiveTimeout().state_dict() | {"anchors": {"a": [1.0, 1.
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "[" * 100_000, ENDLESS, json.dumps({"format": "other", "version": 1, "anchors": {}})]
 )
-def test_a_damaged_file_is_named_and_left_as_it_is(tmp_path, content, caplog):
-    path = tmp_path / "anchors.json"
+def test_a_damaged_file_is_named_and_left_as_it_is(path, content, caplog):
+    path.parent.mkdir()
     path.write_text(content)
-    store, one = AnchorStore(path), LocalAnchors()
-    one.record("a", 1.0, 0.5, correct=True)
-    exchange(one, store)
+    store, _ = store_with_a(path)
     store.save()
     assert path.read_text() == content
     (line,) = caplog.messages
     assert f"reward anchors of {path} cannot be read and are learned anew" in line
 
 
-def test_a_store_saves_after_a_while_and_a_full_disk_does_not_end_it(tmp_path, monkeypatch, caplog):
-    path = tmp_path / "anchors.json"
-    store, one = AnchorStore(path), LocalAnchors()
-    one.record("a", 1.0, 0.5, correct=True)
-    exchange(one, store)
+def test_a_store_saves_after_a_while_and_a_full_disk_does_not_end_it(path, monkeypatch, caplog):
+    store, one = store_with_a(path)
     assert not path.exists()
     monkeypatch.setattr(anchor_store, "SAVE_SECONDS", -1.0)
     exchange(one, store)

@@ -12,7 +12,7 @@ import pytest
 from rl_accel.reward.execution import Limits, LimitUpdates, gather_until, run_within
 from rl_accel.reward.grader_threads import GraderThreads, threads_of_execution
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_subscriber_gets_the_latest_limits_and_none_twice():

@@ -8,7 +8,7 @@ import pytest
 
 from rl_accel.reward.limited_executor import FairScheduler
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 async def settle():

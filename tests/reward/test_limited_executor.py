@@ -13,7 +13,7 @@ from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates, run
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
 from rl_accel.reward.sandbox import Case, Sandbox
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 FLAGS = RewardTimeoutFlags(scale=1.5, slack=0.5, minimum=2.0, maximum=30.0, min_correct=2, probe_share=0.0)
 FAILURES = ("wrong", "error", "timeout", "memory", "killed")

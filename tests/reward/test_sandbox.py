@@ -16,7 +16,7 @@ import pytest
 from rl_accel.reward.execution import Limits
 from rl_accel.reward.sandbox import Case, Sandbox, SandboxError, bubblewrap_problem
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = pytest.mark.slow
 
 PRINT = Case("stdin", "", "1")
 """What ``print(1)`` passes."""
@@ -210,9 +210,7 @@ def test_a_program_finds_nothing_of_this_process(shared_thing, code, output, iso
 
 
 @pytest.mark.skipif(not AS_ROOT, reason="without root and without bubblewrap a program has the trainer's own user")
-@pytest.mark.parametrize(
-    "code", ["print(open('/etc/shadow').read())", "open('/usr/evil', 'w')", "import os\nos.setuid(0)"]
-)
+@pytest.mark.parametrize("code", ["open('/etc/shadow')", "open('/usr/evil', 'w')", "import os\nos.setuid(0)"])
 def test_as_root_a_program_has_no_rights(code):
     result = run(code)
     assert result.verdict == "error", result

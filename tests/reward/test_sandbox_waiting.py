@@ -10,7 +10,7 @@ import pytest
 from rl_accel.reward.execution import Limits
 from rl_accel.reward.sandbox import Case, Sandbox
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = pytest.mark.slow
 
 SCHEDSTAT = Path("/proc/self/schedstat").exists()
 BUSY = "import time\nwhile time.process_time() < 1.0: pass\nprint(1)"

@@ -1,75 +1,37 @@
-"""Compares the automatic ratio of tail batching with brute force on published lengths."""
+"""Compares the automatic ratio of tail batching with other ratios, in simulated rounds of published lengths."""
 
-import math
+import statistics
 
-import numpy as np
 import pytest
 
+from rl_accel.features import TailBatchingFlags
+from rl_accel.rollout.simulation import EngineModel, play_rounds
+from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.rollout.tail_ratio import CompletionTimes
 from rl_accel.rollout.workload import published
 
+RATIOS = (1.0, 1.0625, 1.125, 1.25, 1.5, 2.0)
 
-class Simulation:
-    """Rounds by the paper's rule, written anew. Responses of a prompt are as much ``alike`` as :class:`Lengths` says."""
 
-    def __init__(self, P0, R0, response_ratio, alike, seed=0):
-        self.P0, self.R0, self.surplus = P0, R0, math.ceil(R0 * response_ratio)
-        self.workload, self.rng = published("math16k", alike), np.random.default_rng(seed)
-        self.queue = np.empty(0, int)
-        self.seconds, self.trained, self.begun = 0.0, 0, 0
-
-    def times(self, prompts, count):
-        """Completion times of ``count`` responses of each prompt, sorted; one token takes 10 ms."""
-        return np.sort(self.workload.lengths(prompts, count, self.rng) / 100, axis=1)
-
-    def run(self, ratio, rounds, observe=None):
-        for _ in range(rounds):
-            if len(self.queue) >= self.P0:
-                times = self.times(self.queue[: self.P0], self.R0)
-                self.queue = self.queue[self.P0 :]
-                self.seconds += times[:, -1].max()
-                if observe:
-                    rank = round(self.R0 * (self.R0 + 1) / (self.surplus + 1))
-                    for of_prompt in times:
-                        observe.add_long(of_prompt[-1], of_prompt[rank - 1])
-            else:
-                new = self.begun + np.arange(round(ratio * self.P0))
-                self.begun += len(new)
-                done = self.times(new, self.surplus)[:, self.R0 - 1]
-                order = done.argsort()
-                end = done[order[self.P0 - 1]]
-                self.seconds += end
-                self.queue = np.append(self.queue, new[order[self.P0 :]])
-                if observe:
-                    for seconds in done[order[: self.P0]]:
-                        observe.add_short(seconds, completed=True)
-                    for _ in order[self.P0 :]:
-                        observe.add_short(end, completed=False)
-            self.trained += self.P0
-        return self.seconds / self.trained
+def play(rounds, prompt_ratio, response_ratio, alike, responses=4, seed=0):
+    """Metrics of rounds that train 32 prompts of ``responses`` responses, which are ``alike`` as :class:`Lengths` says."""
+    run = TailRun(32, responses, TailBatchingFlags(prompt_ratio=prompt_ratio, response_ratio=response_ratio))
+    return [p.metrics for p in play_rounds(run, EngineModel({1: 0.01}), 1, published("math16k", alike), rounds, seed)]
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.64], ids=["bad luck", "hard prompts"])
 @pytest.mark.parametrize("response_ratio", [1.0, 1.25])
 def test_the_automatic_ratio_is_near_the_best_of_all(response_ratio, alike):
-    P0, R0 = 32, 4
-    grid = [1 + i / 16 for i in range(17)]
-    costs = {ratio: Simulation(P0, R0, response_ratio, alike).run(ratio, 600) for ratio in grid}
-    times = CompletionTimes(P0)
-    ratio, observed = 1.25, Simulation(P0, R0, response_ratio, alike, seed=1)
-    for _ in range(4):
-        observed.run(ratio, 25, observe=times)
-        ratio = times.best_ratio(1.25)
-    chosen = Simulation(P0, R0, response_ratio, alike).run(ratio, 600)
-    assert chosen <= 1.08 * min(costs.values())
-    assert chosen < 0.75 * costs[1.0]
+    rounds = [play(120, ratio, response_ratio, alike)[30:] for ratio in (*RATIOS, "auto")]  # it learns first
+    *others, chosen = [statistics.fmean(metrics.rollout_seconds for metrics in played) for played in rounds]
+    assert chosen <= 1.08 * min(others)
+    assert chosen < 0.75 * others[0]
 
 
 def test_waiting_for_all_is_estimated_from_rounds_that_never_did():
-    stock = Simulation(32, 8, 1.0, 0.64).run(1.0, 300) * 32
-    times = CompletionTimes(32)
-    Simulation(32, 8, 1.0, 0.64, seed=1).run(1.25, 60, observe=times)
-    assert times.full_wait() == pytest.approx(stock, rel=0.1)
+    stock = statistics.fmean(metrics.rollout_seconds for metrics in play(300, 1.0, 1.0, 0.64, 8))
+    last = play(60, 1.25, 1.0, 0.64, 8, seed=1)[-1]
+    assert last.seconds_saved + last.rollout_seconds == pytest.approx(stock, rel=0.1)
 
 
 def observed(P0, short, long):

@@ -91,9 +91,7 @@ def test_responses_that_verl_saved_are_counted_by_a_tokenizer_or_else_in_charact
         rows = [{"input": f"{n // 2}", "output": "ab" * (step + n), "step": step, "uid": str(n)} for n in range(4)]
         (tmp_path / f"{step}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     workload = read_lengths(tmp_path)
-    assert workload.seen.tolist() == [[18, 20], [22, 24], [20, 22], [24, 26]], (
-        "a prompt of another step is another prompt"
-    )
+    assert workload.seen.tolist() == [[18, 20], [22, 24], [20, 22], [24, 26]], "another step, another prompt"
     assert "in characters instead of tokens" in workload.source
     assert (read_lengths(tmp_path, tiny_tokenizer).seen * 2 == workload.seen).all()
     with pytest.raises(RlAccelError, match=r"^--tokenizer: cannot read [^\n]*$"):

@@ -180,9 +180,7 @@ def test_whatever_the_console_logger_of_verl_writes_is_read_back_equal(steps, wi
         for number, metrics in enumerate(steps):
             LocalLogger().log(metrics, number)
     result = dict(read_console(in_rows(out.getvalue(), width, prefix, colour)))
-    assert result == {
-        number: {name: float(value) for name, value in values.items()} for number, values in enumerate(steps)
-    }
+    assert result == {number: {name: float(value) for name, value in row.items()} for number, row in enumerate(steps)}
 
 
 @given(steps=st.lists(METRICS, min_size=1, max_size=4), prefix=st.sampled_from(["", "(RayTrainGroup pid=1) "]))
@@ -210,9 +208,7 @@ def test_runs_that_share_a_console_are_said_and_a_restart_is_none_of_them(tmp_pa
 def test_a_number_that_is_printed_after_a_step_is_no_part_of_its_last_metric(prefix):
     printed = ["1", "0.5", "1.0", "-1", "inf", "e", "12", "0"]
     steps = [(step, {"a": step * 1.5, "critic/score/mean": 0.25 + step}) for step in range(95, 103)]
-    lines = [
-        f"step:{step} - " + " - ".join(f"{name}:{value}" for name, value in values.items()) for step, values in steps
-    ]
+    lines = [f"step:{step} - " + " - ".join(f"{name}:{value}" for name, value in row.items()) for step, row in steps]
     pairs = [row for pair in zip(lines, printed, strict=True) for row in pair]
     assert records([f"{prefix}{row}" for row in [*pairs, "a line that is longer than any of those of a step"]]) == steps
 

@@ -26,6 +26,7 @@ from rl_accel.telemetry.stage_clock import CANCELLED, FILE_NAME, ResponseTimes
 WAITING, REWARDS = "waiting for the longest responses", "rewards after the last generation"
 NOTICING = "noticing that the rollout is done"
 EQUAL = "training of groups with equal rewards"
+TIMEOUT = "+rl_accel.reward_timeout.enable=True"
 TIMINGS = {"timing_s/step": 20.0, "timing_s/gen": 12.0, "timing_s/adv": 1.0, "timing_s/update_actor": 6.0}
 
 
@@ -69,11 +70,12 @@ def savings_of(found):
     return {saving.name: saving for saving in find_savings(found)}
 
 
-def write_rollouts(folder, scores):
-    """A file of ``trainer.rollout_data_dir``: of each prompt, the scores of responses of one character."""
+def write_rollouts(folder, scores, text="x"):
+    """A file of ``trainer.rollout_data_dir``, as verl writes it: of each prompt, the scores of responses of this text."""
     folder.mkdir()
-    rows = [{"input": f"p{n}", "output": "x", "score": score} for n, group in enumerate(scores) for score in group]
-    (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"input": f"p{n}", "output": text, "score": score} for n, group in enumerate(scores) for score in group]
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / "1.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def test_groups_with_equal_rewards_have_a_price_where_verl_stored_its_responses(run):
@@ -108,12 +110,8 @@ def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(r
     assert list(run_profile.steps) == [3, 4], "the first two are warm-up"
     assert run_profile.stages == {"gen": 12.0, "adv": 1.0, "update_actor": 6.0, "other": 1.0}
     assert run_profile.step_seconds == 20.0
-    assert [run_profile.numbers[f"{part}_seconds"] for part in ("most", "waiting", "reward", "rest")] == [
-        1.0,
-        9.0,
-        1.0,
-        1.0,
-    ]
+    parts = [run_profile.numbers[f"{part}_seconds"] for part in ("most", "waiting", "reward", "rest")]
+    assert parts == [1.0, 9.0, 1.0, 1.0]
     assert run_profile.numbers["idle_share"] == pytest.approx(1 - (9 + 10) / (10 * 12))
     counter = "a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)"
     assert run_profile.missing == [f"preemptions of 2 of 2 steps: {counter}"]
@@ -173,13 +171,9 @@ def test_without_telemetry_there_are_stages_of_all_but_the_first_steps_and_the_r
     run_profile = read_run(tmp_path)
     assert (run_profile.steps, run_profile.stages["gen"]) == ([3, 4], 12.0)
     assert not run_profile.numbers
-    assert [saving.name for saving in find_savings(run_profile)] == [
-        "generation, waiting included",
-        "rewards and advantages",
-    ]
-    assert find_savings(run_profile)[1].advice.endswith("+rl_accel.advantages.enable=True"), (
-        "no values are timed: it is not GAE"
-    )
+    generation, rewards = find_savings(run_profile)
+    assert (generation.name, rewards.name) == ("generation, waiting included", "rewards and advantages")
+    assert rewards.advice.endswith("+rl_accel.advantages.enable=True"), "no values are timed: it is not GAE"
     (missing,) = run_profile.missing
     assert "the run had no +rl_accel.telemetry.enable=True" in missing
 
@@ -200,7 +194,7 @@ def test_what_was_logged_is_there_without_the_file_of_responses_and_in_an_asynch
 def test_rewards_that_are_a_stage_of_their_own_come_first_where_they_take_most(tmp_path):
     write_log(tmp_path / "metrics.jsonl", **{"timing_s/step": 120.0, "timing_s/reward": 100.0, "timing_s/values": 1.0})
     rewards, *_, advantages = find_savings(read_run(tmp_path))
-    assert (rewards.seconds, rewards.advice) == (100.0, "+rl_accel.reward_timeout.enable=True")
+    assert (rewards.seconds, rewards.advice) == (100.0, TIMEOUT)
     assert "telemetry.enable=True" in rewards.arithmetic
     assert advantages.advice == "+rl_accel.gae.enable=True"
 
@@ -225,9 +219,8 @@ def test_a_step_with_a_timer_that_is_no_duration_is_left_out_and_said(tmp_path, 
     odd = {f"timing_s/{timer}": value, "rl_accel/telemetry/idle_share": other}
     lines = (tmp_path / "m.jsonl").read_text().splitlines()
     lines.insert(5, json.dumps({"step": 4, "data": odd}))
-    (tmp_path / "m.jsonl").write_text(
-        "\n".join([*lines, json.dumps({"step": 5, "data": {"rl_accel/telemetry/idle_share": other}})])
-    )
+    lines.append(json.dumps({"step": 5, "data": {"rl_accel/telemetry/idle_share": other}}))
+    (tmp_path / "m.jsonl").write_text("\n".join(lines))
     output = invoke(profile, tmp_path)
     assert "note: left out, because a stage or the step has an invalid duration: 4\n" in output
     run_profile = read_run(tmp_path)
@@ -266,11 +259,15 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line_after_the_table(tmp_p
     assert call(tmp_path).err == f"rl-accel: {tmp_path / 'm.jsonl'}: Permission denied\n"
 
 
-def test_the_line_on_the_picture_names_its_file(tmp_path, invoke):
+def test_the_line_on_the_picture_names_its_file_which_for_several_files_is_beside_the_first(tmp_path, invoke):
     write_log(tmp_path / "m.jsonl")
     for given, file in ((tmp_path, "profile.png"), (tmp_path / "x", "x.png"), (tmp_path / "x.svg", "x.svg")):
-        assert f"Picture: {tmp_path / file}\n" in invoke(profile, tmp_path, "--picture", given)
+        assert f"Picture: {tmp_path / file}\n" in invoke(profile, tmp_path / "m.jsonl", "--picture", given)
         assert (tmp_path / file).stat().st_size
+    for folder in "12":
+        write_log(tmp_path / folder / "m.jsonl")
+    invoke(profile, f"{tmp_path / '1' / 'm.jsonl'},{tmp_path / '2'}")
+    assert (tmp_path / "1" / "profile.png").exists()
 
 
 @pytest.mark.slow
@@ -302,9 +299,7 @@ def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path, invoke):
 def test_a_folder_without_a_run_is_refused(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"input": "x"}\n')
     (tmp_path / "half.log").write_text("step:1 - timing_s/gen:4.2\n'timing_s/step' is not known yet\n")
-    with pytest.raises(
-        RlAccelError, match=r"holds no metrics of .*; what verl or slime prints while it trains suffices"
-    ):
+    with pytest.raises(RlAccelError, match=r"holds no metrics of .*; what verl or slime prints while it"):
         read_run(tmp_path / "other.jsonl")
     for path in (tmp_path, tmp_path / "half.log"):
         with pytest.raises(RlAccelError, match=r"verl's console, 1 step, no telemetry, but no step has its seconds"):
@@ -359,18 +354,8 @@ def test_rounds_of_ten_prompts(times, launched, seconds):
 @pytest.mark.parametrize("other", ["\u2028", "\x85", "\u2029"])
 def test_a_text_with_another_end_of_a_line_costs_no_group(tmp_path, other):
     write_run(tmp_path)
-    (tmp_path / "rollouts").mkdir()
-    rows = [{"input": f"p{n}", "output": f"x{other}y", "score": float(n % 2 and r)} for n in range(4) for r in range(2)]
-    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)  # as verl writes them
-    (tmp_path / "rollouts" / "1.jsonl").write_text("".join(lines), encoding="utf-8")
+    write_rollouts(tmp_path / "rollouts", [(0.0, 0.0), (0.0, 1.0)] * 2, f"x{other}y")
     assert savings_of(read_run(tmp_path))[EQUAL].arithmetic.startswith("2 of 4 groups, 50% of the text")
-
-
-def test_the_picture_of_several_files_is_beside_the_first(tmp_path, invoke):
-    write_log(tmp_path / "1" / "m.jsonl")
-    write_log(tmp_path / "2" / "m.jsonl")
-    invoke(profile, f"{tmp_path / '1' / 'm.jsonl'},{tmp_path / '2'}")
-    assert (tmp_path / "1" / "profile.png").exists()
 
 
 def write_overlapping(path, framework):
@@ -400,9 +385,7 @@ def write_overlapping(path, framework):
         "training/off_policy/trajectory_staleness/mean",
     ],
 )
-def test_of_rollouts_that_overlap_with_training_only_the_wait_counts_and_no_saving_is_named(
-    tmp_path, framework, invoke
-):
+def test_of_rollouts_beside_training_only_the_wait_counts_and_no_saving_is_named(tmp_path, framework, invoke):
     write_overlapping(tmp_path / "train.log", framework)
     run_profile = read_run(tmp_path)
     assert run_profile.overlaps
@@ -429,12 +412,8 @@ def test_rewards_of_any_type_are_compared(run, score):
 @pytest.mark.parametrize(
     ("more", "name", "advice"),
     [
-        ({}, "rewards and advantages", "+rl_accel.reward_timeout.enable=True, +rl_accel.advantages.enable=True"),
-        (
-            {"timing_s/values": 1.0},
-            "rewards and advantages",
-            "+rl_accel.reward_timeout.enable=True, +rl_accel.gae.enable=True",
-        ),
+        ({}, "rewards and advantages", f"{TIMEOUT}, +rl_accel.advantages.enable=True"),
+        ({"timing_s/values": 1.0}, "rewards and advantages", f"{TIMEOUT}, +rl_accel.gae.enable=True"),
         ({"timing_s/reward": 1.0}, "advantages", "+rl_accel.advantages.enable=True"),
         ({"training/off_policy/trajectory_staleness/mean": 0.0}, "advantages", "+rl_accel.advantages.enable=True"),
     ],

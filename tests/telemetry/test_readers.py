@@ -44,9 +44,7 @@ def test_a_log_of_verl_lies_beside_other_lines_of_json_and_two_are_refused_by_na
     assert run_log.steps[2] == metrics(2)
     log = tmp_path / "project" / "run.jsonl"
     log.write_text("\nno record\n" + log.read_text() + '{"step": 3, "da')
-    assert read(str(log)).steps == run_log.steps, (
-        "lines that are no records are left out, as half a line of a killed run"
-    )
+    assert read(str(log)).steps == run_log.steps, "lines that are no records are left out"
 
     write_verl(tmp_path / "other" / "metrics.jsonl", [1])
     several = r"holds several runs, wanted one of .*other/metrics\.jsonl, .*project/run\.jsonl"
@@ -120,8 +118,9 @@ def test_wandb_offline_as_verl_and_slime_call_it_and_as_a_killed_run_leaves_it(t
     config = {"data": {"train_batch_size": 16, "seed": 7}}
     verl, slime = tmp_path / "verl", tmp_path / "slime"
     run = wandb.init(project="p", name="n", mode="offline", dir=str(verl), config=config, settings=settings)
+    others = {"val/generations": "a text", "a/nan": math.nan, "of": {"one": 1.0, "two": {"three": 3.0}}}
     for step in range(31):
-        run.log(metrics(step) | {"val/generations": "a text", "a/nan": math.nan}, step=step)
+        run.log(metrics(step) | others | ({"only/here": 3.0} if step == 7 else {}), step=step)
     run.finish()
     config = {"rollout_batch_size": 32, "seed": 3}
     run = wandb.init(project="p", mode="offline", dir=str(slime), config=config, settings=settings)
@@ -133,9 +132,10 @@ def test_wandb_offline_as_verl_and_slime_call_it_and_as_a_killed_run_leaves_it(t
     run.finish()
     wandb.teardown()
 
+    whole = {step: metrics(step) | {"of.one": 1.0, "of.two.three": 3.0} for step in range(31)}
     log = read(str(verl))
-    assert (log.source, list(log.steps), log.restarts) == ("W&B", list(range(31)), [])
-    assert log.steps[30] == metrics(30)
+    assert (log.source, log.restarts) == ("W&B", [])
+    assert log.steps == {**whole, 7: {**whole[7], "only/here": 3.0}}
     assert log.config["data"] == {"train_batch_size": 16, "seed": 7}
 
     log = read(str(slime))
@@ -146,12 +146,14 @@ def test_wandb_offline_as_verl_and_slime_call_it_and_as_a_killed_run_leaves_it(t
     (tmp_path / "run-x.wandb").write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     cut = read(str(tmp_path / "run-x.wandb"))
     assert 5 < len(cut.steps) < 31
-    assert cut.steps[5] == metrics(5)
+    assert cut.steps[5] == whole[5]
     assert (read(str(file)).notes, ["bytes are damaged" in note for note in cut.notes]) == ([], [True])
     data = bytearray(file.read_bytes())
     data[7 + 4 : 7 + 6] = b"\xff\x7f"  # the length of the first entry
     (tmp_path / "run-x.wandb").write_bytes(data)
     assert len(read(str(tmp_path / "run-x.wandb")).steps) > 5, "the next block is read"
+    (tmp_path / "run-x.wandb").write_bytes(file.read_bytes().replace(b"only/here", b"only/\xffere"))  # no UTF-8
+    assert read(str(tmp_path / "run-x.wandb")).steps == {step: values for step, values in whole.items() if step != 7}
 
 
 def test_a_csv_of_a_history_is_a_run_one_of_a_chart_wants_the_name_of_a_run_and_a_step_may_be_a_metric(tmp_path):
@@ -194,9 +196,7 @@ def test_the_console_of_slime(tmp_path):
     assert read(str(tmp_path / "slurm-1.txt")).steps == log.steps, "any name will do for a file"
 
 
-@pytest.mark.parametrize(
-    "end", ["", " [repeated 3x across cluster]", "\x1b[0m", "Rollout: 3%|2| 1/2 [00:01<00:01, 1it/s]"]
-)
+@pytest.mark.parametrize("end", ["", " [repeated 3x across cluster]", "\x1b[0m", "Rollout: 3%|2| 1/2 [00:01<00:01]"])
 def test_an_odd_value_in_slime_s_console_costs_no_other_value(tmp_path, end):
     odd = ["-nan", "-inf", "[1, 2.5]", "'text'", "None", "tensor([1., 2.])", "{'b': 1}", "<A at 0x7f>"]
     plain = ["1", "np.int64(1)", "tensor(1., device='cuda:0', grad_fn=<MeanBackward0>)", "array(1.)", "1e0"]
@@ -213,9 +213,7 @@ def test_slime_is_profiled_as_verl_is(tmp_path, invoke):
         seconds = 1.0 + 0.02 * tokens.max()
         lengths = {"rollout/response_len/mean": tokens.mean(), "rollout/response_len/max": tokens.max()}
         times = {"perf/train_wait_time": seconds, "perf/train_time": 2.0, "perf/step_time": seconds + 2.0}
-        lines.append(
-            f"x.py:1 - perf {step}: {lengths | {'rollout/truncated_ratio': 0.0, 'perf/rollout_time': seconds}}"
-        )
+        lines.append(f"x.py:1 - perf {step}: {lengths | {'rollout/truncated_ratio': 0, 'perf/rollout_time': seconds}}")
         lines.append(f"x.py:1 - perf {step}: {times | {'perf/actor_train_time': 2.0}}")
     (tmp_path / "slime.log").write_text("\n".join(lines))
     assert read(str(tmp_path)).batch() == (8, 4)
@@ -285,17 +283,9 @@ def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(t
         ("h.csv", b"", r"h\.csv is no CSV file \(No columns to parse from file\)$"),
         ("h.csv", b'Step,a\n1,2\n"unclosed\n', r"is no CSV file \(Error tokenizing data\. .* inside string"),
         ("h.csv", bytes(range(128, 256)), r"is no CSV file \('utf-8' codec"),
-        (
-            "h.csv",
-            "Step,a\n1,2\n".encode("utf-16"),
-            r"holds no metrics of .*; .*h\.csv is in UTF-16: wanted plain text in UTF-8$",
-        ),
+        ("h.csv", "Step,a\n1,2\n".encode("utf-16"), r"no metrics of .*; .*h\.csv is in UTF-16: .*plain text in UTF-8$"),
         ("m.jsonl", "{}".encode("utf-16"), r"holds no metrics of .*m\.jsonl is in UTF-16: wanted plain"),
-        (
-            "m.jsonl.gz",
-            gzip.compress(b"{}", mtime=0),
-            r"holds no metrics of .*m\.jsonl\.gz is compressed \(gzip\): wanted plain",
-        ),
+        ("m.jsonl.gz", gzip.compress(b"{}", mtime=0), r"no metrics of .*\.gz is compressed \(gzip\): wanted plain"),
     ],
 )
 @pytest.mark.parametrize("is_folder", [False, True])
@@ -397,24 +387,6 @@ def test_a_log_of_optimizer_steps_alone_is_one_line(tmp_path, invoke):
     for command, *words in ((profile, tmp_path / "sft.log"), (compare, log, tmp_path / "sft.log", "--against", log)):
         said = invoke(command, *words, code=None)
         assert said.endswith("sft.log holds only metrics of optimizer steps, train/…; wanted those of training steps")
-
-
-@pytest.mark.slow
-def test_a_damaged_wandb_file_is_read_where_it_can_be_and_nested_metrics_keep_their_names(tmp_path):
-    wandb = pytest.importorskip("wandb")
-    settings = wandb.Settings(console="off", x_disable_stats=True, silent=True)
-    run = wandb.init(project="p", mode="offline", dir=str(tmp_path), settings=settings)
-    for step in range(1, 21):
-        run.log(
-            {REWARD: step, "a": {"b": 1.0, "c": {"d": 2.0}}, **({"only/here": 3.0} if step == 7 else {})}, step=step
-        )
-    run.finish()
-    wandb.teardown()
-    whole = {step: {REWARD: float(step), "a.b": 1.0, "a.c.d": 2.0} for step in range(1, 21)}
-    assert read(str(tmp_path)).steps == {**whole, 7: {**whole[7], "only/here": 3.0}}
-    (file,) = tmp_path.glob("**/*.wandb")
-    (tmp_path / "run-x.wandb").write_bytes(file.read_bytes().replace(b"only/here", b"only/\xffere"))  # no UTF-8
-    assert read(str(tmp_path / "run-x.wandb")).steps == {step: values for step, values in whole.items() if step != 7}
 
 
 @pytest.mark.parametrize("cut", [str, str.rstrip], ids=["as it is", "without trailing spaces"])

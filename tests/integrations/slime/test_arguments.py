@@ -32,7 +32,9 @@ TWO_FILES = "--custom-config-path my.yaml --custom-config-path=ours.yaml"
 ONE_FILE = r"one --custom-config-path, found my\.yaml and ours\.yaml: put their keys into one"
 GAE_IDLE = "rl-accel: gae has nothing to do: it serves --advantage-estimator ppo, found "
 ADVANTAGES_IDLE = "rl-accel: advantages has nothing to do: it serves --advantage-estimator reinforce_plus_plus, found "
-LOG_AFTER = "log-function-path own.log is called after ours"
+AFTER = "called after ours"
+LOG_AFTER = f"log-function-path own.log is {AFTER}"
+OWN_INIT = "--custom-megatron-init-path own.init"
 OWN = {"advantage_estimator": "ppo", "custom_advantage_function_path": "my.adv"}
 
 
@@ -166,27 +168,15 @@ FITS = r"\(rl-accel slime-config writes a file that fits the flags\)"
 @pytest.mark.parametrize(
     ("features", "variable", "change", "message"),
     [
-        (
-            ["sampler"],
-            "drafts",
-            {},
-            "drafts wants sglang_speculative_algorithm of --custom-config-path = NGRAM, found None",
-        ),
+        (["sampler"], "drafts", {}, "drafts wants sglang_speculative_algorithm of .* = NGRAM, found None"),
         (["sampler"], "gae", {}, r"gae wants custom_megatron_init_path of .* = rl_accel.*\.megatron_init, found None"),
-        (
-            ["drafts"],
-            "",
-            {"rl_accel": {"drafts": {"enable": True, "max_tokens": 4}}},
-            "_draft_tokens of .* = 5, found 9",
-        ),
+        (["drafts"], "", {"rl_accel": {"drafts": {"enable": True, "max_tokens": 4}}}, "tokens of .* = 5, found 9"),
         (["gae", "sampler"], "", {"custom_megatron_init_path": None}, "gae wants custom_megatron_init_path of"),
         (["gae", "sampler"], "", {"custom_megatron_init_path": "my.init"}, ""),  # it may call ours
         (["sampler"], "auto", {}, ""),
     ],
 )
-def test_a_flag_whose_arguments_the_file_has_not_set_is_no_secret(
-    launched, monkeypatch, features, variable, change, message
-):
+def test_a_flag_whose_arguments_the_file_lacks_is_named(launched, monkeypatch, features, variable, change, message):
     monkeypatch.setenv("RL_ACCEL", variable)
     args = launched(features)
     vars(args).update(change)
@@ -214,9 +204,7 @@ def test_modes_for_debugging_say_what_has_nothing_to_do(launched, caplog):
         ({"sampler": {"enable": True}}, None, "by name"),
     ],
 )
-def test_sampler_stays_off_where_further_requests_may_follow_an_abort_unless_named(
-    launched, caplog, features, generate, requested
-):
+def test_sampler_stays_off_where_an_abort_is_not_the_end_unless_named(launched, caplog, features, generate, requested):
     caplog.set_level("INFO", logger="rl_accel")
     args = launched(["sampler"], custom_generate_function_path=generate)
     args.rl_accel = features
@@ -243,8 +231,8 @@ def test_tail_batching_sets_its_arguments(launched, monkeypatch):
         (OWN, [f"{idle}--custom-advantage-function-path my.adv in its place" for idle in (GAE_IDLE, ADVANTAGES_IDLE)]),
         ({"rank": 1}, []),
         (
-            {"advantage_estimator": "ppo", "line": "--custom-megatron-init-path own.init"},
-            [f"{ADVANTAGES_IDLE}ppo", "rl-accel: --custom-megatron-init-path own.init is called after ours"],
+            {"advantage_estimator": "ppo", "line": OWN_INIT},
+            [f"{ADVANTAGES_IDLE}ppo", f"rl-accel: {OWN_INIT} is {AFTER}"],
         ),
     ],
 )

@@ -73,6 +73,4 @@ def test_slimes_function_ends_the_requests_of_a_server_and_returns_when_it_is_id
     finally:
         PATCH.revert()
     stock, ours = seconds.values()
-    print(
-        f"\nseconds: stock {stock}, with the patch {ours}; medians {statistics.median(stock):.2f}, {statistics.median(ours):.2f}"
-    )
+    print(f"\nstock {stock} s, patched {ours} s; medians {statistics.median(stock):.2f}, {statistics.median(ours):.2f}")

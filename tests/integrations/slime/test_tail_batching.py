@@ -94,9 +94,7 @@ def test_rounds_return_exact_batches_and_train_every_prompt_once(start, requests
     assert output.metrics["rl_accel/preemptions"] == 0.0
 
 
-def test_a_cancelled_response_is_stopped_at_the_server_and_its_tokens_are_counted(
-    start, requests_on, plugins, monkeypatch
-):
+def test_a_cancelled_response_stops_at_the_server_and_its_tokens_count(start, requests_on, plugins, monkeypatch):
     from rl_accel.integrations.slime.tail_batching import responses
 
     monkeypatch.setattr(responses, "INSIST_SECONDS", 600.0)  # tokens of an answer that comes too late are estimated
@@ -222,9 +220,7 @@ def test_what_a_generate_function_gives_up_is_handed_over_as_slime_would(start, 
     assert error.endswith("the generate function aborted the response after 4 tokens")
 
 
-def test_dead_servers_cost_what_they_were_generating_and_a_run_without_any_is_resumed(
-    start, requests_on, start_server, plugins
-):
+def test_dead_servers_cost_what_they_generate_and_then_a_run_is_resumed(start, requests_on, start_server, plugins):
     """The first server dies as a whole. Of the second, the process with the model dies, after which SGLang ends the others."""
     servers = dict(start_server() for _ in range(2))
     args, source, rollout = start(*servers, num_rollout=15, rl_accel=NO_RETRY)

@@ -1,7 +1,5 @@
 """verl's configuration, and a Ray job whose driver is the process of the tests."""
 
-import asyncio
-import inspect
 import os
 import shlex
 import signal
@@ -16,16 +14,6 @@ from omegaconf import OmegaConf
 
 SIZES = {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": 4, "critic.ppo_mini_batch_size": 8}
 SIZES |= {"trainer.n_gpus_per_node": 4, "actor_rollout_ref.rollout.tensor_model_parallel_size": 1}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs an asynchronous test in a new event loop, for at most two minutes."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 120))
-    return True
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,7 @@ def sglang(in_loop):
     return in_loop(lambda task: SimpleNamespace(tokenizer_manager=TokenizerManager(), _server_task=task))
 
 
-async def pause_before_032(*, mode="abort", wait_for_inflight_requests=None, clear_cache=True):
+async def pause_of_031(*, mode="abort", wait_for_inflight_requests=None, clear_cache=True):
     return mode, wait_for_inflight_requests, clear_cache
 
 
@@ -94,9 +94,7 @@ async def pause_of_032(*, mode="abort", clear_cache=True):
     return mode, clear_cache
 
 
-@pytest.mark.parametrize(
-    ("pause", "wanted"), [(pause_before_032, ("abort", False, True)), (pause_of_032, ("abort", True))]
-)
+@pytest.mark.parametrize(("pause", "wanted"), [(pause_of_031, ("abort", False, True)), (pause_of_032, ("abort", True))])
 def test_vllm_is_paused_by_verl_also_where_it_no_longer_takes_an_argument_of_verls(in_loop, pause, wanted):
     """The last call of verl 0.9.1's ``abort_all_requests`` is as here."""
 

@@ -238,9 +238,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("feature", "keys", "message"), [(feature, *row) for feature, rows in REFUSED.items() for row in rows]
-)
+@pytest.mark.parametrize(("feature", "keys", "message"), [(name, *row) for name in REFUSED for row in REFUSED[name]])
 def test_what_cannot_work_is_refused_with_key_wanted_and_found(configured, feature, keys, message):
     config = configured({f"rl_accel.{feature}.enable": True, **keys})
     before = plain(config)

@@ -134,27 +134,29 @@ def test_what_changed_in_the_data_comes_from_metrics_telemetry_and_ledgers(call,
     assert "What changed in the data" in output
 
 
-def entry_of_wandb(content):
-    return struct.pack("<IHB", zlib.crc32(b"\1" + content), len(content), 1) + content
+def write_wandb(file, config, gpu="H100"):
+    """An offline run of W&B with ten steps of two seconds."""
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    records = [messages.Record() for _ in range(12)]
+    records[0].environment.gpu_type, records[0].environment.gpu_count = f"NVIDIA {gpu}", 8
+    for key, value in config.items():
+        records[1].run.config.update.add(key=key, value_json=json.dumps(value))
+    for step, record in enumerate(records[2:], 1):
+        record.history.step.num = step
+        for name, value in ((REWARD, step / 10), ("timing_s/step", 2.0)):
+            record.history.item.add(key=name, value_json=json.dumps(value))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as out:
+        out.write(b":W&B\xbe\xe1\x00")
+        for content in (record.SerializeToString() for record in records):
+            out.write(struct.pack("<IHB", zlib.crc32(b"\1" + content), len(content), 1) + content)
 
 
 def test_what_wandb_tells_of_a_run_is_used_and_gpus_that_differ_are_said(call, tmp_path):
-    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     for arm, gpu in (("stock", "H100"), ("tail", "H20")):
         for seed in range(3):
-            records = [messages.Record() for _ in range(12)]
-            records[0].environment.gpu_type, records[0].environment.gpu_count = f"NVIDIA {gpu}", 8
-            config = json.dumps({"seed": seed, "train_batch_size": 16})
-            records[1].run.config.update.add(key="data", value_json=config)
-            for step, record in enumerate(records[2:], 1):
-                record.history.step.num = step
-                for name, value in ((REWARD, step / 10), ("timing_s/step", 2.0)):
-                    record.history.item.add(key=name, value_json=json.dumps(value))
-            entries = [record.SerializeToString() for record in records]
             folder = tmp_path / arm / "wandb" / f"offline-run-20260101_00000{seed}-abc{seed}"
-            folder.mkdir(parents=True)
-            data = b":W&B\xbe\xe1\x00" + b"".join(map(entry_of_wandb, entries))
-            (folder / f"run-abc{seed}.wandb").write_bytes(data)
+            write_wandb(folder / f"run-abc{seed}.wandb", {"data": {"seed": seed, "train_batch_size": 16}}, gpu)
     runs = [sorted((tmp_path / arm / "wandb").iterdir()) for arm in ("stock", "tail")]
     output, summary = call(*runs[0], "--against", *runs[1])
     row = rows_of(summary, "prompts")["tail"]
@@ -284,17 +286,8 @@ def test_a_trainer_that_saves_after_its_step_has_no_negative_rest(call, write, t
     [{"seed": "random"}, {"seed": None}, {"data": "gsm8k", "actor_rollout_ref": None}, {"data": {"seed": [1]}}],
 )
 def test_a_configuration_of_another_form_is_no_error(call, tmp_path, config):
-    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     for arm in ("stock", "tail"):
-        records = [messages.Record() for _ in range(9)]
-        for key, value in config.items():
-            records[0].run.config.update.add(key=key, value_json=json.dumps(value))
-        for step, record in enumerate(records[1:], 1):
-            record.history.step.num = step
-            record.history.item.add(key=REWARD, value_json=json.dumps(step / 10))
-        entries = [record.SerializeToString() for record in records]
-        data = b":W&B\xbe\xe1\x00" + b"".join(map(entry_of_wandb, entries))
-        (tmp_path / f"{arm}.wandb").write_bytes(data)
+        write_wandb(tmp_path / f"{arm}.wandb", config)
     output, _ = call(tmp_path / "stock.wandb", "--against", tmp_path / "tail.wandb")
     assert "its runs pair with none, as neither paths (seedN) nor W&B tell a seed of each" in output
     assert read(str(tmp_path / "stock.wandb")).batch() == (None, None)

@@ -112,11 +112,9 @@ def test_ray_starts_its_workers_as_forks_and_restarts_them(told):
     assert server == again
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("RL_ACCEL_FORK_SERVER", "0"), ("VERL_PLATFORM", "cuda"), ("RAY_ADDRESS", "auto")]
-)
-def test_other_runs_start_python_itself(name, value, tmp_path):
-    code, told = run(PROGRAM, tmp_path, **{name: value})
+@pytest.mark.parametrize("given", ["RL_ACCEL_FORK_SERVER=0", "VERL_PLATFORM=cuda", "RAY_ADDRESS=auto"])
+def test_other_runs_start_python_itself(given, tmp_path):
+    code, told = run(PROGRAM, tmp_path, **dict([given.split("=")]))
     assert code == 0
     assert told["process"][0][0]["inherited"] == []
 
@@ -134,9 +132,7 @@ def test_a_server_in_which_a_library_started_a_thread_does_not_fork(tmp_path):
     assert "without a fork server, because it has 2 threads" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "code"), [(["python-that-is-not-there", "x"], 127), ([sys.executable, "-c", "exit(5)"], 5)]
-)
+@pytest.mark.parametrize(("words", "code"), [(["no-such-program"], 127), ([sys.executable, "-c", "exit(5)"], 5)])
 def test_a_command_that_is_no_program_of_python_runs_as_it_is(words, code, tmp_path):
     with ray_temp_dir() as temp:
         outcome = supervised(words, {"VERL_PLATFORM": "cpu"}, tmp_path, tmp_path / "log", Stop(), lambda: False, temp)

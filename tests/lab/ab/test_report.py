@@ -143,6 +143,7 @@ def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build
     for metrics in ours.values():
         metrics |= {prefix + "tokens_generated": 100.0, prefix + "tokens_wasted": 30.0}
     files = {"accelerated-seed0": {"tail_batching/ledger.jsonl": json.dumps({"step": 1, "trained": ["1:1", "1:2"]})}}
+    files["stock-seed0"] = {"rollouts/1.jsonl": json.dumps({"output": "abc"}) + "\n"}
     rollout = {"report": True, "faster": {"accelerated": 2.0}}
     summary = build({"stock-seed0": records(0.5), "accelerated-seed0": ours}, files=files, rollout=rollout)
     text = (tmp_path / "report.html").read_text()
@@ -150,7 +151,9 @@ def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build
     assert "2.50x" in text
     assert "30.0%" in text
     assert "Do the arms train the same?" not in text
-    for name in ("rollout_seconds", "queue", "reward"):
+    for name in ("rollout_seconds", "queue", "reward", "lengths"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "lengths.png").exists(), "nothing was dumped"
     assert "Mean rollout seconds a step" in shown(summary)
+    (tmp_path / "stock-seed0/rollouts/1.jsonl").unlink()
+    build({"stock-seed0": records(0.5)}, rollout={"report": True})
+    assert not (tmp_path / "lengths.png").exists(), "nothing was dumped"

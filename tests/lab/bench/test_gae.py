@@ -2,14 +2,12 @@
 
 import json
 import shlex
-import time
 
 import pytest
 import torch
 
 from rl_accel.lab.bench import gae as bench
-from rl_accel.lab.bench import helpers
-from rl_accel.lab.bench.helpers import interleaved, peak_extra_bytes
+from rl_accel.lab.bench.helpers import peak_extra_bytes
 
 
 @pytest.mark.slow
@@ -83,23 +81,6 @@ def test_a_contestant_that_would_take_too_long_is_left_out_and_said_so():
     assert bench.expected_seconds("slow", (2, 100_000), [row]) == pytest.approx(100.0)
     assert bench.expected_seconds("slow", (1, 10), [row]) == 0.0
     assert bench.expected_seconds("new", (2, 100_000), [row]) == 0.0
-
-
-def test_how_often_a_function_is_called_depends_on_how_long_it_takes(monkeypatch):
-    monkeypatch.setattr(helpers, "ONCE_S", 0.2)
-    monkeypatch.setattr(helpers, "WARM_S", 0.05)
-    calls = {"quick": 0, "middling": 0, "slow": 0}
-
-    def call(name, seconds):
-        calls[name] += 1
-        time.sleep(seconds)
-
-    functions = {name: lambda n=name, s=s: call(n, s) for name, s in (("quick", 0), ("middling", 0.1), ("slow", 0.3))}
-    timings = interleaved(functions, budget_s=0.15)
-    # quick ones twice, uncounted and counted
-    assert calls == {"quick": 1 + 2 * helpers.MOST, "middling": 1 + helpers.LEAST, "slow": 1}
-    assert timings["middling"].median >= 0.1
-    assert timings["slow"].median >= 0.3
 
 
 def test_lengths_may_be_separated_by_anything_or_be_drawn(tmp_path):

@@ -30,7 +30,7 @@ def plain_logprobs(model, prompt, tokens, temperature=1.0):
     return torch.log_softmax(logits / temperature, -1)
 
 
-@pytest.mark.parametrize("heads", [4, 1], ids=["all-heads", "one-kv-head"])
+@pytest.mark.parametrize("heads", [4, 2, 1])
 def test_greedy_and_sampled_tokens_and_their_logprobs_are_those_of_a_plain_forward(make_model, engine_for, heads):
     """More requests than slots."""
     model = make_model(num_key_value_heads=heads)

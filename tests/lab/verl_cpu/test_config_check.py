@@ -35,9 +35,7 @@ def test_all_that_a_stock_configuration_lacks_is_in_one_message_and_its_advice_t
 
 
 @pytest.mark.parametrize(("interpreter", "is_used"), [(sys.executable, True), (f"{sys.executable}-other", False)])
-def test_workers_are_forks_only_of_a_server_of_the_trainers_own_interpreter(
-    configured, monkeypatch, interpreter, is_used
-):
+def test_workers_are_forks_only_of_the_trainers_own_interpreter(configured, monkeypatch, interpreter, is_used):
     """A launcher in one environment may start a trainer in another, whose workers need what is installed there."""
     monkeypatch.setenv("RL_ACCEL_WORKER_PYTHON", f"{interpreter} fork_client.py socket")
     config = configured(*SHORTCUT)

@@ -177,10 +177,6 @@ async def as_array(args, samples, **kwargs):
     return np.array([each.metadata["score"] for each in samples])
 
 
-async def as_tuple(args, sample, **kwargs):
-    return _act(sample), {"turns": 2}, "why"
-
-
 async def with_acc(args, sample, **kwargs):
     return {"acc": 1.0}
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +16,6 @@ from rl_accel.features import BalanceFlags
 from rl_accel.integrations.verl import engines
 from rl_accel.integrations.verl.balance import client, router
 from rl_accel.lab import verl_cpu
-from rl_accel.lab.cpu_engine.engine import CPUEngine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.rollout.balance import Balance, Instruction
 
@@ -37,15 +36,9 @@ def registered(monkeypatch):
 
 
 @pytest.fixture
-def engine_for(make_model):
-    """``engine_for(**options)`` starts an engine, which ends with the test."""
-    with ExitStack() as engines:
-
-        def start(**options):
-            engine = CPUEngine(make_model(), **{"eos_token_ids": [4], "max_model_len": 128, **options})
-            return engines.enter_context(closing(engine))
-
-        yield start
+def start_engine(engine_for, make_model):
+    """``start_engine(**options)`` starts an engine with a model of its own."""
+    return lambda **options: engine_for(make_model(), **options)
 
 
 class Handle:
@@ -118,13 +111,13 @@ class RandomMoves(Balance):
 
 
 @pytest.fixture
-def balanced(engine_for):
+def balanced(start_engine):
     """``async with balanced() as (router, servers, balancer)``: everything is at rest when it ends."""
 
     @asynccontextmanager
     async def start(replicas=2, slots=16, core=Balance, seconds_per_step=0.005):
         local = router.BalancedRouter.__ray_metadata__.modified_class({})
-        engines = [engine_for(max_num_seqs=slots, seconds_per_step=seconds_per_step) for _ in range(replicas)]
+        engines = [start_engine(max_num_seqs=slots, seconds_per_step=seconds_per_step) for _ in range(replicas)]
         servers = [Server(engine) for engine in engines]
         await local.set_up(ENGINE, {}, slots, BalanceFlags(), True, False)
         local._balance = core(slots, BalanceFlags())
@@ -167,9 +160,9 @@ def of_one_engine(engine, given):
 
 
 @pytest.mark.parametrize(("replicas", "count"), [(2, 100), (4, 200), *MORE])
-async def test_responses_that_move_at_random_are_those_of_one_engine(engine_for, balanced, replicas, count):
+async def test_responses_that_move_at_random_are_those_of_one_engine(start_engine, balanced, replicas, count):
     given = [(prompt, params_of(number)) for number, prompt in enumerate(prompts(count))]
-    expected = of_one_engine(engine_for(max_num_seqs=64), given)
+    expected = of_one_engine(start_engine(max_num_seqs=64), given)
     async with balanced(replicas, core=RandomMoves, seconds_per_step=0.0) as (local, servers, balancer):
         made = await asyncio.gather(*(generate(balancer, str(i), *one) for i, one in enumerate(given)))
         await asyncio.sleep(0)
@@ -188,7 +181,7 @@ def endless(count):
     return [(prompt, params_of(number, ignore_eos=True, max_tokens=30)) for number, prompt in enumerate(prompts(count))]
 
 
-async def test_what_a_dead_server_made_is_made_again_elsewhere_and_without_any_fails_as_in_verl(engine_for, balanced):
+async def test_what_a_dead_server_made_is_made_again_elsewhere_and_without_any_fails_as_in_verl(start_engine, balanced):
     async def dies(**_):
         await asyncio.sleep(0.02)
         raise ActorDiedError()
@@ -201,7 +194,7 @@ async def test_what_a_dead_server_made_is_made_again_elsewhere_and_without_any_f
         servers[1].generate = dies
         requests = [generate(balancer, f"later {i}", *one) for i, one in enumerate(given)]
         failed = await asyncio.gather(*requests, return_exceptions=True)
-    alone = of_one_engine(engine_for(max_num_seqs=64), given)
+    alone = of_one_engine(start_engine(max_num_seqs=64), given)
     assert [output.token_ids for output in made] == [one.token_ids for one in alone]
     assert {repr(error) for error in failed} == {"RuntimeError('No available servers in load balancer')"}
 

@@ -10,6 +10,8 @@ import threading
 import time
 
 import pytest
+from verl.experimental.reward_loop.reward_manager import registry
+from verl.trainer.ppo.reward import load_reward_manager
 
 from rl_accel import process_start
 from rl_accel.errors import ConfigError
@@ -75,15 +77,6 @@ def test_a_hang_costs_its_own_reward_only_and_errors_are_as_in_verl(configure, m
     counted = manager.anchors.take_delta().counts
     assert (counted["executions"], counted["correct"], counted["timeouts"], counted["timeouts_full"]) == (8, 1, 2, 2)
     assert (counted["killed"], counted["errors"]) == (1, 3)
-
-
-def test_errors_may_be_scores(configure, manager_of, responses, score, caplog):
-    manager = manager_of(configure(SYNC, {**QUICK, "score_errors": True}))
-    scores = score(manager, responses("7", "die", "raise", "nan", "none"))
-    assert [item["reward_score"] for item in scores] == [1.0, -1.0, -1.0, -1.0, -1.0]
-    warnings = [record.message for record in caplog.records if "no reward for" in record.message]
-    assert len(warnings) == 4, "the first of each kind"
-    assert any("ValueError: no such thing" in line for line in warnings)
 
 
 def test_the_full_budget_is_the_frameworks_or_the_users(configure, manager_of, mine):
@@ -222,20 +215,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, rules, re
 """
 
 
-def test_what_is_the_same_in_all_calls_is_the_same_object_as_in_verl(
-    configure, configured, responses, score, tokenizer
-):
+def test_what_is_the_same_in_all_calls_is_the_same_object(configure, configured, responses, score, tokenizer):
     """If these objects crossed in each call, each call would pickle verl's whole configuration and a tokenizer."""
-    from verl.trainer.ppo.reward import load_reward_manager
-
     rules = {"weights": [1.0, 0.5], "name": "${trainer.project_name}"}
     keys = {"reward.custom_reward_function.reward_kwargs": {"rules": rules}, "trainer.project_name": "abc"}
     ours = configure(KEEPS, keys=keys)
     stock = configured({"reward.custom_reward_function.path": ours.reward.custom_reward_function.path, **keys})
     given = {"reward_router_address": "localhost:1", "reward_model_tokenizer": tokenizer}
-    results = [
-        score(load_reward_manager(config, tokenizer, **given), responses("7", "7", "7")) for config in (stock, ours)
-    ]
+    managers = [load_reward_manager(config, tokenizer, **given) for config in (stock, ours)]
+    results = [score(manager, responses("7", "7", "7")) for manager in managers]
     assert results[0] == results[1]
     assert [item["reward_score"] for item in results[0]] == [1.5] * 3
 
@@ -284,6 +272,24 @@ def test_modules_that_verl_imports_for_the_user_are_imported_where_the_function_
     assert found["reward_score"] == 0.75
 
 
+async def test_a_call_that_is_cancelled_kills_its_execution(configure, manager_of, responses, tmp_path, gone):
+    file = tmp_path / "pid"
+    begins = f"import os, time\nfrom pathlib import Path\n\nFILE = Path({str(file)!r})\n"
+    hangs = "def compute_score(**_):\n    FILE.write_text(str(os.getpid()))\n    time.sleep(600)\n"
+    manager = manager_of(configure(begins + hangs))
+    manager.loop = manager.held.loop = asyncio.get_running_loop()
+    (response,) = responses("7")
+    scoring = asyncio.create_task(manager.run_single(response))
+    while not (file.exists() and file.read_text()):
+        await asyncio.sleep(0.01)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    while not gone(file):
+        await asyncio.sleep(0.01)
+    await manager.close()
+
+
 CUSTOM = """
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
@@ -293,11 +299,13 @@ class Mine(RewardManagerBase):
         assert config.reward.reward_manager.name == "Mine", "it sees its own configuration"
 
     async def run_single(self, data):
+"""
+ONE_CALL = f"""{CUSTOM}
         assert not any("rl_accel" in name for name in data.non_tensor_batch)
-        score = self.compute_score("test", "7", "7", {"index": 1})
+        score = self.compute_score("test", "7", "7", {{"index": 1}})
         if AWAITS:
             score = await score
-        return {"reward_score": score if not AWAITS else score["score"] * 2, "reward_extra_info": {}}
+        return {{"reward_score": score if not AWAITS else score["score"] * 2, "reward_extra_info": {{}}}}
 """
 
 
@@ -313,12 +321,13 @@ def mine(tmp_path):
     return write
 
 
-def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configure, responses, score, mine):
-    awaits = configure(SYNC, keys=mine("AWAITS = True\n" + CUSTOM))
+def test_a_manager_of_the_users_that_awaits_is_held_and_another_fails_in_one_line(configure, responses, score, mine):
+    awaits = configure(SYNC, keys=mine("AWAITS = True\n" + ONE_CALL))
     assert score(awaits, responses("8"))[0]["reward_score"] == 2.0
-    (refused,) = score(configure(SYNC, keys=mine("AWAITS = False\n" + CUSTOM)), responses("8"))
-    assert isinstance(refused, ConfigError)
-    assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
+    for source in (ONE_CALL, ONE_CALL.replace("score if not AWAITS", "2 * score if not AWAITS")):
+        (refused,) = score(configure(SYNC, keys=mine("AWAITS = False\n" + source)), responses("8"))
+        assert isinstance(refused, ConfigError), refused
+        assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
 
 
 PARTS = """
@@ -329,16 +338,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         time.sleep(3.0)
     return 1.0
 """
-TWO_CALLS = """
-from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
-
-class Mine(RewardManagerBase):
-    def __init__(self, config, tokenizer, compute_score, **others):
-        super().__init__(config, tokenizer, compute_score)
-
-    async def run_single(self, data):
-        parts = [await self.compute_score("test", text, "7", {}) for text in ("quick", "slow")]
-        return {"reward_score": sum(parts), "reward_extra_info": {}}
+TWO_CALLS = f"""{CUSTOM}
+        parts = [await self.compute_score("test", text, "7", {{}}) for text in ("quick", "slow")]
+        return {{"reward_score": sum(parts), "reward_extra_info": {{}}}}
 """
 
 
@@ -349,17 +351,10 @@ def test_each_call_that_a_manager_makes_for_a_response_has_its_own_limit(configu
     assert sorted(round(wall) for wall, _, _ in manager.anchors.timeout.anchors().values()) == [0, 3]
 
 
-OWN_PARAMETERS = """
-from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
-
-class Mine(RewardManagerBase):
-    def __init__(self, config, tokenizer, compute_score, **others):
-        super().__init__(config, tokenizer, compute_score)
-
-    async def run_single(self, data):
-        notes = {}
+OWN_PARAMETERS = f"""{CUSTOM}
+        notes = {{}}
         score = self.compute_score("a", "b", "c", None, 5, notes=notes)
-        return {"reward_score": (score if isinstance(score, int) else await score), "reward_extra_info": notes}
+        return {{"reward_score": (score if isinstance(score, int) else await score), "reward_extra_info": notes}}
 """
 
 
@@ -413,28 +408,13 @@ HELPERS = """
 """
 
 
-def test_a_registered_manager_whose_source_never_awaits_is_refused_at_the_start(
-    configured, mine, monkeypatch, tmp_path
-):
-    from verl.experimental.reward_loop.reward_manager import registry
-
-    mine(
-        "class Mine:\n    async def run_single(self, data):\n        return {'reward_score': self.compute_score('7')}\n"
-    )
+def test_a_registered_manager_that_never_awaits_is_refused_at_the_start(configured, mine, monkeypatch, tmp_path):
+    mine("class Mine:\n    async def run_single(self, data):\n        return {'score': self.compute_score('7')}\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(registry.REWARD_MANAGER, "own", importlib.import_module("mine").Mine)
     config = configured({"rl_accel.reward_timeout.enable": True, "reward.reward_manager.name": "own"})
     with pytest.raises(ConfigError, match=r"awaits its compute_score.*found own of .*mine\.py"):
         config_intake.in_driver(config)
-
-
-def test_a_manager_that_never_awaits_and_whose_source_does_not_show_it_fails_in_one_line(
-    configure, responses, score, mine
-):
-    keys = mine("AWAITS = False\n" + CUSTOM.replace("score if not AWAITS", "2 * score if not AWAITS"))
-    (refused,) = score(configure(SYNC, keys=keys), responses("8"))
-    assert isinstance(refused, ConfigError), refused
-    assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
 
 
 @pytest.mark.parametrize(
@@ -452,9 +432,7 @@ def test_a_manager_that_never_awaits_and_whose_source_does_not_show_it_fails_in_
     ],
 )
 def test_a_manager_whose_source_never_awaits_is_refused_at_the_start(configured, mine, scored, refused):
-    keys = mine(
-        f"class Mine:\n    async def run_single(self, data):\n        return {{'reward_score': {scored}}}\n{HELPERS}"
-    )
+    keys = mine(f"class Mine:\n    async def run_single(self, data):\n        return {{'score': {scored}}}\n{HELPERS}")
     config = configured({"rl_accel.reward_timeout.enable": True, **keys})
     wanted = r"reward_manager\.name = a manager that awaits its compute_score.*found Mine of"
     with pytest.raises(ConfigError, match=wanted) if refused else contextlib.nullcontext():
