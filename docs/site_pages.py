@@ -15,6 +15,8 @@ _ROOT_PAGES = {
 }
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LATER_CELL = re.compile(r"(?<=</td>)\s*<td\b.*?</td>", re.DOTALL)
+_CODE = re.compile(r"<code>[^<]*</code>")
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):<code>~?([\w.]+)</code>")
 
 
@@ -47,7 +49,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Turn Sphinx roles from docstrings (``:class:`~a.b.C```) into links to the object that they name."""
-    return _ROLE.sub(
+    """Turn Sphinx roles from docstrings (``:class:`~a.b.C```) into links.
+
+    Long names in a table may break after a "_", but for those of the first column.
+    """
+    html = _ROLE.sub(
         lambda r: f'<autoref identifier="{r[1]}" optional><code>{r[1].split(".")[-1]}</code></autoref>', html
     )
+    return _LATER_CELL.sub(lambda cell: _CODE.sub(lambda code: code[0].replace("_", "_<wbr>"), cell[0]), html)
