@@ -60,11 +60,10 @@ def test_without_a_flag_only_what_reads_flags_is_touched_and_disable_puts_it_bac
 
 @pytest.mark.slow
 def test_from_import_to_disable_nothing_is_touched_beyond_what_is_asked_for(python):
-    """Processor time is asserted, not wall time: the machine is shared, and the work is all ours to count."""
     python(
         SNAPSHOT
         + """
-    import time, verl, rl_accel
+    import verl, rl_accel
 
     def ours():
         return {name for name, item in objects().items() if hasattr(item, "__rl_accel_patch__")}
@@ -91,9 +90,9 @@ def test_from_import_to_disable_nothing_is_touched_beyond_what_is_asked_for(pyth
 
     for name in [name for name in sys.modules if name.startswith("rl_accel")]:
         del sys.modules[name]
-    start = time.process_time()
     import rl_accel.integrations.verl.plugin
-    assert time.process_time() - start < 0.050
+    heavy = ("drafts", "lab", "ops", "parallel", "plan", "reward", "rollout")  # every process of verl imports the plugin
+    assert not [name for name in sys.modules if name.startswith(tuple(f"rl_accel.{part}" for part in heavy))]
     """
     )
 
