@@ -69,7 +69,7 @@ def print_bounds(slots: int) -> None:
 
 
 def row(slots: int, cache: float) -> str:
-    """Returns a row of the table, for replicas with this number of ``slots`` and a ``cache`` of so many tokens."""
+    """Returns a row of the table. Each replica has ``slots`` slots and a cache of ``cache`` tokens."""
     replica = replace(published.engine_of_model("qwen2.5-14b"), slots=slots, cache_tokens=cache)
     seconds, moves = defaultdict(list), []
     for seed in range(SEEDS):

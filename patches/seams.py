@@ -74,7 +74,8 @@ def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
 def modules_of(home: str) -> list[ModuleType]:
     """Imports the module ``home`` and the direct submodules of ``home``. Returns these modules and the adapters that they import.
 
-    Adapters are the modules beside ``home``: for ``rl_accel.integrations.verl.balance``, all of ``rl_accel.integrations.verl``.
+    Adapters are the modules in the parent package of ``home``: for ``rl_accel.integrations.verl.balance``, all modules of
+    ``rl_accel.integrations.verl``.
 
     Raises:
         PatchRefused: a module cannot be imported.
