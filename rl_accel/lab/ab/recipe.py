@@ -175,10 +175,6 @@ class Recipe:
     rollout: RolloutSection = field(default_factory=RolloutSection)
 
 
-_ADDED = ("overrides",)
-_MERGED = ("env", "metrics", "checks", "rollout")
-
-
 def parse_margin(text: str) -> tuple[float, bool]:
     """Parses ``Metrics.margin``. Returns the size of the margin, and True if this size is a share of the baseline's gain.
 
@@ -205,7 +201,7 @@ def load(path: Path, platform: str | None = None) -> Recipe:
         RecipeError: the file cannot be read, is not YAML, or does not fit :class:`Recipe`; the message names the file
             and the key, the expected and the actual value and, for an unknown key, the nearest known key.
     """
-    values = _read(path, ())
+    values = _read(path)
     platforms = values.pop("platforms", {})
     if not isinstance(platforms, dict) or not all(isinstance(changes, dict) for changes in platforms.values()):
         raise RecipeError(f"{path}: platforms wants a mapping from names to keys of a recipe, found {platforms!r}")
@@ -215,7 +211,7 @@ def load(path: Path, platform: str | None = None) -> Recipe:
             f"--platform: {path} has no platform {platform!r}{did_you_mean(platform, platforms)}; {there_are}"
         )
     if platforms:
-        values = _merge(values, _extended(platforms[platform or next(iter(platforms))], path, ()))
+        values = _merge(values, _extended(platforms[platform or next(iter(platforms))], path))
     recipe: Recipe = _typed(Recipe, values, str(path), "")
     for problem in _problems(recipe):
         raise RecipeError(f"{path}: {problem}")
@@ -229,42 +225,50 @@ def save(recipe: Recipe, path: Path) -> None:
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(recipe))))
 
 
-def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
+def _read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Returns the content of a recipe file, merged into the content of the base recipe if the file has a key ``extends``.
 
     ``extended_by``: files of the recipes that extend this one; used to detect a cycle.
     """
     try:
         text = path.read_text()
+        parsed = OmegaConf.create(text)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-    return _extended(_parse(text, str(path)), path, extended_by)
+    except OmegaConfBaseException as error:
+        raise RecipeError(f"{path}: {error.full_key or 'recipe'}: {first_line(error)}") from error
+    except Exception as error:  # yaml and OmegaConf raise unrelated classes for text that is not YAML
+        raise RecipeError(f"{path} is not valid YAML: {one_line(error)}") from error
+    # OmegaConf takes a single word for a key without a value
+    if not isinstance(parsed, DictConfig) or (len(parsed) == 1 and next(iter(parsed)) == text.strip()):
+        raise RecipeError(f"{path}: a recipe is a mapping with the keys {_keys(Recipe)}")
+    return _extended(_plain(parsed), path, extended_by)
 
 
-def _extended(recipe: dict[str, Any], path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
+def _extended(recipe: dict[str, Any], path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Returns ``recipe`` merged into the base recipe that its key ``extends`` names; ``recipe`` itself without this key.
 
     ``path``: file of ``recipe``. ``extended_by``: as in :func:`_read`.
     """
     if "extends" not in recipe:
         return recipe
-    recipe = dict(recipe)
     base_name = recipe.pop("extends")
     if not isinstance(base_name, str):
         raise RecipeError(f"{path}: extends wants the name of a recipe file, found {base_name!r}")
     base_path = (path.parent / base_name).resolve()
-    if base_path in (*extended_by, path.resolve()):
+    extended_by = (*extended_by, path.resolve())
+    if base_path in extended_by:
         raise RecipeError(f"{path}: extends {base_name}, which extends this recipe in turn")
-    return _merge(_read(base_path, (*extended_by, path.resolve())), recipe)
+    return _merge(_read(base_path, extended_by), recipe)
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         before = base.get(key)
-        if key in _ADDED and isinstance(value, list) and isinstance(before, list):
+        if key == "overrides" and isinstance(value, list) and isinstance(before, list):
             value = before + value
-        elif key in _MERGED and isinstance(value, dict) and isinstance(before, dict):
+        elif key in ("env", "metrics", "checks", "rollout") and isinstance(value, dict) and isinstance(before, dict):
             value = before | value
         elif key == "platforms" and isinstance(value, dict) and isinstance(before, dict):
             value = before | {name: _merge(before.get(name) or {}, value[name] or {}) for name in value}
@@ -272,26 +276,12 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _parse(text: str, source: str) -> dict[str, Any]:
-    try:
-        parsed = OmegaConf.create(text)
-    except OmegaConfBaseException as error:
-        raise RecipeError(f"{source}: {error.full_key or 'recipe'}: {first_line(error)}") from error
-    except Exception as error:  # yaml and OmegaConf raise unrelated classes for text that is not YAML
-        raise RecipeError(f"{source} is not valid YAML: {one_line(error)}") from error
-    if not isinstance(parsed, DictConfig) or (len(parsed) == 1 and next(iter(parsed)) == text.strip()):
-        raise RecipeError(f"{source}: a recipe is a mapping with the keys {_keys(Recipe)}")
-    return _plain(parsed)
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    container: Any = OmegaConf.to_container(config, resolve=False)
-    return {str(key): value for key, value in container.items()}
+def _plain(config: DictConfig) -> Any:
+    return OmegaConf.to_container(config, resolve=False)
 
 
 def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
-    """Converts ``values`` to an object of the dataclass ``schema``. ``source``, ``where``: file and dotted key for error
-    messages."""
+    """Converts ``values`` to an object of the dataclass ``schema``. Errors name ``source``, a file, and ``where``, a dotted key."""
     if not isinstance(values, Mapping):
         raise RecipeError(f"{source}: {where} wants a mapping with the keys {_keys(schema)}, found {values!r}")
     hints, converted = get_type_hints(schema), {}
@@ -349,7 +339,15 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name, arm in recipe.arms.items():
         if arm.seeds is not None and not (arm.seeds and set(arm.seeds) <= set(recipe.seeds)):
             yield f"arms.{name}.seeds wants some of {recipe.seeds}, found {arm.seeds}"
-    yield from _problems_of_numbers(recipe)
+    metrics = recipe.metrics
+    numbers = (("nodes", recipe.nodes, 1), ("gpus", recipe.gpus, 1), ("metrics.warmup_steps", metrics.warmup_steps, 0))
+    for key, value, minimum in numbers:
+        if value < minimum:
+            yield f"{key} wants at least {minimum}, found {value}"
+    if recipe.timeout_s is not None and not recipe.timeout_s > 0:
+        yield f"timeout_s wants a number above 0, found {recipe.timeout_s}"
+    if metrics.average not in AVERAGES:
+        yield f"metrics.average wants one of {', '.join(AVERAGES)}, found {metrics.average!r}"
     yield from _problems_of_checks(recipe)
     for where, env in [("env", recipe.env), *((f"arms.{name}.env", arm.env) for name, arm in recipe.arms.items())]:
         for key, value in env.items():
@@ -367,21 +365,6 @@ def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
         yield f"steps wants at least 1, found {recipe.steps}"
 
 
-def _problems_of_numbers(recipe: Recipe) -> Iterator[str]:
-    numbers = (
-        ("nodes", recipe.nodes, 1),
-        ("gpus", recipe.gpus, 1),
-        ("metrics.warmup_steps", recipe.metrics.warmup_steps, 0),
-    )
-    for key, value, minimum in numbers:
-        if value < minimum:
-            yield f"{key} wants at least {minimum}, found {value}"
-    if recipe.timeout_s is not None and not recipe.timeout_s > 0:
-        yield f"timeout_s wants a number above 0, found {recipe.timeout_s}"
-    if recipe.metrics.average not in AVERAGES:
-        yield f"metrics.average wants one of {', '.join(AVERAGES)}, found {recipe.metrics.average!r}"
-
-
 def _problems_of_checks(recipe: Recipe) -> Iterator[str]:
     stages = [*recipe.metrics.stages, recipe.metrics.step]
     for stage in recipe.checks.faster:
@@ -393,8 +376,8 @@ def _problems_of_checks(recipe: Recipe) -> Iterator[str]:
                 yield f"rollout.{key}.{arm} is no arm to compare{did_you_mean(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}"
     for name in recipe.checks.warn_only:
         if name not in CHECK_NAMES:
-            known = ", ".join(CHECK_NAMES)
-            yield f"checks.warn_only: unknown check {name!r}{did_you_mean(name, CHECK_NAMES)}; checks are {known}"
+            hint = did_you_mean(name, CHECK_NAMES)
+            yield f"checks.warn_only: unknown check {name!r}{hint}; checks are {', '.join(CHECK_NAMES)}"
 
 
 @dataclass(frozen=True)
@@ -442,8 +425,7 @@ def plan_runs(
             )
     if not arms or len(set(arms)) < len(arms):
         raise RecipeError(f"--arms wants different arms, found {', '.join(arms) or 'nothing'}")
-    own_seeds = {name: arm.seeds for name, arm in recipe.arms.items() if arm.seeds is not None}
-    runs = [(arm, seed) for seed in seeds for arm in arms if seed in own_seeds.get(arm, seeds)]
+    runs = [(arm, seed) for seed in seeds for arm in arms if seed in (recipe.arms[arm].seeds or seeds)]
     return [_plan(recipe, recipe_dir, out, arm, seed, steps) for arm, seed in runs]
 
 
