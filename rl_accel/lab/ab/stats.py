@@ -128,21 +128,19 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
     average = np.median if names.average == "median" else np.mean
     rows = []
     for stage in [*names.stages, OTHER, names.step]:
+        seconds = {name: by_stage.get(stage, {}) for name, by_stage in times.items()}
         row: dict[str, Any] = {"stage": stage, "arms": {}, "ratios": {}}
         for arm in arms:
-            values = [v for run in runs if run.arm == arm for v in times[run.name].get(stage, {}).values()]
+            values = [value for run in runs if run.arm == arm for value in seconds[run.name].values()]
             if values:
                 numbers = {"median": float(np.median(values)), "mean": float(np.mean(values)), "steps": len(values)}
                 row["arms"][arm] = numbers
-        for arm in (arm for arm in arms if arm != baseline):
-            couples = [
-                (times[base.name], times[other.name]) for base, other in pairs(runs, baseline) if other.arm == arm
-            ]
-            both = _paired_times(couples, stage)
-            if len(both):
-                speedup = ratio(both[:, 0], both[:, 1], average, paired=True)
-                saved = float(average(both[:, 0]) - average(both[:, 1]))
-                row["ratios"][arm] = {**speedup, "pairs": len(both), "saved_s": saved}
+            couples = [(seconds[a.name], seconds[b.name]) for a, b in pairs(runs, baseline) if b.arm == arm]
+            both = [(a[step], b[step]) for a, b in couples for step in sorted(a.keys() & b.keys())]
+            if both:
+                base, other = np.array(both).T
+                saved = float(average(base) - average(other))
+                row["ratios"][arm] = {**ratio(base, other, average, paired=True), "pairs": len(both), "saved_s": saved}
         if row["arms"]:
             rows.append(row)
     return rows
@@ -173,12 +171,6 @@ def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, Run
     for run in runs:
         if run.arm != baseline and run.seed in base:
             yield base[run.seed], run
-
-
-def _paired_times(couples: Iterable[tuple[Any, Any]], stage: str) -> npt.NDArray[np.float64]:
-    stages = [(base.get(stage, {}), other.get(stage, {})) for base, other in couples]
-    both = [(base[step], other[step]) for base, other in stages for step in sorted(base.keys() & other.keys())]
-    return np.array(both, dtype=np.float64).reshape(-1, 2)
 
 
 def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
@@ -228,7 +220,6 @@ def differences(base: RunData, other: RunData) -> dict[str, Any]:
     metrics = sorted(compared(set().union(*(run.steps[step] for run in (base, other) for step in steps))))
     for name in metrics:
         values = [(step, base.steps[step].get(name), other.steps[step].get(name)) for step in steps]
-        values = [(step, a, b) for step, a, b in values if (a, b) != (None, None)]
         differing = [(step, a, b) for step, a, b in values if not same(a, b)]
         if not differing:
             continue
@@ -246,18 +237,15 @@ def differences(base: RunData, other: RunData) -> dict[str, Any]:
                 "abs": gap,
                 "rel": gap / scale if gap is not None and scale > 0 else None,
                 "max_abs": max(gaps, default=None),
-                "steps_compared": len(values),
+                "steps_compared": sum((a, b) != (None, None) for _, a, b in values),
                 "steps_differing": len(differing),
             }
         )
     order = list(_PHASES)
     rows.sort(key=lambda row: (row["step"], order.index(row["phase"]), row["metric"]))
     identical = {phase(name) for name in metrics} - {row["phase"] for row in rows} - {OTHER}
-    return {
-        "metrics_compared": len(metrics),
-        "identical_phases": [label for label in order if label in identical],
-        "rows": rows,
-    }
+    phases = sorted(identical, key=order.index)
+    return {"metrics_compared": len(metrics), "identical_phases": phases, "rows": rows}
 
 
 def compared(metrics: Iterable[str]) -> list[str]:
@@ -316,19 +304,22 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
     - ``lost``: largest logged number of lost prompts.
     - ``lengths``: lengths of the responses trained on (:func:`length_distribution`).
     """
+    rows = []
     kinds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
     seconds = {arm: list(itertools.chain(*by_kind.values())) for arm, by_kind in kinds.items()}
-    rows = []
     for arm in arms:
         runs_of_arm = [run for run in runs if run.arm == arm]
-        row: dict[str, Any] = {"arm": arm, "seconds": float(np.mean(seconds[arm])) if seconds[arm] else None}
         of_kinds = [(kind, kinds[arm][kind]) for kind in (*KINDS, ALL) if kind in kinds[arm]]
-        row["kinds"] = {kind: {"steps": len(s), "seconds": float(np.mean(s))} for kind, s in of_kinds}
         base = seconds.get(recipe.baseline, []) if arm != recipe.baseline else []
-        row |= ratio(base, seconds[arm], np.mean, paired=False)
-        row |= _token_statistics(runs_of_arm)
-        row["lost"] = max(_values_of(runs_of_arm, _LOST), default=None)
-        row["lengths"] = length_distribution(file for run in runs_of_arm for file in run.files("rollouts/*.jsonl"))
+        row: dict[str, Any] = {
+            "arm": arm,
+            "seconds": float(np.mean(seconds[arm])) if seconds[arm] else None,
+            "kinds": {kind: {"steps": len(s), "seconds": float(np.mean(s))} for kind, s in of_kinds},
+            **ratio(base, seconds[arm], np.mean, paired=False),
+            **_token_statistics(runs_of_arm),
+            "lost": max(_values_of(runs_of_arm, _LOST), default=None),
+            "lengths": length_distribution(file for run in runs_of_arm for file in run.files("rollouts/*.jsonl")),
+        }
         rows.append(row)
     ledgers = {run.name: file for run in runs for file in run.files(LEDGER)}
     in_rounds = [run.name for run in runs if any(kind_of(metrics) != ALL for metrics in run.steps.values())]
@@ -436,33 +427,29 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
 
     A ledger does not tell the size of an epoch: the largest prompt number of all epochs is taken, or of the last epoch for itself.
     """
-    odd_steps = []
-    counts: dict[str, Counter[tuple[int, int]]] = {name: Counter() for name in ("trained", "rejected", "failed")}
-    for entry in _read_json_lines(path):
-        if batch is not None and len(entry.get("trained", ())) != batch:
-            odd_steps.append(entry.get("step"))
-        for name, counter in counts.items():
-            for prompt_id in entry.get(name, ()):
-                epoch, row = prompt_id.split(":")
-                counter[int(epoch), int(row)] += 1
-    trained = counts["trained"]
-    known = set().union(*counts.values())
+    entries = list(_read_json_lines(path))
+    trained, rejected, failed = (
+        Counter(tuple(map(int, prompt.split(":"))) for entry in entries for prompt in entry.get(name, ()))
+        for name in ("trained", "rejected", "failed")
+    )
+    known = trained.keys() | rejected.keys() | failed.keys()
     epochs = []
     last_epoch = max((epoch for epoch, _ in known), default=0)
     for epoch in range(1, last_epoch + 1):
-        taken = max(row for number, row in known if number == epoch or epoch < last_epoch)
-        seen = [trained[epoch, row] for row in range(1, taken + 1)]
+        prompts = max(row for number, row in known if number == epoch or epoch < last_epoch)
+        seen = [trained[epoch, row] for row in range(1, prompts + 1)]
         epochs.append(
             {
                 "epoch": epoch,
-                "prompts": taken,
+                "prompts": prompts,
                 "once": seen.count(1),
                 "again": sum(count > 1 for count in seen),
-                "rejected": sum(number == epoch for number, _ in counts["rejected"]),
-                "failed": sum(number == epoch for number, _ in counts["failed"]),
-                "missing": sum((epoch, row) not in known for row in range(1, taken + 1)),
+                "rejected": sum(number == epoch for number, _ in rejected),
+                "failed": sum(number == epoch for number, _ in failed),
+                "missing": sum((epoch, row) not in known for row in range(1, prompts + 1)),
             }
         )
+    odd_steps = [entry.get("step") for entry in entries if batch not in (None, len(entry.get("trained", ())))]
     return {"epochs": epochs, "odd_steps": odd_steps}
 
 
