@@ -62,15 +62,19 @@ def run_checks(
         stages, rollout, convergence: sections of ``summary.json``; ``rollout`` is None if the recipe does not ask for this section.
         asked: number of runs that the user requested, started or not.
     """
-    checks = [
-        _completed(results, asked),
-        _identical(recipe, runs),
-        _rollout_probs_diff(recipe, runs),
-        _reward_gain(recipe, runs),
-        _faster(recipe, stages),
-        *(_rollout_checks(recipe, rollout, convergence) if rollout else []),
-    ]
-    return [replace(check, warn_only=check.name in recipe.checks.warn_only) for check in checks if check is not None]
+    wanted = recipe.checks
+    checks = [_completed(results, asked)]
+    if wanted.identical:
+        checks.append(_identical(recipe, runs))
+    if wanted.rollout_probs_diff is not None:
+        checks.append(_rollout_probs_diff(wanted.rollout_probs_diff, runs))
+    if wanted.reward_gain is not None:
+        checks.append(_reward_gain(wanted.reward_gain, recipe.metrics.reward, runs))
+    if wanted.faster:
+        checks.append(_faster(recipe, stages))
+    if rollout:
+        checks += _rollout_checks(recipe, rollout, convergence)
+    return [replace(check, warn_only=check.name in wanted.warn_only) for check in checks]
 
 
 def _completed(results: Sequence[RunResult], asked: int) -> Check:
@@ -80,11 +84,8 @@ def _completed(results: Sequence[RunResult], asked: int) -> Check:
     return _check("completed", lines, green=f"{asked} of {asked} runs trained all their steps")
 
 
-def _identical(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
-    metrics = recipe.checks.identical
-    if not metrics:
-        return None
-    lines, compared = [], 0
+def _identical(recipe: Recipe, runs: Sequence[RunData]) -> Check:
+    metrics, lines, compared = recipe.checks.identical, [], 0
     for (base, other), metric in itertools.product(pairs(runs, recipe.baseline), metrics):
         steps = [s for s in base.steps if metric in base.steps[s] and metric in other.steps.get(s, {})]
         compared += len(steps)
@@ -98,38 +99,28 @@ def _identical(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
     return _check("identical", lines, green=green, skipped=_NO_PAIR)
 
 
-def _rollout_probs_diff(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
-    limit = recipe.checks.rollout_probs_diff
-    if limit is None:
-        return None
+def _rollout_probs_diff(limit: float, runs: Sequence[RunData]) -> Check:
     values = [(m[_PROBS_DIFF], step, run) for run in runs for step, m in run.steps.items() if _PROBS_DIFF in m]
-    if not values:
-        skipped = f"no {_PROBS_DIFF} logged: set rollout.calculate_log_probs=True"
-        return Check("rollout_probs_diff", SKIPPED, skipped)
-    # NaN means that verl could not compare the probabilities. NaN must not pass as a small difference.
-    worst, step, run = max(values, key=lambda item: math.inf if math.isnan(item[0]) else item[0])
-    text = f"largest {worst:.3g} ({run.arm} seed {run.seed}, step {step}), allowed {limit:g}"
-    return _check("rollout_probs_diff", [(worst <= limit, text)])
+    lines = []
+    if values:
+        # NaN means that verl could not compare the probabilities. NaN must not pass as a small difference.
+        worst, step, run = max(values, key=lambda item: math.inf if math.isnan(item[0]) else item[0])
+        text = f"largest {worst:.3g} ({run.arm} seed {run.seed}, step {step}), allowed {limit:g}"
+        lines.append((worst <= limit, text))
+    skipped = f"no {_PROBS_DIFF} logged: set rollout.calculate_log_probs=True"
+    return _check("rollout_probs_diff", lines, skipped=skipped)
 
 
-def _reward_gain(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
-    least = recipe.checks.reward_gain
-    if least is None:
-        return None
+def _reward_gain(least: float, metric: str, runs: Sequence[RunData]) -> Check:
     lines = []
     for run in runs:
-        change = gain(run, recipe.metrics.reward)
-        if change is None:
-            lines.append((False, f"{run.arm} seed {run.seed}: too few values of {recipe.metrics.reward}"))
-        else:
-            text = f"{run.arm} seed {run.seed}: {change['before']:.3f} to {change['after']:.3f}"
-            lines.append((change["gain"] >= least, text))
+        change = gain(run, metric)
+        text = f"{change['before']:.3f} to {change['after']:.3f}" if change else f"too few values of {metric}"
+        lines.append((change is not None and change["gain"] >= least, f"{run.arm} seed {run.seed}: {text}"))
     return _check("reward_gain", lines, wanted=f"wanted a gain of at least {least:g}")
 
 
-def _faster(recipe: Recipe, stages: Sequence[Any]) -> Check | None:
-    if not recipe.checks.faster:
-        return None
+def _faster(recipe: Recipe, stages: Sequence[Any]) -> Check:
     rows = {row["stage"]: row["ratios"] for row in stages}
     arms, lines = list(rows.get(recipe.metrics.step, {})), []
     for (stage, least), arm in itertools.product(recipe.checks.faster.items(), arms):
@@ -142,17 +133,17 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Map
     rows = {row["arm"]: row for row in rollout["arms"]}
     for name, (key, column, holds, form) in _BOUNDS.items():
         bounds: Mapping[str, float] = getattr(recipe.rollout, key)
-        lines = []
+        lines, skipped = [], "no such arm was run"
         for arm, bound in bounds.items():
-            if arm in rows:  # the option --arms may select only some of the recipe's arms
+            if column == "ratio" and recipe.baseline not in rows:
+                skipped = f"{recipe.baseline} was not run"
+            elif arm in rows:  # the option --arms may select only some of the recipe's arms
                 value = rows[arm].get(column)
                 text = f"{arm} {cell_text(value, form)}, wanted {cell_text(bound, form)}"
                 is_good = value is not None and holds(value, bound)
                 lines.append((is_good, f"{arm}: not measured" if value is None else text))
-        if bounds and column == "ratio" and recipe.baseline not in rows:
-            yield Check(name, SKIPPED, f"{recipe.baseline} was not run")
-        elif bounds:
-            yield _check(name, lines, skipped="no such arm was run")
+        if bounds:
+            yield _check(name, lines, skipped=skipped)
     if (limit := recipe.rollout.same_reward) is not None:
         lines = []
         for row in convergence["rows"]:

@@ -99,11 +99,9 @@ def decide(base: Array, other: Array, margin: Array, paired: bool) -> npt.NDArra
     if min(base.shape[-1], other.shape[-1]) < MIN_SEEDS:
         return np.full(base.shape[:-1], NOT_ENOUGH)
     above_low, below_high = _test(paired, base - margin, other, "greater"), _test(paired, base + margin, other, "less")
-    below_low, above_high = _test(paired, base - margin, other, "less"), _test(paired, base + margin, other, "greater")
-    is_margin = margin.mean(axis=-1) > 0
-    equal = is_margin & (np.maximum(above_low.pvalue, below_high.pvalue) <= ALPHA)
-    different = is_margin & (np.minimum(below_low.pvalue, above_high.pvalue) <= ALPHA / 2)
-    return np.where(equal, EQUAL, np.where(different, DIFFERENT, NOT_ENOUGH))
+    p_outside = np.maximum(above_low.pvalue, below_high.pvalue)  # 1 - p is the probability for the opposite alternative
+    answers = np.select([p_outside <= ALPHA, p_outside >= 1 - ALPHA / 2], [EQUAL, DIFFERENT], NOT_ENOUGH)
+    return np.where(margin.mean(axis=-1) > 0, answers, NOT_ENOUGH)
 
 
 def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
