@@ -184,7 +184,8 @@ def _difference(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]
     elif row is None:
         text += f"{reward} is identical in all {len(steps)} steps"
     else:
-        text += f"{reward} parts at step {row['step']} ({_number(row['baseline'])} and {_number(row['arm'])})"
+        values = ("not logged" if row[side] is None else f"{row[side]:.9g}" for side in ("baseline", "arm"))
+        text += f"{reward} parts at step {row['step']} ({' and '.join(values)})"
     if steps and not rows:
         text += f"; so are all {compared} training metrics"
     elif steps:
@@ -194,15 +195,8 @@ def _difference(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]
         text += f" ({first['phase']})"
         if phases := comparison["identical_phases"]:
             text += f"; identical throughout: {', '.join(phases)}"
-    parts_at = row["step"] if row else None
-    return {
-        "arm": other.arm,
-        "seed": other.seed,
-        "steps_compared": len(steps),
-        "parts_at": parts_at,
-        "text": text,
-        **comparison,
-    }
+    reward_keys = {"steps_compared": len(steps), "parts_at": row and row["step"], "text": text}
+    return {"arm": other.arm, "seed": other.seed, **reward_keys, **comparison}
 
 
 def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
@@ -250,15 +244,11 @@ def _rollout_lines(rollout: dict[str, Any], baseline: str) -> list[str]:
     return lines
 
 
-def _number(value: float | None) -> str:
-    return "not logged" if value is None else f"{value:.9g}"
-
-
 def _environment() -> dict[str, Any]:
-    versions: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
-        if distribution.name in _PACKAGES:
-            versions.setdefault(distribution.name, distribution.version)  # of several, Python imports the first
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     cores = len(os.sched_getaffinity(0))
     return {"python": platform.python_version(), "system": platform.platform(), "cores": cores, "versions": versions}
 
@@ -282,14 +272,8 @@ def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, s
     }
     text = resources.files("rl_accel.lab.ab").joinpath("report.html.j2").read_text(encoding="utf-8")
     images = [(path.stem.replace("_", " "), base64.b64encode(path.read_bytes()).decode()) for path in pictures]
-    html: str = environment.from_string(text).render(
-        s=summary,
-        images=images,
-        tails=tails,
-        tables=tables(summary),
-        not_compared=NOT_COMPARED,
-    )
-    return html
+    page = {"s": summary, "images": images, "tails": tails, "tables": tables(summary), "not_compared": NOT_COMPARED}
+    return str(environment.from_string(text).render(page))
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
