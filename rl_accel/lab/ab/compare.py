@@ -27,7 +27,7 @@ SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", 
 
 
 def load_arms(path: Path) -> dict[str, list[str]]:
-    """Reads a YAML file that maps each arm (variant) to a list of its runs, the baseline first. Returns the paths of each arm.
+    """Reads a YAML file that maps each arm (variant) to its runs, the baseline first. Returns the paths of each arm's runs.
 
     A run in the file is a path or a glob pattern, relative to the folder of the file.
 
@@ -35,9 +35,8 @@ def load_arms(path: Path) -> dict[str, list[str]]:
         RecipeError: the file cannot be read or has another form, or a path is empty.
     """
     try:
-        arms: Any = OmegaConf.to_container(
-            OmegaConf.load(path)
-        )  # an arm that occurs twice is an error here, unlike in yaml
+        # an arm that occurs twice is an error here, unlike in yaml
+        arms: Any = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RecipeError(f"cannot read {path}: {one_line(error)}") from error
     lists = list(arms.values()) if isinstance(arms, dict) else []
@@ -57,10 +56,8 @@ def gather(
 ) -> tuple[Recipe, list[RunData]]:
     """Reads the runs of each arm. Returns a recipe with settings for the comparison, and the metrics of the runs.
 
-    If ``rl-accel ab`` wrote the first run, its recipe is used; else a default recipe for verl or slime.
-
     Args:
-        arms: mapping from arm to the paths of the arm's runs, the baseline first.
+        arms: paths of the runs of each arm, the baseline first.
         metrics: values by field of :class:`Metrics`, such as ``{"margin": "5%"}``. They replace the recipe's values.
         batch_size: number of prompts per step; None: read from each run.
 
@@ -68,23 +65,16 @@ def gather(
         RlAccelError: a run cannot be read, or no run of an arm logged the reward metric.
     """
     logged = {arm: {path: read(path) for path in paths} for arm, paths in arms.items()}
-    metrics_of = {arm: set().union(*(run.metric_names for run in logs.values())) for arm, logs in logged.items()}
-    names = set().union(*metrics_of.values())
-    folder = Path(starts_of(arms[next(iter(arms))][0])[0]).resolve().parent
-    if (folder / "ab.json").exists():
-        recipe = load(folder / "recipe.yaml")
-    else:
-        has_rounds = any(name.startswith(METRICS_PREFIX) for name in names)
-        metrics_of_framework = SLIME if SLIME.reward in names else Metrics()
-        recipe = Recipe("compare", metrics=metrics_of_framework, rollout=RolloutSection(has_rounds))
-    recipe = replace(recipe, arms={arm: recipe.arms.get(arm, Arm()) for arm in arms}, baseline=next(iter(arms)))
+    recipe = _recipe(arms, logged)
     recipe.metrics = replace(recipe.metrics, **metrics)
     parse_margin(recipe.metrics.margin)
-    reward, runs, notes = recipe.metrics.reward, [], []
-    gpus: dict[str, list[str]] = {}
+    runs: list[RunData] = []
+    notes: list[str] = []
+    names_by_gpus: dict[str, list[str]] = {}
     for arm, logs in logged.items():
-        if reward not in metrics_of[arm]:
-            hint = did_you_mean(reward, metrics_of[arm])
+        names, reward = set().union(*(run.metric_names for run in logs.values())), recipe.metrics.reward
+        if reward not in names:
+            hint = did_you_mean(reward, names)
             raise RecipeError(f"{arm}: no run logged {reward}{hint}; --reward names what to compare in all arms")
         settings = [_settings_of(run) for run in logs.values()]
         seeds = list(map(_seed_of, logs, settings))
@@ -97,23 +87,37 @@ def gather(
             batch = batch_size or settings[index].get("train_batch_size") or settings[index].get("rollout_batch_size")
             command = [*(result.command if result else ()), *([f"data.train_batch_size={batch}"] if batch else ())]
             runs.append(RunData(arm, seed, run.steps, command, folder if folder.is_dir() else None, label))
-            gpus.setdefault(run.config.get("gpus", "unknown ones"), []).append(runs[-1].name)
+            names_by_gpus.setdefault(run.config.get("gpus", "unknown ones"), []).append(runs[-1].name)
             where = f"{run.source}, steps {min(run.steps)} to {max(run.steps)}, {path}"
             notes.append(f"{runs[-1].name}: {'; '.join([where, *run.notes])}")
-    if len(gpus) > 1 or "unknown ones" in gpus:
-        where = "; ".join(f"{listed(run_names, runs)} on {kind}" for kind, run_names in gpus.items())
+    if len(names_by_gpus) > 1 or "unknown ones" in names_by_gpus:
+        where = "; ".join(f"{listed(names, runs)} on {gpus}" for gpus, names in names_by_gpus.items())
         notes.append(f"seconds and hours compare only what ran on equal GPUs: {where}")
     return recipe, [replace(runs[0], notes=notes), *runs[1:]]
 
 
+def _recipe(arms: Mapping[str, Sequence[str]], logged: Mapping[str, Mapping[str, Logged]]) -> Recipe:
+    """Returns the recipe of the first run if ``rl-accel ab`` wrote this run; else a default recipe for verl or slime."""
+    baseline = next(iter(arms))
+    folder = Path(starts_of(arms[baseline][0])[0]).resolve().parent
+    if (folder / "ab.json").exists():
+        recipe = load(folder / "recipe.yaml")
+    else:
+        names = set().union(*(run.metric_names for logs in logged.values() for run in logs.values()))
+        has_rounds = any(name.startswith(METRICS_PREFIX) for name in names)
+        metrics = SLIME if SLIME.reward in names else Metrics()
+        recipe = Recipe("compare", metrics=metrics, rollout=RolloutSection(has_rounds))
+    return replace(recipe, arms={arm: recipe.arms.get(arm, Arm()) for arm in arms}, baseline=baseline)
+
+
 def _settings_of(run: Logged) -> dict[str, Any]:
-    """Returns the logged configuration of a run. Keys of verl's section ``data``, such as ``seed``, are also at the top level."""
+    """Returns the logged configuration of a run, with the keys of verl's section ``data``, such as ``seed``, at the top level."""
     data = run.config.get("data")
     return run.config | (data if isinstance(data, dict) else {})
 
 
 def _seed_of(path: str, settings: Mapping[str, Any]) -> int | None:
-    """Returns the seed of a run: the number after ``seed`` in its path, or else the seed in its configuration, or else None."""
+    """Returns the seed of a run: the number after the last ``seed`` in its path, else the one in its configuration, else None."""
     seed = str((re.findall(r"seed[-_=]?(\d+)", path) or [settings.get("seed")])[-1])
     return int(seed) if seed.isdecimal() else None
 
@@ -147,24 +151,8 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
         if word.startswith("-") and word != "--against":
             options = (name for option in click.get_current_context().command.params for name in option.opts)
             raise click.UsageError(f"No such option: {word}{did_you_mean(word, ('--against', *options))}")
-    if len(words) == 1 and words[0].endswith((".yaml", ".yml")):
-        arms = load_arms(Path(words[0]))
-    else:
-        sides = [
-            [",".join(starts_of(run)) for run in side]
-            for is_word, side in itertools.groupby(words, "--against".__eq__)
-            if not is_word
-        ]
-        arms = {_arm_name(side[0]): side for side in sides}
-        if len(arms) < len(sides):  # several arms got the same name, as folders of one W&B project do
-            arms = {Path(starts_of(side[0])[0]).name: side for side in sides}
-        if len(arms) < len(sides):
-            arms = {f"{_arm_name(side[0])}-{number}": side for number, side in enumerate(sides, 1)}
-        if len(sides) < 2:
-            first, second, *_ = *(word for word in words if word != "--against"), "RUN", "RUN"
-            raise click.UsageError(
-                f"found no second arm: write {first} --against {second}, or name a YAML file of arms"
-            )
+    is_file = len(words) == 1 and words[0].endswith((".yaml", ".yml"))
+    arms = load_arms(Path(words[0])) if is_file else _arms_of(words)
     recipe, runs = gather(arms, {key: value for key, value in metrics.items() if value is not None}, batch_size)
     facts = [(run, len(run.steps), [*run.command]) for run in runs]
     results = [RunResult(r.arm, r.seed or 0, n, words, {}, "read", None, n, label=r.label) for r, n, words in facts]
@@ -174,16 +162,35 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     click.echo(f"Report: {out / 'report.html'}")
 
 
+def _arms_of(words: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the runs of each arm in ``words``, in which ``--against`` separates the arms. Names the arms by their first runs."""
+    sides = [
+        [",".join(starts_of(run)) for run in side]
+        for is_word, side in itertools.groupby(words, "--against".__eq__)
+        if not is_word
+    ]
+    if len(sides) < 2:
+        first, second, *_ = *(word for word in words if word != "--against"), "RUN", "RUN"
+        raise click.UsageError(f"found no second arm: write {first} --against {second}, or name a YAML file of arms")
+    firsts = [side[0] for side in sides]
+    own = list(map(_arm_name, firsts))
+    folders = [Path(starts_of(run)[0]).name for run in firsts]
+    numbered = [f"{name}-{number}" for number, name in enumerate(own, 1)]
+    # several arms may have the same name of their own, as folders of one W&B project do
+    names = next(names for names in (own, folders, numbered) if len(set(names)) == len(sides))
+    return dict(zip(names, sides, strict=True))
+
+
 def _below(folder: Path, *starts: str) -> str:
     """Returns the paths ``starts`` joined by commas. Relative ones become paths below ``folder``; ``~`` is the home folder."""
     return ",".join(str(folder / Path(start).expanduser()) for start in starts)
 
 
 def _arm_name(run: str) -> str:
-    """Returns a name for an arm, derived from ``run``, the path of the arm's first run.
+    """Returns a name for an arm, derived from the path of its first run: "tail" for ``logs/tail-seed1.jsonl``.
 
-    The name is the last folder or file name of the path, without seed and file suffix: "tail" for ``logs/tail-seed1.jsonl``.
-    Folders of W&B and names that become empty are skipped. Returns ``run`` if no name is left.
+    The name is the last part of the path without seed and file suffix. Folders of W&B and parts that become empty are skipped.
+    Returns ``run`` if nothing is left.
     """
     own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
     parts = (re.sub(own, "", part) for part in reversed(Path(starts_of(run)[0]).parts))
