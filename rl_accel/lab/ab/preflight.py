@@ -1,9 +1,10 @@
 """``rl-accel doctor --recipe``: checks that this machine meets the requirements of a recipe, before any GPU time is spent.
 
-For verl, hydra composes the configuration as verl's main function would, and the sections of the configuration are converted to
-verl's dataclasses. For slime, slime's parser checks the arguments if Megatron-LM is importable. Nothing is downloaded or started.
+For verl, hydra composes the configuration as verl's main function would, and verl validates it. For slime, slime's parser checks
+the arguments if Megatron-LM is importable. Nothing is downloaded or started.
 """
 
+import argparse
 import functools
 import importlib.metadata
 import importlib.util
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_accel.config import resolve
 from rl_accel.console import aligned
 from rl_accel.doctor import quiet
+from rl_accel.errors import one_line
 from rl_accel.integrations.slime.launch_line import flag_of, read_flags
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs
 from rl_accel.parallel.model_memory import MIN_SEQUENCES, read_configuration, read_memory
@@ -28,8 +30,8 @@ from rl_accel.runtime import is_installed
 
 TRIED_VERL = "0.9.1"
 Row = tuple[str, str, str]
-"""Result of one check: requirement, verdict (works, missing, wrong, unknown, or idle: on, but without effect in this run), and
-reason."""
+"""Result of one check: requirement, verdict, and reason. Verdicts are works, missing, wrong, unknown, and idle: on, but without
+effect in this run."""
 
 _SLIME_MAINS = ("train.py", "train_async.py")
 _SLIME_NUMBERS = {
@@ -39,9 +41,7 @@ _SLIME_NUMBERS = {
     "rollout_max_prompt_len": 0,
     "tensor_model_parallel_size": 1,
 }
-"""Slime arguments from which the needed GPU memory is computed, and values to assume for arguments that are absent."""
-_HYDRA_FLAGS = {"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name"}
-"""Hydra's flags that choose verl's configuration file: "path" for flags with the file's folder, "name" for flags with its name."""
+"""Slime's arguments from which the needed GPU memory is computed, with the values to assume for arguments that are absent."""
 _GIB = 2**30
 _FSDP_BYTES = 16
 """Bytes of training state per model parameter with FSDP, split among all GPUs: float32 value, gradient and two Adam moments."""
@@ -66,20 +66,13 @@ if unread():
 if problem:
     raise problem
 """
-"""Python script that runs slime's argument parsers. Fails if a flag is unknown to every parser."""
+"""Script that runs slime's argument parsers. Fails if a flag is unknown to every parser."""
 
 
 def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
-    """Checks whether this machine can run a recipe: the first run of each arm.
+    """Checks whether this machine can run the first run of each arm of a recipe. Returns one row per requirement.
 
-    Sets the environment variables of the first arm in this process.
-
-    Args:
-        file: recipe file.
-        platform: name of a platform of the recipe; None: the first platform, if there are any.
-
-    Returns:
-        One row per requirement, without duplicates.
+    Sets the environment variables of the first arm in this process. ``platform`` is as in :func:`rl_accel.lab.ab.recipe.load`.
 
     Raises:
         RecipeError: the recipe itself is wrong.
@@ -96,7 +89,7 @@ def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """Formats the results of :func:`check_recipe` as a text table with a header."""
+    """Formats the result of :func:`check_recipe` as a text table."""
     return "\n".join(aligned([("asked for", "verdict", "reason"), *rows]))
 
 
@@ -124,35 +117,26 @@ def _gpus(wanted: int) -> Row:
 
 
 def compose_verl(plan: RunPlan) -> DictConfig:
-    """Returns the configuration that verl would compose from the command of a run.
-
-    Raises:
-        Exception: raised by hydra; names the override that does not fit.
-    """
+    """Returns the configuration that verl would compose from the command of a run. hydra raises if an override does not fit."""
     main = next(word for word in plan.command if word in MAINS)
-    overrides, options, words = [], {"path": "", "name": ""}, iter(plan.command[plan.command.index(main) + 1 :])
-    for word in words:
-        flag, is_given, value = word.partition("=")
-        if flag in _HYDRA_FLAGS:
-            options[_HYDRA_FLAGS[flag]] = value if is_given else next(words, "")
-        else:
-            overrides.append(word)
+    # hydra's flags that choose the configuration file
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-name", "-cn", default="")
+    options, overrides = parser.parse_known_args(plan.command[plan.command.index(main) + 1 :])
     folder = None
-    if options["path"]:  # hydra takes the path relative to the folder of the main module
+    if options.config_path:  # hydra takes the path relative to the folder of the main module
         package = importlib.util.find_spec(main.rpartition(".")[0])
-        folder = Path(*(package.submodule_search_locations or ()) if package else (), options["path"])
-    config: DictConfig = VerlRun.compose(main, overrides, folder, options["name"].removesuffix(".yaml")).config
+        folder = Path(*(package.submodule_search_locations or ()) if package else (), options.config_path)
+    config: DictConfig = VerlRun.compose(main, overrides, folder, options.config_name.removesuffix(".yaml")).config
     return config
 
 
 def validate_verl(config: DictConfig) -> dict[str, str]:
-    """Checks a copy of a composed configuration as verl and rl-accel check it at the start of a run.
+    """Checks a copy of a composed configuration as verl and rl-accel check it at the start of a run. They raise if a key or value
+    does not fit.
 
-    Returns:
-        Mapping from each requested feature of rl-accel that has no effect in this run to the reason.
-
-    Raises:
-        Exception: raised by verl or rl-accel for a key or value that does not fit.
+    Returns a mapping from each requested feature of rl-accel that has no effect in this run to the reason.
     """
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -189,7 +173,7 @@ def _verl(plan: RunPlan, cpu: bool, prepared: bool) -> Iterator[Row]:
         for feature, reason in idle.items():
             yield f"{feature} in {plan.arm}", "idle", reason
     except Exception as error:  # from hydra, verl or rl-accel: each message names the problem
-        yield f"configuration of {plan.arm}", "wrong", " ".join(str(error).split())[:400]
+        yield f"configuration of {plan.arm}", "wrong", one_line(error)[:400]
         return
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     wanted = ["transfer_queue", *([] if rollout.name == "hf_cpu" else [rollout.name])]
@@ -261,15 +245,13 @@ def _configuration(path: str) -> Mapping[str, Any] | None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    if not Path(path, "config.json").is_file():
+    file: Any = Path(path, "config.json")
+    if not file.is_file():
         try:
             file = try_to_load_from_cache(path, "config.json")
         except ValueError:  # path is not a valid name of a model
             return None
-        if not isinstance(file, str):
-            return None
-        path = os.path.dirname(file)
-    return read_configuration(path, False)
+    return read_configuration(os.path.dirname(file), False) if isinstance(file, str | Path) else None
 
 
 def _model(path: str, prepared: bool = False) -> Iterator[Row]:
