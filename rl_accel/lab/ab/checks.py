@@ -20,7 +20,7 @@ _BOUNDS = {
     "wasted_tokens": ("wasted_tokens", "wasted", operator.le, ".1%"),
     "prompts_lost": ("prompts_lost", "lost", operator.le, ".0f"),
 }
-"""Checks that compare one number per arm with a bound. Maps the name of a check to a tuple: key of the bounds in the recipe's
+"""Checks that compare a number of each arm with a bound. Mapping from check to four values: key of the bounds in the recipe's
 section ``rollout``, key of the number in ``summary.json``, the condition (number, bound), and number format."""
 
 
@@ -29,10 +29,9 @@ class Check:
     """Result of one check of an A/B.
 
     Attributes:
-        name: name of the check, as in the recipe.
         status: ``green``, ``red`` or ``skipped``.
         detail: measured values or problems, as text for the report.
-        warn_only: if True, a red result does not set the exit code of ``rl-accel ab`` to 1.
+        warn_only: if True, ``rl-accel ab`` ends with exit code 0 although the check is red.
     """
 
     name: str
@@ -56,11 +55,8 @@ def run_checks(
 ) -> list[Check]:
     """Evaluates all checks that a recipe turns on.
 
-    Args:
-        results: results of the runs that were started.
-        runs: metrics of these runs.
-        stages, rollout, convergence: sections of ``summary.json``; ``rollout`` is None if the recipe does not ask for this section.
-        asked: number of runs that the user requested, started or not.
+    ``stages``, ``rollout`` and ``convergence`` are sections of ``summary.json``. ``asked``: number of runs that the user requested,
+    of which ``results`` has those that were started, and ``runs`` those with metrics.
     """
     wanted = recipe.checks
     checks = [_completed(results, asked)]
@@ -167,13 +163,11 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Map
 def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green: str = "", skipped: str = "") -> Check:
     """Combines several conditions into one check, which is red if any condition does not hold.
 
-    The text of a red check (``Check.detail``) lists the conditions that do not hold.
-
     Args:
-        lines: one pair per condition: whether the condition holds, and a text with the measured value.
+        lines: a pair per condition: whether it holds, and a text with the measured value. A red check lists those that do not hold.
         wanted: end of the text of a red check.
         green: text of a green check; "" for the texts of all conditions.
-        skipped: text of a check without ``lines``, which is then skipped; "" for a check that is green without ``lines``.
+        skipped: text of a check that is skipped because there are no ``lines``; "" if it is green then.
     """
     bad = [text for holds, text in lines if not holds]
     if bad:

@@ -1,9 +1,9 @@
 """Tests whether an arm (a variant of a training run) changed learning: compares reward and validation with the baseline arm.
 
-Each run contributes one value, the level of the run: the mean of the last fifth of the metric's values in this run, up to the end
-of the shortest run. Autocorrelation within a curve therefore adds no evidence. The difference of two arms is tested from three
-sides (Goeman, Solari and Stijnen, Three-sided hypothesis testing, Statistics in Medicine 29, 2010). The test gives one of three
-answers, with an error probability of at most 5%:
+Each run contributes one value, its level: the mean of the last fifth of the metric's values, up to the end of the shortest run.
+Autocorrelation within a curve therefore adds no evidence. The difference of two arms is tested from three sides (Goeman, Solari and
+Stijnen, Three-sided hypothesis testing, Statistics in Medicine 29, 2010). The test gives one of three answers, with an error
+probability of at most 5%:
 
 - **equal within the margin**: two one-sided t tests (Schuirmann, 1987) reject that the difference is the margin or more.
 - **different**: t tests reject that the difference is the margin or less.
@@ -31,33 +31,32 @@ from rl_accel.lab.ab.stats import RunData, before_and_after, curve
 
 Array = npt.NDArray[np.float64]
 Curves = Sequence[tuple[Array, Array]]
-"""Curves of several runs. Each curve is a pair of arrays: positions on the x axis, and values of a metric."""
+"""Curves of several runs. Each is a pair of arrays: positions on the x axis, and values of a metric."""
 
 EQUAL, DIFFERENT, NOT_ENOUGH, IDENTICAL = "equal within the margin", "different", "not enough runs", "identical"
 ALPHA, MIN_SEEDS = 0.05, 3
-"""``ALPHA``: largest probability of a wrong answer ``EQUAL`` or ``DIFFERENT``. ``MIN_SEEDS``: runs of each arm that an answer
-needs."""
+"""``ALPHA``: largest probability of a wrong answer ``EQUAL`` or ``DIFFERENT``, the usual 5%. ``MIN_SEEDS``: smallest number of runs
+per arm for an answer; two runs say almost nothing about noise."""
 AXES = {
     "steps": "training steps",
     "prompts": "prompts trained",
     "hours": "hours of training",
     "minutes": "minutes of training",
 }
-"""Mapping from the x axis of a curve to its label in the report."""
+"""Labels in the report of the x axes of curves."""
 _SECONDS = {"hours": 3600, "minutes": 60}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
-_REACH, _WINDOW = 0.9, 5  # share of the baseline's gain to reach; number of values in the moving average
+_REACH, _WINDOW = 0.9, 5
+"""Share of the baseline's gain to reach, and number of values in the moving average. Chosen by hand."""
 _POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
+"""For advice on the number of seeds: share of cases with an answer (the usual power of a test), largest number that is tried, and
+number of plausible standard deviations that are averaged."""
 
 
 def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> dict[str, tuple[Array, Array]]:
-    """Returns the curve of ``metric`` in a run, once for each x axis: training steps, prompts trained, and training time.
+    """Returns the curve of ``metric`` in a run over each x axis: training steps, prompts trained, and training time in ``unit``.
 
-    Args:
-        unit: unit of the time axis, "hours" or "minutes".
-
-    Returns:
-        Mapping from axis to two arrays of equal length: positions, and finite values of the metric. Axes without data are left out.
+    A curve is two arrays of equal length: positions, and finite values of the metric. Axes without data are left out.
     """
     steps, values = (np.array(numbers, dtype=float) for numbers in curve(run, metric).values())
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
@@ -66,10 +65,8 @@ def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> di
     timed = run.training_steps(names)
     first = min(timed, default=1)
     positions_by_axis = {"steps": steps}
-    if run.batch_size:
-        positions_by_axis["prompts"] = run.batch_size * (
-            steps + (first == 0)
-        )  # the first step is 1 in verl and 0 in slime
+    if run.batch_size:  # the first step is 1 in verl and 0 in slime
+        positions_by_axis["prompts"] = run.batch_size * (steps + (first == 0))
     if timed and first <= 1 and len(timed) == max(timed) - first + 1:
         done = np.cumsum([0.0, *(metrics[names.step_metric] for metrics in timed.values())])
         positions_by_axis[unit] = done[np.searchsorted(list(timed), steps, side="right")] / _SECONDS[unit]
@@ -86,15 +83,16 @@ def _test(paired: bool, base: Array, other: Array, alternative: str = "two-sided
 
 
 def decide(base: Array, other: Array, margin: Array, paired: bool) -> npt.NDArray[np.str_]:
-    """Tests whether two arms are equal or different in a metric, separately for each element of the leading axes [...].
+    """Tests whether two arms are equal or different in a metric. Leading axes [...] are separate comparisons.
 
     Args:
         base, other: float64 [..., runs], final metric values of the baseline's runs, and of the other arm's runs.
-        margin: float64, same shape as ``base``: largest difference that counts as equal, for each baseline run.
+        margin: float64, same shape as ``base``: largest difference that counts as equal. A margin that is a share of the gain
+            differs between the baseline's runs, and this noise belongs into the test.
         paired: True if ``base`` and ``other`` have the same seeds in the same order (paired t tests instead of Welch's).
 
     Returns:
-        ``EQUAL``, ``DIFFERENT`` or ``NOT_ENOUGH`` (not enough runs for an answer) for each comparison, shape [...].
+        ``EQUAL``, ``DIFFERENT`` or ``NOT_ENOUGH`` (no answer) for each comparison, shape [...].
     """
     if min(base.shape[-1], other.shape[-1]) < MIN_SEEDS:
         return np.full(base.shape[:-1], NOT_ENOUGH)
@@ -105,9 +103,9 @@ def decide(base: Array, other: Array, margin: Array, paired: bool) -> npt.NDArra
 
 
 def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
-    """Returns the lower and upper bound of the 95% t confidence interval of mean(``other``) - mean(``base``).
+    """Returns the bounds of the 95% t confidence interval of mean(``other``) - mean(``base``), Welch's unless ``paired``.
 
-    The interval is Welch's unless the runs are ``paired``. Both bounds are NaN if ``base`` or ``other`` has fewer than 3 runs.
+    Both bounds are NaN if ``base`` or ``other`` has fewer than 3 runs.
     """
     if min(len(base), len(other)) < MIN_SEEDS:
         return math.nan, math.nan
@@ -118,14 +116,10 @@ def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
 def seeds_enough(base: Array, other: Array, margin: float, paired: bool, true: float = 0.0) -> float:
     """Estimates how many seeds per arm are needed so that :func:`decide` answers "equal" in 8 of 10 cases; inf if over 1,000.
 
-    Averages over all plausible standard deviations of the runs (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics
-    4, 2005, with the prior 1/sigma).
+    Averages over plausible standard deviations of the runs (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4,
+    2005, with the prior 1/sigma). Arguments as in :func:`decide`, with one ``margin`` for all runs.
 
-    Args:
-        base, other: final metric values of the baseline's runs, and of the other arm's runs.
-        margin: largest difference that counts as equal, in units of the metric.
-        paired: True if ``base`` and ``other`` have the same seeds in the same order.
-        true: assumed true difference of the arms, divided by the margin; 0 for arms that do not differ.
+    ``true``: assumed true difference of the arms, divided by the margin.
     """
     from scipy.stats import chi2, norm, t
 
@@ -148,8 +142,8 @@ def seeds_enough(base: Array, other: Array, margin: float, paired: bool, true: f
 def matched(base: Sequence[RunData], other: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:
     """Selects the runs of two arms to compare. Returns the runs of each arm, and True if they are paired by seed.
 
-    Runs are paired if all seeds are known and the arms have the same seeds or at least three seeds in common. Runs with other seeds
-    are then left out. Otherwise, all runs are returned.
+    Runs are paired if all seeds are known and the arms have the same seeds or at least three in common. Runs with other seeds are
+    then left out.
     """
     of_base, of_other = ({run.seed: run for run in runs if run.seed is not None} for runs in (base, other))
     shared = sorted(of_base.keys() & of_other.keys())
@@ -166,13 +160,13 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     row per arm, metric (the reward, then validation) and x axis, with these keys:
 
     - ``end``, ``longest``: last x value of the shortest run, and of the longest run.
-    - ``baseline``, ``value``: mean of the final metric values (up to ``end``) of the baseline's runs, and of the arm's runs.
-    - ``difference``: ``value`` - ``baseline``. ``low``, ``high``: 95% interval of the difference.
-    - ``margin``: margin in units of the metric. ``answer``: ``IDENTICAL`` or the result of :func:`decide`.
+    - ``baseline``, ``value``: mean level (up to ``end``) of the baseline's runs, and of the arm's runs.
+    - ``difference``: ``value`` - ``baseline``. ``low``, ``high``: its 95% interval. ``margin``: margin in units of the metric.
+    - ``answer``: ``IDENTICAL`` or the result of :func:`decide`.
     - ``runs``: number of runs of each of the two arms. ``paired``: whether the runs are paired by seed.
     - ``enough``: results of :func:`seeds_enough` for arms that do not differ, and for arms that differ by half the margin; empty
       unless ``answer`` is ``NOT_ENOUGH`` and both can be computed.
-    - ``reach``: result of :func:`times_to_reach`; only if the metric is the reward.
+    - ``reach``: result of :func:`times_to_reach`; only for the reward.
     """
     rows, notes, curves = [], [note for run in runs for note in run.notes], {}
     logged = set().union(*(step for run in runs for step in run.steps.values()))
@@ -193,9 +187,8 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
             if not base or not other:
                 continue
             if unpaired := {run.name for side in sides for run in side} - {run.name for run in (*base, *other)}:
-                notes.append(
-                    f"{metric} of {arm}: left out for want of a run of the same seed: {listed(unpaired, runs)}"
-                )
+                lone = listed(unpaired, runs)
+                notes.append(f"{metric} of {arm}: left out for want of a run of the same seed: {lone}")
             for axis in (axis for axis in axes if all(axis in known[run.name] for run in (*base, *other))):
                 first, second = ([known[run.name][axis] for run in side] for side in (base, other))
                 if row := _row(first, second, paired, names, metric == names.reward):
@@ -204,19 +197,15 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
                     notes.append(
                         f"{metric} of {arm} is not compared: a run has fewer than two values until the shortest run ends"
                     )
-    wanted = {
-        "prompts": "tell the prompts of a step (compare takes --batch-size)",
-        time: f"log {names.step_metric} of every step",
-    }
-    for axis, what in wanted.items():
-        reward_curves = curves[names.reward]
-        if lacking := [name for name in reward_curves["steps"] if name not in reward_curves[axis]]:
+    per_step, by_axis = "tell the prompts of a step (compare takes --batch-size)", curves[names.reward]
+    for axis, what in (("prompts", per_step), (time, f"log {names.step_metric} of every step")):
+        if lacking := [name for name in by_axis["steps"] if name not in by_axis[axis]]:
             notes.append(f"{AXES[axis]} are not known of {listed(lacking, runs)}, which did not {what}")
     return {"rows": rows, "curves": curves, "notes": notes}
 
 
 def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
-    """Joins run names to a text for the report. If all runs of an arm are named, they become "all runs of ARM"."""
+    """Joins names of runs. If all runs of an arm are named, they become "all runs of ARM"."""
     texts = []
     for arm in dict.fromkeys(run.arm for run in runs):
         runs_of_arm = [run.name for run in runs if run.arm == arm]
@@ -226,9 +215,9 @@ def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
 
 
 def levels(runs: Curves, end: float) -> Array:
-    """Returns float64 [2, runs]: for each run, the mean of the first fifth and the mean of the last fifth of the metric's values.
+    """Returns float64 [2, runs]: the mean of the first and of the last fifth of each run's values at positions up to ``end``.
 
-    Uses only values at positions up to ``end``. Both means are NaN for a run with fewer than two values.
+    Both means are NaN for a run with fewer than two such values.
     """
     return np.array([before_and_after(y[x <= end]) or (math.nan, math.nan) for x, y in runs]).T
 
@@ -262,10 +251,10 @@ def times_to_reach(base: Curves, other: Curves, paired: bool, level: float) -> d
     A run reaches it at the first position (step, number of prompts or time) where the mean of the last five values is at least
     ``level``. Returns a dict with ``level`` and these keys:
 
-    - ``reached``: number of baseline runs, and number of runs of the other arm, that reach ``level``.
-    - ``baseline``, ``value``: geometric mean of the positions of these baseline runs, and of these runs of the other arm.
-    - ``ratio``: ``baseline`` / ``value``, above 1 if the other arm is earlier; NaN unless all runs reach ``level``.
-    - ``low``, ``high``: 95% interval of ``ratio``; NaN like ``ratio``.
+    - ``reached``: number of runs of the baseline, and of the other arm, that reach ``level``.
+    - ``baseline``, ``value``: geometric mean of the positions of these runs of the baseline, and of the other arm.
+    - ``ratio``: ``baseline`` / ``value``, above 1 if the other arm is earlier. ``low``, ``high``: its 95% interval. All are NaN
+      unless all runs reach ``level``.
     """
     logs = []
     for side in (base, other):
@@ -283,7 +272,7 @@ def times_to_reach(base: Curves, other: Curves, paired: bool, level: float) -> d
 
 
 def sentence(row: Mapping[str, Any], baseline: str, margin: str) -> str:
-    """Returns the conclusion of one comparison (a row of :func:`converge`) as an English sentence for the report."""
+    """Returns the conclusion of a row of :func:`converge` as a sentence for the report."""
     bounds = f", 95% interval {row['low']:+.3g} to {row['high']:+.3g}" if min(row["runs"]) >= MIN_SEEDS else ""
     share = f", {margin} of {baseline}'s gain" if margin.endswith("%") else ""
     base, other = row["runs"]

@@ -15,7 +15,7 @@ _KIND_MARKS = {"short": "o", "long": "s", "final": "^", ALL: "."}
 
 
 def write_plots(summary: dict[str, Any], out: Path) -> list[Path]:
-    """Writes the plots of an A/B as PNG files into the folder ``out``. Returns the paths of the written files.
+    """Writes the plots of an A/B as PNG files into the folder ``out``. Returns their paths.
 
     ``summary`` is the content of ``summary.json``. A plot without data is skipped.
     """
@@ -48,7 +48,7 @@ def _figure(height: float = 3.6, columns: int = 1, rows: int = 1, **options: Any
 
 
 def _arms(summary: dict[str, Any]) -> dict[str, str]:
-    """Returns a mapping from arm to plot colour, the baseline first. Arms without runs are left out."""
+    """Returns the colour of each arm that has runs, the baseline first."""
     present = {run["arm"] for run in summary["runs"]}
     baseline = summary["recipe"]["baseline"]
     arms = [arm for arm in sorted(summary["recipe"]["arms"], key=lambda arm: arm != baseline) if arm in present]
@@ -56,7 +56,7 @@ def _arms(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _reward(summary: dict[str, Any]) -> Any:
-    """Plots reward and validation metrics of all runs: one row of plots per metric, one column per x axis (see ``AXES``)."""
+    """Plots reward and validation metrics of all runs: a row of plots per metric, a column per x axis (see ``AXES``)."""
     curves = {name: by_axis for name, by_axis in summary["convergence"]["curves"].items() if any(by_axis.values())}
     known = [axis for axis in AXES if any(by_axis.get(axis) for by_axis in curves.values())]
     if not known:
@@ -76,10 +76,7 @@ def _reward(summary: dict[str, Any]) -> Any:
 
 
 def _draw_runs(axes: Any, summary: dict[str, Any], curves: Mapping[str, Any], base_style: dict[str, Any]) -> None:
-    """Draws the curve of each run in the colour of the run's arm.
-
-    ``curves``: mapping from run to (x values, y values). ``base_style``: matplotlib line options for runs of the baseline.
-    """
+    """Draws ``curves`` (x and y values of each run) in the colours of the arms. ``base_style``: line options of the baseline."""
     for index, (arm, colour) in enumerate(_arms(summary).items()):
         names = [run["name"] for run in summary["runs"] if run["arm"] == arm and run["name"] in curves]
         for seed, name in enumerate(names):
@@ -106,7 +103,7 @@ def _step_time(summary: dict[str, Any]) -> Any:
 
 
 def _rollout_seconds(summary: dict[str, Any]) -> Any:
-    """Plots the rollout seconds of each step, for the first seed of each arm. Markers show the kind of round in the step."""
+    """Plots the rollout seconds of each step, for the first seed of each arm. Markers show the kind of round."""
     figure, ((axes,),) = _figure()
     for arm, colour, series in _first_seed(summary):
         axes.plot(series["steps"], series["seconds"], color=colour, lw=1, label=arm)
@@ -130,10 +127,7 @@ def _queue(summary: dict[str, Any]) -> Any:
 
 
 def _lengths(summary: dict[str, Any]) -> Any:
-    """Plots the distribution of the lengths of the responses trained on, over all seeds of each arm.
-
-    The plot shows whether tail batching biases training towards some lengths.
-    """
+    """Plots the distribution of the lengths of trained responses, which shows whether tail batching prefers some lengths."""
     figure, ((whole, tail),) = _figure(columns=2)
     for row in summary["rollout"]["arms"]:
         if row["lengths"]:
@@ -148,7 +142,7 @@ def _lengths(summary: dict[str, Any]) -> Any:
 
 
 def _first_seed(summary: dict[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Returns a tuple for each arm: name, plot colour, and :func:`~rl_accel.lab.ab.stats.series` of the arm's first run."""
+    """Returns name, colour, and :func:`~rl_accel.lab.ab.stats.series` of the first run, for each arm."""
     series = summary["rollout"]["series"]
     names = {run["arm"]: run["name"] for run in reversed(summary["runs"]) if run["name"] in series}
     return [(arm, colour, series[names[arm]]) for arm, colour in _arms(summary).items() if arm in names]

@@ -3,18 +3,21 @@
 A recipe is a YAML mapping with the keys of :class:`Recipe`. Strings in ``command``, ``prepare``, ``env`` and every list of
 overrides may contain placeholders:
 
-=================  ===================================================================
-``${recipe_dir}``  the folder of the recipe file
-``${out}``         the folder given with ``--out``
-``${run_dir}``     ``${out}/<arm>-seed<seed>``, the working directory of one run
-``${arm}``         the name of the arm
-``${seed}``        the seed of the run
-``${steps}``       the number of training steps
-``${gpus}``        the number of GPUs on each node (key ``gpus``)
-``${nodes}``       the number of nodes (key ``nodes``)
-=================  ===================================================================
+==================  ===================================================================
+``${recipe_dir}``   the folder of the recipe file
+``${out}``          the folder given with ``--out``
+``${run_dir}``      ``${out}/<arm>-seed<seed>``, the working directory of one run
+``${arm}``          the name of the arm
+``${seed}``         the seed of the run
+``${steps}``        the number of training steps
+``${gpus}``         the number of GPUs on each node (key ``gpus``)
+``${nodes}``        the number of nodes (key ``nodes``)
+``${oc.env:NAME}``  an environment variable of the shell that called ``rl-accel``
+==================  ===================================================================
 
-A further placeholder is ``${oc.env:NAME}``, an environment variable of the shell that called ``rl-accel``.
+``prepare``, which runs once before all arms, may use only ``${recipe_dir}``, ``${out}`` and ``${oc.env:NAME}``. An unknown
+placeholder in an override is left to hydra; elsewhere, it is an error. ``python`` as the first word of a command stands for the
+interpreter that runs ``rl-accel``.
 
 ``extends: FILE`` (relative to the recipe) starts from another recipe, the base recipe. ``overrides`` are appended to the overrides
 of the base recipe. ``env``, ``metrics``, ``checks`` and ``rollout`` are merged key by key. Every other key replaces the value in
@@ -22,10 +25,6 @@ the base recipe.
 
 ``platforms: {gpu: {...}, cpu: {...}}`` holds the settings that differ between machines: model, data, devices. The settings of the
 chosen platform (default: the first) are merged into the recipe by the same rules. A platform may have a key ``extends`` too.
-
-``prepare`` is a command that runs before all arms. It may use only the placeholders ``${recipe_dir}``, ``${out}`` and
-``${oc.env:NAME}``. An unknown placeholder in an override is left to hydra. Elsewhere, an unknown placeholder is an error.
-``python`` as the first word of a command stands for the interpreter that runs ``rl-accel``.
 
 The runner sets three environment variables of each run: ``VERL_FILE_LOGGER_PATH`` (so ``trainer.logger`` must include ``file``),
 ``PYTHONUNBUFFERED``, and ``RAY_TMPDIR`` with a private folder. The runner removes ``RAY_ADDRESS``, and rl-accel's flags such as
@@ -61,7 +60,7 @@ CHECK_NAMES = (
 )
 AVERAGES = ("median", "mean")
 NOT_COMPARED = ("timing_*", "perf/*", "*/perf/*", "rl_accel/*", "*memory*", "*/mfu*", "*_mfu*")
-"""Shell patterns of metrics that may differ between arms: times, throughput, memory, and those of rl-accel."""
+"""Shell patterns of metrics that may differ between arms that train the same: times, throughput, memory, and those of rl-accel."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _ENV = "oc.env:"
 _PLACEHOLDER = re.compile(r"\$\{(\w+|oc\.env:\w+)\}")
@@ -90,9 +89,9 @@ class Metrics:
     step: str = "step"
     """Name of the metric with the seconds of a whole step, without ``stage_prefix``: ``step`` for ``timing_s/step``."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
-    """Names of the timed, non-overlapping stages of a step. The report shows the remaining time of the step as stage "other"."""
+    """Names of the timed, non-overlapping stages of a step. The report shows the rest of the step as stage "other"."""
     average: str = "median"
-    """Average over steps for stage times and their ratios: median or mean. A median ignores tail batching's rare long rounds."""
+    """Average of stage times over steps: median or mean. A median ignores tail batching's rare long rounds."""
     warmup_steps: int = 2
     """Number of steps at the start of each run that do not count in stage times."""
     margin: str = "2%"
@@ -119,8 +118,7 @@ class Checks:
     reward_gain: float | None = None
     """Smallest allowed gain of every run: mean reward of the last fifth of the steps minus mean reward of the first fifth."""
     faster: dict[str, float] = field(default_factory=dict)
-    """Mapping from stage, or the whole step, to the smallest allowed speedup: average seconds of the baseline / those of the
-    arm."""
+    """Mapping from stage, or the whole step, to the smallest allowed speedup (average seconds of the baseline / of the arm)."""
     warn_only: list[str] = field(default_factory=list)
     """Names of checks that only warn: if they are red, ``rl-accel ab`` still ends with exit code 0."""
 
@@ -151,7 +149,7 @@ class Recipe:
     command: list[str] = field(default_factory=list)
     """Command that starts the trainer, e.g. [python, -m, verl.trainer.main_ppo]. The overrides are appended to this command."""
     prepare: list[str] = field(default_factory=list)
-    """Optional command that is run once, before all arms, in the folder of the recipe file. Must be idempotent."""
+    """Optional command that is run once, before all arms, in the folder of the recipe. Must be idempotent."""
     env: dict[str, Any] = field(default_factory=dict)
     """Environment variables of every arm. The value null removes a variable."""
     overrides: list[str] = field(default_factory=list)
@@ -176,7 +174,7 @@ class Recipe:
 
 
 def parse_margin(text: str) -> tuple[float, bool]:
-    """Parses ``Metrics.margin``. Returns the size of the margin, and True if this size is a share of the baseline's gain.
+    """Parses ``Metrics.margin``. Returns its size, and True if this size is a share of the baseline's gain.
 
     Raises:
         RecipeError: ``text`` is not a number or percentage above 0.
@@ -191,15 +189,11 @@ def parse_margin(text: str) -> tuple[float, bool]:
 
 
 def load(path: Path, platform: str | None = None) -> Recipe:
-    """Reads and checks a recipe file.
-
-    Args:
-        path: recipe file.
-        platform: name of a platform of the recipe; None: the first platform, if there are any.
+    """Reads and checks a recipe file. ``platform``: name of a platform of the recipe; None: the first, if there are any.
 
     Raises:
-        RecipeError: the file cannot be read, is not YAML, or does not fit :class:`Recipe`; the message names the file
-            and the key, the expected and the actual value and, for an unknown key, the nearest known key.
+        RecipeError: the file cannot be read, is not YAML, or does not fit :class:`Recipe`. The message names the file, the key, and
+            the expected and the actual value.
     """
     values = _read(path)
     platforms = values.pop("platforms", {})
@@ -221,7 +215,7 @@ def load(path: Path, platform: str | None = None) -> Recipe:
 
 
 def save(recipe: Recipe, path: Path) -> None:
-    """Writes a recipe to a file. :func:`load` can read this file without the base recipes that the recipe extended."""
+    """Writes a recipe to a file that :func:`load` can read without the base recipe."""
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(recipe))))
 
 
@@ -323,7 +317,7 @@ def _keys(schema: Any) -> str:
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
-    """Yields an error message for each value that has the right type but is not allowed, the most basic errors first."""
+    """Yields an error message for each value that has the right type but is not allowed, the most basic first."""
     if not _NAME.fullmatch(recipe.name):
         yield f"name wants letters, digits and ._-, found {recipe.name!r}"
     if not recipe.command:
@@ -356,7 +350,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
-    """Yields an error message for invalid seeds or steps, from the recipe or from the options ``--seeds`` and ``--steps``."""
+    """Yields error messages about seeds and steps, which the recipe or the options ``--seeds`` and ``--steps`` set."""
     if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds) or min(recipe.seeds) < 0:
         yield f"seeds wants different numbers of at least 0, found {recipe.seeds}"
     elif len(recipe.seeds) > 1 and not recipe.seed_overrides:
@@ -406,7 +400,7 @@ def plan_runs(
     seeds: Sequence[int] | None = None,
     steps: int | None = None,
 ) -> list[RunPlan]:
-    """Plans the runs of a recipe. Returns the plans in order of execution: all arms with one seed, then the next seed.
+    """Returns the runs of a recipe in order of execution: all arms with one seed, then the next seed.
 
     ``arms``, ``seeds`` and ``steps`` replace the values of the recipe unless None. An arm with its own seeds runs only with those.
 
@@ -430,7 +424,7 @@ def plan_runs(
 
 
 def prepare_command(recipe: Recipe, recipe_dir: Path, out: Path) -> tuple[list[str], dict[str, str | None]]:
-    """Returns the recipe's prepare command (empty if the recipe has none), and the environment variables of this command."""
+    """Returns the recipe's prepare command (empty if there is none), and the environment variables of this command."""
     known = {"recipe_dir": str(recipe_dir), "out": str(out)}
     # leaves out variables with placeholders of a single run, which have no value yet
     env = {
@@ -467,8 +461,7 @@ def _environment(env: Mapping[str, Any], known: Mapping[str, str], where: str) -
 
 
 def _fill(text: str, known: Mapping[str, str], where: str, strict: bool = True) -> str:
-    """Fills in the placeholders of ``text`` from ``known``. Raises RecipeError for an unknown placeholder if ``strict``, else keeps
-    it."""
+    """Fills in the placeholders of ``text``. One that is not ``known`` raises RecipeError if ``strict``; else it stays."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]

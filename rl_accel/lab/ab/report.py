@@ -2,15 +2,12 @@
 
 ``summary.json`` has all measurements and conclusions. Its schema ``rl_accel.ab/2`` has the keys ``schema, created, ok, headline[],
 recipe{}, environment{}, runs[], measured_steps{run: [first, last]}, stages[], rollout{}, convergence{}, data{name: {arm: mean}},
-differences[], checks[], curves{metric: {run: {steps, values}}}``. NaN is written as null. These functions of
-:mod:`rl_accel.lab.ab.stats` and :mod:`rl_accel.lab.ab.convergence` document the larger sections:
+differences[], checks[], curves{metric: {run: {steps, values}}}``. NaN is written as null.
 
-- ``stages``: ``stage_table``.
-- ``rollout``: ``rollout_summary``; null unless the recipe asks for this section.
-- ``data``: ``data_changes``.
-- ``differences``: ``differences``, for each pair of a baseline run and another run, with ``arm``, ``seed`` and three keys about the
-  reward: ``steps_compared``, ``parts_at`` (the first differing step, or null) and ``text`` (a sentence for the report).
-- ``convergence``: ``converge``.
+:mod:`rl_accel.lab.ab.stats` documents ``stages`` (``stage_table``), ``rollout`` (``rollout_summary``; null unless the recipe has
+this section), ``data`` (``data_changes``) and ``differences``. A difference also has ``arm``, ``seed`` and three keys about the
+reward: ``steps_compared``, ``parts_at`` (first differing step, or null) and ``text`` (a sentence). ``convergence`` is the result of
+:func:`rl_accel.lab.ab.convergence.converge`.
 """
 
 import base64
@@ -33,22 +30,12 @@ from rich.text import Text
 
 from rl_accel.errors import RlAccelError
 from rl_accel.files import strict_json
-from rl_accel.lab.ab import plots
+from rl_accel.lab.ab import plots, stats
 from rl_accel.lab.ab.checks import run_checks
 from rl_accel.lab.ab.convergence import converge, sentence
 from rl_accel.lab.ab.recipe import NOT_COMPARED, Metrics, Recipe
 from rl_accel.lab.ab.runner import RunResult, last_lines
-from rl_accel.lab.ab.stats import (
-    RunData,
-    curve,
-    data_changes,
-    differences,
-    gain,
-    measured_steps,
-    pairs,
-    rollout_summary,
-    stage_table,
-)
+from rl_accel.lab.ab.stats import RunData
 from rl_accel.lab.ab.tables import tables
 from rl_accel.plan.answers import mean_of
 from rl_accel.plan.predict import asynchronous_mode, flags_of_words, predict
@@ -60,9 +47,9 @@ from rl_accel.telemetry.stage_clock import FILE_NAME
 
 SCHEMA = "rl_accel.ab/2"
 _DRAWS = 20
-"""Number of simulated runs that are averaged for a prediction."""
+"""Number of simulated runs that are averaged for a prediction. Chosen by hand."""
 _BUSY = 2.0
-"""Load average per CPU core at the start of a run, above which the report warns not to trust the run's times."""
+"""Load average per CPU core at the start of a run above which the report warns not to trust the run's times. Chosen by hand."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
 WIDTH = 180
 """Width of tables, in characters, if the output goes to a file or a pipe."""
@@ -75,27 +62,22 @@ def build(
     """Writes summary.json, the plots and report.html into ``out``. Returns the content of summary.json.
 
     Args:
-        recipe: recipe of the A/B.
-        recipe_file: path of the recipe file; only the file name is reported.
-        out: folder of the A/B.
+        recipe_file: path of the recipe; only its name is reported.
         results: results of the runs that were started.
         asked: number of requested runs; 0 skips all checks.
-        runs: metrics of the runs; None: the metrics stored in ``out``.
+        runs: metrics of the runs; None: those stored in ``out``.
     """
-    summary = summarise(recipe, recipe_file, out, results, asked, _load_runs(results, out) if runs is None else runs)
+    if runs is None:
+        logs = {result.name: out / result.name / "metrics.jsonl" for result in results}
+        # a run that failed early has no log, because verl creates the log late
+        steps = {name: read_log(log) for name, log in logs.items() if log.exists()}
+        runs = [RunData(r.arm, r.seed, steps[r.name], r.command, out / r.name) for r in results if steps.get(r.name)]
+    summary = summarise(recipe, recipe_file, out, results, asked, runs)
     (out / "summary.json").write_text(strict_json(summary))
     pictures = plots.write_plots(summary, out)
     tails = {r.name: last_lines(out / r.name / "train.log") for r in results if r.status in ("failed", "timeout")}
     (out / "report.html").write_text(render(summary, pictures, tails), encoding="utf-8")
     return summary
-
-
-def _load_runs(results: Sequence[RunResult], out: Path) -> list[RunData]:
-    """Reads the metrics of each run from the run's folder in ``out``. Runs without metrics are left out."""
-    logs = {result.name: out / result.name / "metrics.jsonl" for result in results}
-    # a run that failed early has no log, because verl creates the log late
-    steps = {name: read_log(log) for name, log in logs.items() if log.exists()}
-    return [RunData(r.arm, r.seed, steps[r.name], r.command, out / r.name) for r in results if steps.get(r.name)]
 
 
 def summarise(
@@ -104,8 +86,8 @@ def summarise(
     """Computes the content of summary.json from the metrics of ``runs``. Arguments as in :func:`build`."""
     names = recipe.metrics
     arms = [arm for arm in recipe.arms if any(run.arm == arm for run in runs)]
-    stages = stage_table(runs, arms, recipe.baseline, names)
-    rollouts = rollout_summary(recipe, runs, arms) if recipe.rollout.report else None
+    stages = stats.stage_table(runs, arms, recipe.baseline, names)
+    rollouts = stats.rollout_summary(recipe, runs, arms) if recipe.rollout.report else None
     if rollouts:
         _predict(recipe, runs, rollouts["arms"])
     convergence = converge(runs, arms, recipe.baseline, names)
@@ -119,24 +101,23 @@ def summarise(
         "recipe": {**asdict(recipe), "file": recipe_file.name},
         "environment": _environment(),
         "runs": [_run(result, runs, recipe) for result in results],
-        "measured_steps": {r.name: [steps[0], steps[-1]] for r in runs if (steps := measured_steps(r, names))},
+        "measured_steps": {r.name: [steps[0], steps[-1]] for r in runs if (steps := stats.measured_steps(r, names))},
         "stages": stages,
         "rollout": rollouts,
         "convergence": convergence,
-        "data": data_changes(runs),
-        "differences": [_difference(base, other, names) for base, other in pairs(runs, recipe.baseline)],
+        "data": stats.data_changes(runs),
+        "differences": [_difference(base, other, names) for base, other in stats.pairs(runs, recipe.baseline)],
         "checks": [{**asdict(check), "failed": check.failed} for check in checks],
-        "curves": {m: {run.name: curve(run, m) for run in runs} for m in metrics},
+        "curves": {m: {run.name: stats.curve(run, m) for run in runs} for m in metrics},
     }
     summary["headline"] = _headline(summary, recipe)
     return summary
 
 
 def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]) -> None:
-    """Adds predicted rollout seconds and wasted tokens to the row of each arm in ``rows``.
+    """Adds the predictions of ``rl-accel plan``, rollout seconds and wasted tokens, to the row of each arm in ``rows``.
 
-    The predictions are those of ``rl-accel plan``, computed from telemetry of the baseline's runs; None without telemetry, and for
-    an arm with asynchronous training.
+    They are computed from telemetry of the baseline's runs; None without telemetry, and for an arm with asynchronous training.
     """
     names = recipe.metrics
     setups, steps = [], 1
@@ -161,7 +142,7 @@ def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]
 
 def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str, Any]:
     run = next((r for r in runs if r.name == result.name), None)
-    seconds = curve(run, recipe.metrics.step_metric)["values"] if run else []
+    seconds = stats.curve(run, recipe.metrics.step_metric)["values"] if run else []
     first = result.first_step_at
     return {
         **asdict(result),
@@ -169,12 +150,12 @@ def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str
         "seconds": result.seconds or None,
         "train_seconds": sum(seconds),
         "startup_seconds": max(0.0, first - seconds[0]) if seconds and first is not None else None,
-        "reward": gain(run, recipe.metrics.reward) if run else None,
+        "reward": stats.gain(run, recipe.metrics.reward) if run else None,
     }
 
 
 def _difference(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]:
-    comparison, reward = differences(base, other), names.reward
+    comparison, reward = stats.differences(base, other), names.reward
     rows, compared = comparison["rows"], comparison["metrics_compared"]
     steps = [step for step in base.steps if reward in base.steps[step] and reward in other.steps.get(step, {})]
     row = next((row for row in rows if row["metric"] == reward), None)
@@ -200,7 +181,7 @@ def _difference(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]
 
 
 def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Returns the main conclusions of an A/B as English sentences."""
+    """Returns the main conclusions of an A/B as sentences."""
     lines = []
     rows = {row["stage"]: row for row in summary["stages"]}
     for arm in rows.get(recipe.metrics.step, {}).get("ratios", {}):
@@ -254,13 +235,7 @@ def _environment() -> dict[str, Any]:
 
 
 def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, str]) -> str:
-    """Returns the HTML page of an A/B, with embedded plots.
-
-    Args:
-        summary: content of summary.json.
-        pictures: paths of the plots, as PNG files.
-        tails: mapping from failed run to the last lines of the run's log.
-    """
+    """Returns the HTML page of an A/B, with embedded plots. ``tails``: last lines of the log of each failed run."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -277,7 +252,7 @@ def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, s
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
-    """Prints the tables of an A/B, and its main conclusions (``headline``). ``summary`` is the content of summary.json."""
+    """Prints the tables and the main conclusions of an A/B. ``summary`` is the content of summary.json."""
     for text_table in tables(summary):
         console.print(text_table.title, soft_wrap=True)
         table = Table(*text_table.columns)

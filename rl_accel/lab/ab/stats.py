@@ -1,8 +1,4 @@
-"""Statistics of an A/B, computed from the stored metrics of its runs. Results are plain dictionaries ready for ``summary.json``.
-
-For all runs: stage times and their ratios, first differences between training metrics, and curves. For rollouts: seconds of short,
-long and final rounds of tail batching, lengths of the responses trained on, wasted tokens, and prompts trained.
-"""
+"""Statistics of an A/B, computed from the logged metrics of its runs. Results are plain dictionaries for ``summary.json``."""
 
 import contextlib
 import fnmatch
@@ -24,16 +20,16 @@ from rl_accel.rollout.saved import FOLDER
 from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OVERLAPPING, SAVING, read_kept
 
 LEDGER = f"{FOLDER}/ledger.jsonl"
-"""Folder and file name of every ledger."""
+"""Path of tail batching's log of trained prompts, below the folder of checkpoints."""
 OTHER = "other"
 _RESAMPLES = 2000
 _MIN_PAIRS = 5
 KINDS = ("short", "long", "final")
 ALL = "all"
-"""Kind of a step without tail batching; ``KINDS`` are the kinds with tail batching."""
+"""Kind of a step without tail batching, which waits for all responses. ``KINDS`` are the kinds of rounds of tail batching."""
 _PREFIXES = ("rollout/", METRICS_PREFIX)
-"""Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``, the preferred first: of the rollout engine, of tail
-batching."""
+"""Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``. The counts of the rollout engine are preferred to those of
+tail batching."""
 _LOST = "rollout/prompts_lost"
 _BATCH = "data.train_batch_size="
 _DATA = {
@@ -45,7 +41,7 @@ _DATA = {
     "staleness, worst": ("training/off_policy/trajectory_staleness_worst/max",),
     "prompts put off a step": (METRICS_PREFIX + "prompts_deferred",),
 }
-"""Statistics of the training data in the report: mapping from label to the names of the metric in verl, slime or rl-accel."""
+"""Statistics of the training data in the report: mapping from label to the metric's names in verl, slime or rl-accel."""
 _PHASES = {
     "rollout and reward": (
         "response*",
@@ -63,7 +59,7 @@ _PHASES = {
     "validation": ("val-*", "val/*"),
     OTHER: ("*",),
 }
-"""Phases of a training step, in order: mapping from phase to shell patterns of the metrics that it computes."""
+"""Mapping from each phase of a training step, in order, to shell patterns of the metrics it computes. The first match counts."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +67,12 @@ class RunData:
     """Metrics of one run.
 
     Attributes:
-        arm: name of the arm.
-        seed: seed of the run; None if unknown.
+        seed: None if unknown.
         steps: mapping from step to metric name to value.
-        command: command that started the run, as a list of words; may be empty.
-        folder: folder of the run; None if there is none.
+        command: words of the command that started the run; may be empty.
+        folder: folder of the run, with its ledger and its files of responses; None if there is none.
         label: name of the run if the seed is unknown, else "".
-        notes: sentences about the runs for the report.
+        notes: sentences for the report, about any runs.
     """
 
     arm: str
@@ -104,12 +99,12 @@ class RunData:
         return sorted(self.folder.rglob(pattern)) if self.folder else []
 
     def training_steps(self, names: Metrics) -> dict[int, Mapping[str, float]]:
-        """Returns the metrics of all training steps, by step number. A step without a finite total time is left out."""
+        """Returns the metrics of all training steps, by step number. Leaves out steps without a finite total time."""
         return {k: v for k, v in self.steps.items() if math.isfinite(v.get(names.step_metric, math.nan))}
 
 
 def measured_steps(run: RunData, names: Metrics) -> list[int]:
-    """Returns the numbers of the steps for time statistics: all after ``names.warmup_steps`` steps, but at least the last step."""
+    """Returns the steps that count in time statistics: all after the first ``names.warmup_steps``, but at least the last step."""
     steps = sorted(run.training_steps(names))
     return steps[min(names.warmup_steps, max(0, len(steps) - 1)) :]
 
@@ -118,11 +113,8 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
     """Returns one row per stage with the seconds of each arm, and with the speedup of each arm over the baseline.
 
     A row is ``{"stage", "arms": {arm: {median, mean, steps}}, "ratios": {arm: {ratio, low, high, pairs, saved_s}}}``. The values
-    under ``ratios`` compare pairs of steps, one of the baseline and one of the arm, with the same seed and step number:
-
-    - ``ratio``: average seconds of the baseline divided by average seconds of the arm.
-    - ``low``, ``high``: bounds of the 95% interval of the ratio (paired bootstrap over steps); null below 5 pairs.
-    - ``saved_s``: difference of the averages in seconds.
+    under ``ratios`` compare ``pairs`` pairs of steps, one of the baseline and one of the arm, with the same seed and step number.
+    ``saved_s`` is the difference of the average seconds. The other keys are those of :func:`ratio`.
     """
     times = {run.name: _stage_times(run, names) for run in runs}
     average = np.median if names.average == "median" else np.mean
@@ -147,9 +139,9 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
 
 
 def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
-    """Returns the seconds of each stage in each measured step, as stage -> step -> seconds.
+    """Returns the seconds in measured steps, as stage -> step -> seconds. Leaves out steps with a stage that is not finite.
 
-    Includes the whole step, and "other": the rest of the step outside all stages. Leaves out steps with a stage that is not finite.
+    Further stages are the whole step, and "other", the rest of the step outside all stages.
     """
     times: dict[str, dict[int, float]] = {}
     for step in measured_steps(run, names):
@@ -205,15 +197,13 @@ def differences(base: RunData, other: RunData) -> dict[str, Any]:
 
     Metrics that match ``NOT_COMPARED`` are left out. NaN equals NaN. A metric that only one run logged at a step differs there.
 
-    Returns:
-        A dict with these keys:
+    Returns a dict with these keys:
 
-        - ``metrics_compared``: number of compared metrics.
-        - ``identical_phases``: phases (see ``_PHASES``) whose metrics never differ.
-        - ``rows``: one row per metric that differs at any step, sorted by the first step with a difference, then by phase.
-          ``step``, ``baseline`` and ``arm`` are this step and the two values (None if missing). ``abs`` and ``rel`` are their
-          difference, absolute and relative to the larger value. ``max_abs`` is the largest difference at any step.
-          ``steps_compared`` and ``steps_differing`` are numbers of steps.
+    - ``metrics_compared``: number of compared metrics.
+    - ``identical_phases``: phases (see ``_PHASES``) whose metrics never differ.
+    - ``rows``: one row per metric that differs, sorted by the first step with a difference, then by phase. ``step``, ``baseline``
+      and ``arm`` are this step and the two values (None if missing). ``abs`` and ``rel`` are their difference, absolute and
+      relative to the larger value. ``max_abs`` is the largest difference at any step.
     """
     rows: list[dict[str, Any]] = []
     steps = sorted(base.steps.keys() & other.steps.keys())
@@ -249,12 +239,12 @@ def differences(base: RunData, other: RunData) -> dict[str, Any]:
 
 
 def compared(metrics: Iterable[str]) -> list[str]:
-    """Returns ``metrics`` without those that may differ between arms (see ``NOT_COMPARED``)."""
+    """Returns ``metrics`` without those in ``NOT_COMPARED``, which may differ between equal trainings, such as times."""
     return [m for m in metrics if not any(fnmatch.fnmatchcase(m, pattern) for pattern in NOT_COMPARED)]
 
 
 def phase(metric: str) -> str:
-    """Returns the phase of a training step in which ``metric`` is computed, a key of ``_PHASES``."""
+    """Returns the phase of a training step that computes ``metric``, a key of ``_PHASES``."""
     return next(label for label, patterns in _PHASES.items() if any(fnmatch.fnmatchcase(metric, p) for p in patterns))
 
 
@@ -272,8 +262,7 @@ def curve(run: RunData, metric: str) -> dict[str, list[Any]]:
 def gain(run: RunData, metric: str) -> dict[str, float] | None:
     """Returns the rise of ``metric`` in a run; None if fewer than two steps logged a finite value.
 
-    - ``before``, ``after``: means over the first fifth, and over the last fifth, of the finite values.
-    - ``gain``: ``after`` - ``before``.
+    ``before`` and ``after`` are means over the first and the last fifth of the finite values; ``gain`` is their difference.
     """
     values = np.array(curve(run, metric)["values"], dtype=float)
     levels = before_and_after(values[np.isfinite(values)])
@@ -281,7 +270,7 @@ def gain(run: RunData, metric: str) -> dict[str, float] | None:
 
 
 def before_and_after(values: npt.NDArray[np.float64]) -> tuple[float, float] | None:
-    """Returns the mean of the first fifth and of the last fifth of the values (at least one value each); None below two values."""
+    """Returns the mean of the first and of the last fifth of the values (at least one value each); None below two values."""
     part = max(1, len(values) // 5)
     return None if len(values) < 2 else (float(values[:part].mean()), float(values[-part:].mean()))
 
@@ -289,20 +278,13 @@ def before_and_after(values: npt.NDArray[np.float64]) -> tuple[float, float] | N
 def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]) -> dict[str, Any]:
     """Returns the section ``rollout`` of ``summary.json``, with these keys:
 
-    - ``ledgers[]``: for each run with a ledger, the result of :func:`ledger_counts`.
+    - ``ledgers[]``: result of :func:`ledger_counts` for each run with a ledger.
     - ``without_ledger[]``: names of the runs with tail batching but without a ledger.
     - ``series{run: {...}}``: results of :func:`series`.
-    - ``arms[]``: one row per arm, with the keys below.
-
-    Keys of a row:
-
-    - ``seconds``: mean rollout seconds of the measured steps.
-    - ``kinds{kind: {steps, seconds}}``: number and mean rollout seconds of the measured steps of each kind (:func:`kind_of`).
-    - ``ratio``: ``seconds`` of the baseline divided by ``seconds`` of the arm. ``low``, ``high``: its 95% interval (bootstrap over
-      steps).
-    - ``wasted``, ``accepted``, ``cancelled``: see :func:`_token_statistics`.
-    - ``lost``: largest logged number of lost prompts.
-    - ``lengths``: lengths of the responses trained on (:func:`length_distribution`).
+    - ``arms[]``: a row per arm. ``seconds`` is the mean rollout time of the measured steps, ``kinds{kind: {steps, seconds}}`` the
+      same for each kind of step (:func:`kind_of`). ``ratio``, ``low`` and ``high`` compare the baseline's ``seconds`` with those of
+      the arm (:func:`ratio`). ``lost`` is the largest logged number of lost prompts. ``lengths`` is a :func:`length_distribution`.
+      The other keys are those of :func:`_token_statistics`.
     """
     rows = []
     kinds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
@@ -339,7 +321,7 @@ def kind_of(metrics: Mapping[str, float]) -> str:
 
 
 def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
-    """Returns the logged rollout seconds of the measured steps, as a mapping from kind of step (:func:`kind_of`) to a list."""
+    """Returns the rollout seconds of all measured steps, by kind of step (:func:`kind_of`)."""
     seconds: dict[str, list[float]] = {}
     for run, name in ((run, recipe.metrics.stage_prefix + "gen") for run in runs):
         for metrics in (run.steps[step] for step in measured_steps(run, recipe.metrics)):
@@ -349,7 +331,6 @@ def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
 
 
 def _values_of(runs: Iterable[RunData], metric: str) -> list[float]:
-    """Returns all values of ``metric`` in the runs."""
     return [metrics[metric] for run in runs for metrics in run.steps.values() if metric in metrics]
 
 
@@ -370,9 +351,9 @@ def _token_statistics(runs: Sequence[RunData]) -> dict[str, float | None]:
 
 
 def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
-    """Returns number of responses, mean length, and the quantiles 0%, 1%, ..., 100% of their lengths; None without responses.
+    """Returns number, mean length and 101 quantiles (0%, 1%, ..., 100%) of the lengths of responses; None without responses.
 
-    Lengths are in characters. ``files`` are verl's JSON Lines files of responses.
+    Lengths are in characters. ``files``: verl's dumps of responses (``trainer.rollout_data_dir``).
     """
     lengths = [len(entry["output"]) for file in files for entry in _read_json_lines(file) if "output" in entry]
     if not lengths:
@@ -384,8 +365,8 @@ def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
 def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
     """Returns statistics that show whether arms trained on different data, as statistic -> arm -> mean over the arm's runs.
 
-    Statistics from logged metrics use only the steps that every run reached. Statistics from telemetry and ledgers use all steps. A
-    statistic without data is left out.
+    Logged metrics count only at the steps that every run reached, telemetry and ledgers at all steps. Leaves out statistics without
+    data.
     """
     end = min((max(run.steps) for run in runs), default=0)
     means: dict[str, dict[str, list[float]]] = {}
@@ -423,9 +404,10 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
 
     - ``epochs[]``: one row per epoch with numbers of prompts: ``prompts`` (all), ``once`` and ``again`` (trained once, more often),
       ``rejected``, ``failed``, and ``missing`` (none of these).
-    - ``odd_steps[]``: numbers of the steps that did not train ``batch`` prompts.
+    - ``odd_steps[]``: the steps that did not train ``batch`` prompts; empty if ``batch`` is None.
 
-    A ledger does not tell the size of an epoch: the largest prompt number of all epochs is taken, or of the last epoch for itself.
+    A ledger does not tell how many prompts an epoch has. The largest prompt number of all epochs is taken; for the last epoch,
+    which may be unfinished, its own largest number.
     """
     entries = list(_read_json_lines(path))
     trained, rejected, failed = (
@@ -454,12 +436,8 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
 
 
 def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
-    """Returns four lists, each with one entry per training step of a run.
-
-    - ``steps``: number of the step.
-    - ``kind``: kind of the step, see :func:`kind_of`.
-    - ``seconds``: rollout seconds; None if not logged.
-    - ``queue``: number of prompts in tail batching's queue; None without tail batching.
+    """Returns four lists with an entry per training step: ``steps`` (number), ``kind`` (see :func:`kind_of`), ``seconds`` of the
+    rollout, and ``queue``, the number of prompts in tail batching's queue. Entries that were not logged are None.
     """
     steps = run.training_steps(recipe.metrics)
     return {

@@ -26,7 +26,7 @@ class TextTable:
 
 
 def tables(summary: Mapping[str, Any]) -> list[TextTable]:
-    """Returns the tables of an A/B report, made from ``summary.json``. Tables with neither rows nor notes are left out."""
+    """Returns the tables of an A/B report, without those that have neither rows nor notes."""
     shown = [_stages(summary), *(_rollouts(summary["rollout"]) if summary["rollout"] else ()), *_learning(summary)]
     rows = []
     for check in summary["checks"]:
@@ -95,10 +95,7 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
 
 
 def _cells_of_comparison(row: Mapping[str, Any], form: str) -> list[str]:
-    """Returns four table cells of a comparison: baseline's value, arm's value, their difference or ratio, and its 95% interval.
-
-    ``form``: number format of the difference or ratio and of its interval.
-    """
+    """Returns four cells: the baseline's value, the arm's, and their difference or ratio with interval, in the format ``form``."""
     low, high = (cell_text(row[key], form) for key in ("low", "high"))
     difference = cell_text(row.get("difference", row.get("ratio")), form)
     return [cell_text(row["baseline"], ".4g"), cell_text(row["value"], ".4g"), difference, low and f"{low} to {high}"]
