@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -20,6 +21,29 @@ from rl_accel.lab.cpu_engine.sampling import SamplingParams, derive_seed
 from rl_accel.lab.cpu_engine.scheduler import EngineError, EngineStats, Generation, Request, Scheduler
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _command(method: "Callable[Concatenate[CPUEngine, P], T]") -> "Callable[Concatenate[CPUEngine, P], Future[T]]":
+    """Decorator that makes the engine's thread run ``method``. A call returns a future of the result."""
+
+    @wraps(method)
+    def post(self: "CPUEngine", /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        future: Future[T] = Future()
+
+        def command() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(method(self, *args, **kwargs))
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._post(command, future)
+        return future
+
+    return post
 
 
 class CPUEngine:
@@ -102,52 +126,51 @@ class CPUEngine:
         """Returns whether ``token`` is an end token of a request with the sampling parameters ``params``."""
         return (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
 
-    def abort(self, request_id: str) -> "Future[int]":
-        """Ends every request with the id ``request_id`` as "aborted". The returned future gives the number of ended requests."""
-        return self._call(lambda: self._abort(lambda request: request.request_id == request_id))
+    @_command
+    def abort(self, request_id: str) -> int:
+        """Ends every request with the id ``request_id`` as "aborted". The future gives the number of ended requests."""
+        return self._abort(lambda request: request.request_id == request_id)
 
-    def pause(self) -> "Future[int]":
+    @_command
+    def pause(self) -> int:
         """Ends every request as "aborted", and holds later requests until :meth:`resume`. The future gives the number of ended
         requests."""
-        return self._call(self._pause)
+        self._paused = True
+        return self._abort(lambda request: True)
 
-    def resume(self) -> "Future[None]":
+    @_command
+    def resume(self) -> None:
         """Resumes decoding after :meth:`pause`."""
-        return self._call(self._resume)
+        self._paused = False
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> "Future[None]":
+    @_command
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copies ``weights`` (parameter name -> tensor) into the model. Nothing is written unless all tensors fit.
 
-        The returned future fails with :class:`EngineError` while a request is decoding or preempted, and with ValueError for a
-        missing name, an unknown name or a different shape.
+        The future fails with :class:`EngineError` while a request is decoding or preempted, and with ValueError for a missing name,
+        an unknown name or a different shape.
         """
-        return self._call(lambda: self._load(weights))
+        if begun := len(self._batch.requests) + self._scheduler.preempted:
+            raise EngineError(f"{begun} requests are decoding; pause the engine before it gets new weights")
+        self._batch.load(weights)
 
-    def stats(self) -> "Future[EngineStats]":
-        """Returns a future of the counts of this engine."""
-        return self._call(self._stats)
+    @_command
+    def stats(self) -> EngineStats:
+        """Returns the counts of this engine."""
+        return EngineStats(
+            **self._counts,
+            prefills=self._batch.prefills,
+            preemptions=self._scheduler.preemptions,
+            running=len(self._batch.requests),
+            waiting=len(self._scheduler.waiting),
+            paused=self._paused,
+        )
 
     def close(self) -> None:
         """Aborts all requests and ends the engine's thread. Further commands fail with :class:`EngineError`."""
         with contextlib.suppress(EngineError):
-            self._call(self._close)
+            self._stop()
         self._thread.join()
-
-    def _call(self, action: Callable[[], Any]) -> "Future[Any]":
-        future: Future[Any] = Future()
-
-        def command() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = action()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        self._post(command, future)
-        return future
 
     def _post(self, command: Callable[[], None], future: "Future[Any]") -> None:
         with self._gate:
@@ -257,29 +280,7 @@ class CPUEngine:
             self._finish(request, "aborted")
         return len(out)
 
-    def _pause(self) -> int:
-        self._paused = True
-        return self._abort(lambda request: True)
-
-    def _resume(self) -> None:
-        self._paused = False
-
-    def _close(self) -> None:
+    @_command
+    def _stop(self) -> None:
         self._abort(lambda request: True)
         self._stopping = True
-
-    def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        begun = len(self._batch.requests) + self._scheduler.preempted
-        if begun:
-            raise EngineError(f"{begun} requests are decoding; pause the engine before it gets new weights")
-        self._batch.load(weights)
-
-    def _stats(self) -> EngineStats:
-        return EngineStats(
-            **self._counts,
-            prefills=self._batch.prefills,
-            preemptions=self._scheduler.preemptions,
-            running=len(self._batch.requests),
-            waiting=len(self._scheduler.waiting),
-            paused=self._paused,
-        )
