@@ -1,10 +1,8 @@
 """Batched decoding of the CPU engine: the model, the key-value cache, and the running requests. Each request has one cache row.
 
 A cache row starts at position 0 and is padded on the right, so that the position of a key does not depend on other requests. The
-attention of a new token is computed row by row over exactly the length of the row. The result can therefore not depend on the
-batch. No time is spent on padding, which makes decoding about three times as fast as with a padded ``scaled_dot_product_attention``
-on one core. The number of rows is rounded up to a multiple of ``ROWS``, because CPU kernels use another matrix multiplication for
-very few rows, which rounds differently.
+attention of a new token is computed row by row over exactly the length of the row, so that the result cannot depend on the batch.
+Without padding, decoding is about three times as fast as with ``scaled_dot_product_attention`` on one core.
 
 Shapes: H attention heads of width D, L tokens.
 """
@@ -25,8 +23,12 @@ from rl_accel.lab.cpu_engine.scheduler import Request
 ATTENTION = "rl_accel_cpu"
 """Name under which :func:`attend` is registered as an attention function of transformers."""
 BLOCK = 128
+"""Number of tokens to a multiple of which cache rows are rounded up, so that they seldom have to grow. Chosen by hand."""
 ROWS = 8
+"""Number to a multiple of which the rows of a forward pass are rounded up. For very few rows, CPU kernels use another matrix
+multiplication, which rounds differently."""
 _PROMPTS_KEPT = 64
+"""Maximum number of prompts whose cache is kept for the other responses to the same prompt. Chosen by hand."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -117,8 +119,8 @@ def attend(
     """Computes the attention of ``query`` [B, H, L, D] to ``key`` and ``value``. Returns [B, L, H, D], all in float32.
 
     For L > 1 (prefill), calls transformers' SDPA function. For L = 1 (decoding), ``key`` and ``value`` are the whole cache [slots,
-    KV heads, capacity, D] with slots >= B. Of each row, the first n positions are read, where n is the number of True values in the
-    row of ``attention_mask`` [B, 1, 1, T].
+    KV heads, capacity, D] with slots >= B. The first n positions of each row are read, where n is the number of True values in
+    the row of ``attention_mask`` [B, 1, 1, T].
     """
     if query.shape[2] > 1:
         output: torch.Tensor
@@ -210,8 +212,7 @@ class Batch:
         return memory, token, logprob
 
     def join(self, request: Request, memory: DynamicCache) -> None:
-        """Adds ``request`` to the batch. Copies ``memory``, its cache from :meth:`begin`, to the next row of the key-value
-        cache."""
+        """Adds ``request``, whose cache from :meth:`begin` is ``memory``, to the batch."""
         self._cache.store(len(self.requests), memory)
         self.requests.append(request)
         self._sampler = None
@@ -247,7 +248,9 @@ class Batch:
         return tokens, logprobs
 
     def keep(self, rows: list[int]) -> None:
-        """Removes all requests except those in ``rows``, and moves the remaining requests to the first rows."""
+        """Removes all requests except those in ``rows``, and closes the gaps between the remaining rows."""
+        if len(rows) == len(self.requests):
+            return
         running, movers = self.requests, [row for row in rows if row >= len(rows)]
         gaps = set(range(len(rows))) - set(rows)
         self.requests = running[: len(rows)]
