@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
@@ -17,14 +18,12 @@ from rich.progress import track
 
 from rl_accel.console import show_table, wide_console
 from rl_accel.features import ADVANTAGES
-from rl_accel.lab.bench.helpers import available_bytes
+from rl_accel.lab.bench.helpers import available_bytes, number_option
 
 REPEATS = 3
-"""Number of timed calls of each function, of which the median is taken."""
-
+"""Number of timed calls of each function. A median of three ignores one disturbed call."""
 SLOW_SECONDS = 5.0
-"""Seconds of one call above which a function is called only once."""
-
+"""Seconds of a call after which a function is not called again, so that large shapes do not take minutes."""
 BYTES_PER_TOKEN = 72
 """Upper bound of the peak memory in bytes per token of the batch."""
 
@@ -60,9 +59,8 @@ def batch(rows: int, tokens: int) -> dict[str, Any]:
 def time_functions(rows: int, tokens: int) -> list[dict[str, Any]]:
     """Times every function that the patches replace on a batch [``rows``, ``tokens``], first verl's own, then with all patches.
 
-    Returns:
-        One record per function: ``estimator, same_bits, stock_s, fast_s``. The seconds are medians of verl's function and of the
-            replacement; both are None if the results differ in a bit.
+    Returns a record per function. Its seconds are medians of verl's function (``stock_s``) and of the replacement (``fast_s``);
+    both are None if the results differ in a bit.
     """
     data = batch(rows, tokens)
     everything = patches()
@@ -70,16 +68,12 @@ def time_functions(rows: int, tokens: int) -> list[dict[str, Any]]:
     for patch in track(everything, description=f"{rows} x {tokens}", transient=True):
         arguments = {name: data[name] for name in patch.params if name in data}
         expected, stock_s = _timed(pkgutil.resolve_name(patch.target), arguments)
-        applied = []
-        try:
+        with ExitStack() as applied:
             for other in everything:
                 other.apply(None)
-                applied.append(other)
+                applied.callback(other.revert)
             result, fast_s = _timed(pkgutil.resolve_name(patch.target), arguments)
-        finally:
-            for other in reversed(applied):
-                other.revert()
-        same = all(_same_bits(a, b) for a, b in zip(_tensors(expected), _tensors(result), strict=True))
+        same = all(map(_same_bits, _tensors(expected), _tensors(result)))
         records.append(
             {
                 "estimator": patch.name.removeprefix("verl."),
@@ -114,10 +108,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @click.command("advantages")
-@click.option("--rows", "-B", type=click.IntRange(2), default=1024, show_default=True, help="Responses per batch.")
-@click.option(
-    "--tokens", "-T", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of the longest response."
-)
+@number_option("--rows", "-B", type=click.IntRange(2), default=1024, help="Responses per batch.")
+@number_option("--tokens", "-T", type=click.IntRange(1), default=8192, help="Tokens of the longest response.")
 def bench_advantages(rows: int, tokens: int) -> None:
     """Time verl's REINFORCE++ and masked_whiten against rl-accel's fast replacements."""
     try:

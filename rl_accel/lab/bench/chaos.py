@@ -1,11 +1,9 @@
-"""Command ``rl-accel bench chaos``: runs a recipe with tail batching on real verl and kills processes of the run at random
-moments."""
+"""Command ``rl-accel bench chaos``: trains a recipe with tail batching on real verl, and kills processes at random moments."""
 
 import contextlib
 import json
 import math
 import random
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from rich.console import Console
 from rl_accel.console import show_table, wide_console
 from rl_accel.lab.ab.recipe import RunPlan, load, plan_runs, prepare_command
 from rl_accel.lab.ab.runner import Stop, last_lines, prepare, ray_temp_dir, supervised
+from rl_accel.lab.bench.helpers import number_option, out_option
 from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.rollout.saved import FOLDER
 
@@ -30,9 +29,10 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "anchor store": ("AnchorStore",),
     "trainer": ("TaskRunnerV1",),
 }
-"""Strings that identify each kind of process to kill: its command line contains at least one of them."""
+"""Kinds of processes to kill. Each has strings, of which at least one is in the command line of every such process."""
 
 STEPS, PROMPTS, KILLS = 6, 8, 2
+"""Training steps of a run, prompts of a batch, and kills in a run. Small numbers, so that a run takes minutes."""
 OVERRIDES = (
     f"data.train_batch_size={PROMPTS}",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
@@ -44,14 +44,14 @@ OVERRIDES = (
 )
 LAUNCHES = KILLS + 1
 STANDSTILL_S = 600.0
-"""Seconds without a completed training step after which a run counts as hung."""
+"""Seconds without a completed training step after which a run counts as hung. A start of verl alone may take minutes."""
 
 
 @dataclass(frozen=True)
 class Kill:
     """A planned SIGKILL to one process of kind ``victim``, sent ``seconds`` seconds after training step ``step`` has completed.
 
-    The signal comes earlier if a step of the run took less than ``seconds``: after as many seconds as the shortest step took.
+    If the shortest step so far took less time, the signal is sent after that time, so that the next step is still running.
     """
 
     victim: str
@@ -61,15 +61,10 @@ class Kill:
 
 @dataclass
 class Result:
-    """Result of one schedule (one run with planned kills).
+    """Result of one schedule, which is a run with planned kills.
 
-    Attributes:
-        seed: seed of the schedule.
-        kills: kills that hit a process.
-        launches: number of launches of the trainer; above 1 if the run failed and was resumed.
-        seconds: seconds of all launches together.
-        failed_responses: number of failed responses of all launches.
-        problems: messages about violated requirements; the schedule passes if the list is empty.
+    ``kills`` are those that hit a process. ``seconds`` and ``failed_responses`` are sums over all ``launches`` of the trainer. The
+    schedule passes if ``problems``, messages about what went wrong, is empty.
     """
 
     seed: int
@@ -81,7 +76,7 @@ class Result:
 
 
 def schedule(seed: int) -> list[Kill]:
-    """Returns the planned kills for a seed, ordered by step. The first victim rotates through :data:`VICTIMS` with the seed."""
+    """Returns the planned kills for a seed, ordered by step. Consecutive seeds have different first victims."""
     rng, victims = random.Random(seed), tuple(VICTIMS)
     chosen = [victims[seed % len(victims)], *rng.choices(victims, k=KILLS - 1)]
     # verl is still starting before step 1, and the run may be over after the last of these steps
@@ -90,10 +85,9 @@ def schedule(seed: int) -> list[Kill]:
 
 
 def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
-    """Launches the run of ``plan``, kills processes by the schedule of ``seed``, and launches the run again after a failure.
+    """Launches the run of ``plan``, kills processes by the schedule of ``seed``, and launches the run again if a kill ended it.
 
-    There are at most :data:`LAUNCHES` launches, and none after a launch that hung or failed without a kill. Finally checks the
-    ledger.
+    At last, checks the ledger, which tail batching writes beside the checkpoints: which prompts each step trained and gave up.
     """
     folder.mkdir(parents=True)
     result, due, began = Result(seed), schedule(seed), time.monotonic()
@@ -134,13 +128,13 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
 
 
 def _problems_of_ledger(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the problems of a ledger, which must hold :data:`STEPS` steps of :data:`PROMPTS` different trained prompts, none
-    failed."""
+    """Returns the problems of a ledger: wrong steps, batches of a wrong size, and prompts that were trained twice or given up."""
     problems = []
-    if [line["step"] for line in ledger] != list(range(1, STEPS + 1)):
-        problems.append(f"the ledger has the steps {[line['step'] for line in ledger]}")
-    if any(len(line["trained"]) != PROMPTS for line in ledger):
-        problems.append(f"batches had {[len(line['trained']) for line in ledger]} prompts")
+    steps, sizes = [line["step"] for line in ledger], [len(line["trained"]) for line in ledger]
+    if steps != list(range(1, STEPS + 1)):
+        problems.append(f"the ledger has the steps {steps}")
+    if set(sizes) != {PROMPTS}:
+        problems.append(f"batches had {sizes} prompts")
     trained = [prompt_id for line in ledger for prompt_id in line["trained"]]
     if twice := len(trained) - len(set(trained)):
         problems.append(f"{twice} prompts were trained twice")
@@ -150,29 +144,28 @@ def _problems_of_ledger(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the complete lines of a file of JSON lines; none if there is no file."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _kill(victim: str, metrics: Path) -> bool:
-    """Sends SIGKILL to one process of kind ``victim`` in the run that logs to the file ``metrics``. Returns whether there was
-    one."""
+    """Kills a process of kind ``victim`` in the run that logs to the file ``metrics``. Returns False if there is none."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             name = " ".join(process.cmdline())
-            if not any(word in name for word in VICTIMS[victim]):
-                continue
-            if process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics):
-                process.send_signal(signal.SIGKILL)
+            is_victim = any(word in name for word in VICTIMS[victim])
+            if is_victim and process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics):
+                process.kill()
                 return True
     return False
 
 
 @click.command("chaos")
 @click.argument("recipe_path", metavar="RECIPE", type=click.Path(exists=True, path_type=Path))
-@click.option("--schedules", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--first-seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out/chaos"), show_default=True)
+@number_option("--schedules", type=click.IntRange(min=1), default=20)
+@number_option("--first-seed", type=click.IntRange(min=0), default=0)
+@out_option("chaos.json, logs and checkpoints", default=Path("out/chaos"), show_default=True)
 def bench_chaos(recipe_path: Path, schedules: int, first_seed: int, out: Path) -> None:
     """Kill processes of a run at random moments and check that every prompt is still trained exactly once.
 
@@ -185,7 +178,6 @@ def bench_chaos(recipe_path: Path, schedules: int, first_seed: int, out: Path) -
     recipe_file = (recipe_path / "recipe.yaml" if recipe_path.is_dir() else recipe_path).absolute()
     recipe = load(recipe_file)
     out = out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
     (plan,) = plan_runs(recipe, recipe_file.parent, out, arms=["tail"], seeds=recipe.seeds[:1], steps=STEPS)
     results = []
     with Stop().listening() as stop:

@@ -20,6 +20,7 @@ import numpy as np
 from rl_accel.console import show_table, wide_console
 from rl_accel.drafts.drafter import SETTINGS, Drafter
 from rl_accel.drafts.index import SOURCES
+from rl_accel.lab.bench.helpers import number_option
 
 PromptAndResponse = tuple[list[int], list[int]]
 """A prompt and one response to it, both as lists of token ids."""
@@ -32,15 +33,9 @@ PromptAndResponse = tuple[list[int], list[int]]
     type=click.Path(exists=True, file_okay=False),
     help="Folder of the tokenizer. Default: each character is a token.",
 )
-@click.option("--running", type=click.IntRange(min=1), default=64, show_default=True, help="Requests that run at once.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=8, show_default=True, help="Longest draft.")
-@click.option(
-    "--batch-limit",
-    type=click.IntRange(min=1),
-    default=32,
-    show_default=True,
-    help="Requests above which nothing is drafted.",
-)
+@number_option("--running", type=click.IntRange(min=1), default=64, help="Requests that run at once.")
+@number_option("--max-tokens", type=click.IntRange(min=1), default=8, help="Longest draft.")
+@number_option("--batch-limit", type=click.IntRange(min=1), default=32, help="Requests above which nothing is drafted.")
 @click.option("--fill", is_flag=True, help="First fill the history with random responses to other prompts.")
 def bench_drafts(
     files: tuple[Path, ...], tokenizer: str | None, running: int, max_tokens: int, batch_limit: int, fill: bool
@@ -91,7 +86,7 @@ class _Row:
     draft: list[int] = field(default_factory=list)
 
     def step(self) -> list[int]:
-        """Advances this request by one engine step. Returns the new tokens: the accepted draft tokens and one sampled token."""
+        """Advances the request by one engine step. Returns the new tokens: the accepted tokens of the draft and one more."""
         upcoming = self.tokens[self.done : self.done + len(self.draft) + 1]
         new = upcoming[: 1 + sum(itertools.takewhile(bool, map(operator.eq, self.draft, upcoming[:-1])))]
         self.done += len(new)
@@ -119,11 +114,7 @@ class Replay:
 def replay(steps: list[list[PromptAndResponse]], running: int, settings: dict[str, int], fill: bool = False) -> Replay:
     """Replays the responses of each training step twice: without drafts, and with drafts of a :class:`Drafter`.
 
-    Args:
-        steps: prompts and responses of each training step.
-        running: maximum number of requests that run at once.
-        settings: settings of the drafter.
-        fill: True to fill the drafter's history with random responses first.
+    At most ``running`` requests run at once. If ``fill``, the drafter's history is filled with random responses first.
     """
     result = Replay()
     drafter = _drafter(settings, fill, lambda: sum(result.engine_steps.values()))
@@ -141,20 +132,19 @@ def replay(steps: list[list[PromptAndResponse]], running: int, settings: dict[st
 
 
 def _drafter(settings: dict[str, int], fill: bool, engine_steps: Callable[[], int]) -> Drafter:
-    parallel = SimpleNamespace(
-        distributed_executor_backend="uni", rank=0, tensor_parallel_size=1, prefill_context_parallel_size=1
-    )
+    # what vLLM would pass: one engine process on one device
+    parallel = {"distributed_executor_backend": "uni", "rank": 0}
+    parallel |= {"tensor_parallel_size": 1, "prefill_context_parallel_size": 1}
     config = SimpleNamespace(
         additional_config={SETTINGS: settings},
         speculative_config=SimpleNamespace(num_speculative_tokens=settings["max_tokens"]),
-        parallel_config=parallel,
+        parallel_config=SimpleNamespace(**parallel),
     )
     drafter = Drafter(config, engine_steps)
     if fill:
         rng = np.random.default_rng(0)
-        others = (
-            rng.integers(0, 2**15, 8192, np.int32) for _ in range(drafter.settings.memory_mb * 2**20 // (8192 * 9))
-        )
+        count = drafter.settings.memory_mb * 2**20 // (8192 * 9)  # more than fit: a token takes 12 bytes
+        others = (rng.integers(0, 2**15, 8192, np.int32) for _ in range(count))
         drafter.absorb(np.array([0, 256], np.int32).tobytes() + tokens.tobytes() for tokens in others)
     return drafter
 
@@ -162,7 +152,7 @@ def _drafter(settings: dict[str, int], fill: bool, engine_steps: Callable[[], in
 def _replay_responses(waiting: list[_Row], matrix: np.ndarray, drafter: Drafter | None, result: Replay) -> None:
     """Replays the responses in ``waiting``, from the last to the first, and adds the measurements to ``result``.
 
-    ``drafter``: proposes the drafts; None for no drafts. ``matrix``: memory for the tokens of the running requests, one row each.
+    ``matrix`` has a row of tokens for each running request. If ``drafter`` is None, nothing is drafted.
     """
     rows: list[_Row] = []
     while waiting or rows:

@@ -1,8 +1,7 @@
 """Command ``rl-accel bench gae``: checks GAE kernels for correctness and then times the kernels in one process.
 
-A plain copy of the same number of bytes gives a lower bound of the time. With ``--lengths``, the input is one batch of responses
-of very different lengths. slime pads every sequence to the longest in a Python loop, scans chunks of 128 tokens one after the
-other, and cuts off the padding. rl-accel's kernel needs no padding.
+With ``--lengths``, the input is one batch of responses of very different lengths. slime pads every sequence to the longest in a
+Python loop, scans chunks of 128 tokens one after the other, and cuts off the padding. rl-accel's kernel needs no padding.
 """
 
 import contextlib
@@ -21,34 +20,28 @@ import torch
 from rich.console import Console
 
 from rl_accel.console import show_table, wide_console
-from rl_accel.lab.bench.helpers import (
-    available_bytes,
-    interleaved,
-    met,
-    peak_extra_bytes,
-    results_file,
-)
+from rl_accel.lab.bench.helpers import available_bytes, interleaved, met, out_option, peak_extra_bytes, results_file
 from rl_accel.ops import gae, gae_of_lists
 
-LOOP, CHUNK_128, OURS = "verl's loop", "slime chunk 128", "rl-accel"
+LOOP, CHUNK_128, OURS, SLIME = "verl's loop", "slime chunk 128", "rl-accel", "slime, padded"
 BATCHES, TOKENS = (1, 8, 64, 256, 1024), (1024, 8192, 32768, 131072)
-GOAL_SHAPES = ((256, 32768), (256, 131072))
-GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
-COPY_GOAL = 1.5
 COPY = "plain copy"
 """Name of the lower bound of the time: a copy of as many bytes as GAE reads and writes."""
+GOAL_SHAPES = ((256, 32768), (256, 131072))
+GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
+"""Goals at GOAL_SHAPES: minimum ratio of an implementation's time to rl-accel's time. All goals here were chosen by hand."""
+COPY_GOAL = 1.5
+"""Goal at GOAL_SHAPES: maximum ratio of rl-accel's time to the time of a plain copy."""
+LENGTHS_GOAL = 10.0
+"""Goal with ``--lengths``: minimum ratio of slime's time to rl-accel's time."""
 LONGEST_S = 20.0
-"""Maximum expected seconds of one call of a GAE implementation. Slower ones are left out, except at shapes with a speed goal."""
+"""Maximum expected seconds of a call of a GAE implementation. A slower one is left out, except at GOAL_SHAPES, so that the whole
+table takes minutes."""
 GAMMA, LAM = 0.99, 0.95
 _TOLERANCE = 1e-4
-
-LOGNORMAL = "lognormal"
-SLIME = "slime, padded"
-LENGTHS_GOAL = 10.0
-_SEQUENCES, _LONGEST, _SIGMA = 64, 16384, 1.5
-_LENGTHS_BUDGET_S = 5.0
-_MMAP_THRESHOLD = -3
-"""Identifier of the setting ``M_MMAP_THRESHOLD`` for glibc's ``mallopt``."""
+"""Maximum relative error of a result in float32, compared with float64. Rounding stays far below; a wrong formula exceeds it."""
+_M_MMAP_THRESHOLD = -3
+"""Number of this setting of glibc's function ``mallopt``: size from which on memory comes from the system for each tensor."""
 
 Shape = tuple[int, int]
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -58,31 +51,28 @@ Lists = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A GAE implementation in the comparison. ``masked``: whether it gets verl's response mask."""
+    """A GAE implementation in the comparison.
+
+    Attributes:
+        masked: whether ``run`` applies verl's response mask. If False, ``run`` ignores the mask.
+        exact: whether the result must equal the result of verl's loop bit for bit.
+    """
 
     name: str
     run: Callable[[Inputs], Result]
     masked: bool
     exact: bool = False
-    """True if the result must equal the result of verl's loop bit for bit."""
-
-
-def _ours(backend: str) -> Callable[[Inputs], Result]:
-    return lambda inputs: gae(*inputs, backend=backend)
-
-
-def _deltas(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.Tensor:
-    following = torch.nn.functional.pad(values[:, 1:], (0, 1))
-    return rewards + gamma * following - values
 
 
 def slime_chunk(inputs: Inputs, chunk: int = 128) -> Result:
-    """Computes GAE by slime's chunk scan (slime pull request 850), which reverses time, multiplies each chunk by one matrix, and
-    passes the running advantage from chunk to chunk."""
+    """Computes GAE by slime's chunk scan (slime pull request 850), without a mask: multiplies each chunk of reversed tokens by one
+    matrix, and passes the running advantage on to the next chunk."""
     rewards, values, _, gamma, lam = inputs
     rows, tokens = rewards.shape
     decay = gamma * lam
-    padded = torch.nn.functional.pad(_deltas(rewards, values, gamma).flip(1), (0, -tokens % chunk))
+    following = torch.nn.functional.pad(values[:, 1:], (0, 1))
+    deltas = rewards + gamma * following - values
+    padded = torch.nn.functional.pad(deltas.flip(1), (0, -tokens % chunk))
     blocks = padded.view(rows, -1, chunk)
     steps = torch.arange(chunk, device=rewards.device)
     powers = torch.tensor(decay, device=rewards.device, dtype=rewards.dtype) ** (steps[None, :] - steps[:, None])
@@ -99,22 +89,24 @@ def slime_chunk(inputs: Inputs, chunk: int = 128) -> Result:
 
 def contestants(device: str) -> list[Contestant]:
     """Returns the GAE implementations to compare for tensors on ``device``: verl's loop first, rl-accel's fastest kernel second."""
+
+    def ours(backend: str) -> Callable[[Inputs], Result]:
+        return lambda inputs: gae(*inputs, backend=backend)
+
     fastest = "triton" if device == "cuda" else "numba"
     return [
-        Contestant(LOOP, _ours("naive"), masked=True, exact=True),
-        Contestant(f"{OURS} {fastest}", _ours(fastest), masked=True, exact=fastest == "numba"),
-        Contestant(f"{OURS} chunk", _ours("chunk"), masked=True),
+        Contestant(LOOP, ours("naive"), masked=True, exact=True),
+        Contestant(f"{OURS} {fastest}", ours(fastest), masked=True, exact=fastest == "numba"),
+        Contestant(f"{OURS} chunk", ours("chunk"), masked=True),
         Contestant(CHUNK_128, slime_chunk, masked=False),
     ]
 
 
 @click.command("gae")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for gae.json and gae.png.")
+@out_option("gae.json and gae.png")
 @click.option("--batch", type=click.IntRange(min=1), help="Only this batch size, and a verdict in one sentence.")
 @click.option("--tokens", type=click.IntRange(min=1), help="Only this response length; goes with --batch.")
-@click.option(
-    "--lengths", metavar="FILE", help="Only a batch of these lengths, against slime's padding; or: lognormal."
-)
+@click.option("--lengths", metavar="FILE", help="Only a batch of these lengths, against slime; or: lognormal.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 def bench_gae(out: Path | None, batch: int | None, tokens: int | None, lengths: str | None, device: str) -> None:
     """Time GAE kernels against the recurrence of verl's loop. Whitening is left out, because it is the same for all kernels.
@@ -129,7 +121,6 @@ def bench_gae(out: Path | None, batch: int | None, tokens: int | None, lengths: 
     console = wide_console()
     if out is not None:
         importlib.import_module("matplotlib")  # a missing module must fail before minutes of measuring, not after
-        out.mkdir(parents=True, exist_ok=True)
     if lengths is not None:
         try:
             right = bench_lengths(lengths, device, out, console)
@@ -142,14 +133,13 @@ def bench_gae(out: Path | None, batch: int | None, tokens: int | None, lengths: 
         shapes = [(batch, tokens)]
     rows: list[dict[str, Any]] = []
     for shape in shapes:
-        row = _measure(shape, sound, device, rows, console)
-        rows += [] if row is None else [row]
+        rows += _measure(shape, sound, device, rows, console)
     _show_times(rows, console)
     if batch is not None and rows:
         console.print(verdict(rows[0]))
     _show_goals(rows, console)
+    results_file(out, "gae.json", {"device": device, "shapes": rows}, console)
     if out is not None:
-        results_file(out, "gae.json", {"device": device, "shapes": rows}, console)
         _plot(rows, out / "gae.png")
     if len(sound) < len(contestants(device)):
         raise SystemExit(1)
@@ -171,35 +161,32 @@ def make_inputs(shape: Shape, device: str, seed: int = 0) -> Inputs:
 
 
 def _correct_contestants(candidates: list[Contestant], device: str, console: Console) -> list[Contestant]:
-    """Returns the GAE implementations that agree with verl's loop in float64.
+    """Returns the GAE implementations that agree with verl's loop in float64, and prints the errors of all.
 
     Implementations with ``exact`` must also equal verl's loop in float32 bit for bit.
     """
     sound = []
     for contestant in candidates:
-        worst, exact = 0.0, True
-        for seed, shape in enumerate([(1, 1), (3, 5), (33, 1500), (2, 4099)]):
-            inputs = make_inputs(shape, device, seed)
-            inputs = inputs if contestant.masked else (*inputs[:2], None, GAMMA, LAM)
-            truth = gae(inputs[0].double(), inputs[1].double(), *inputs[2:], backend="naive")
-            try:
+        worst, same_bits = 0.0, True
+        try:
+            for seed, shape in enumerate([(1, 1), (3, 5), (33, 1500), (2, 4099)]):
+                inputs = make_inputs(shape, device, seed)
+                inputs = inputs if contestant.masked else (*inputs[:2], None, GAMMA, LAM)
+                truth = gae(inputs[0].double(), inputs[1].double(), *inputs[2:], backend="naive")
                 result = contestant.run(inputs)
-            except Exception as error:  # a contestant that fails must not end the benchmark
-                console.print(f"{contestant.name}: {error}", style="red", markup=False)
-                worst = float("inf")
-                break
-            worst = max(worst, *(_distance(a, b) for a, b in zip(result, truth, strict=True)))
-            if contestant.exact:
-                same = gae(*inputs, backend="naive")
-                exact &= all(torch.equal(a, b) for a, b in zip(result, same, strict=True))
-        if worst < _TOLERANCE and exact:
+                worst = max(worst, *map(_distance, result, truth))
+                if contestant.exact:
+                    same_bits &= all(map(torch.equal, result, gae(*inputs, backend="naive")))
+        except Exception as error:  # a contestant that fails must not end the benchmark
+            console.print(f"{contestant.name}: {error}", style="red", markup=False)
+            worst = float("inf")
+        found = f"{worst:.1e} from float64"
+        if worst < _TOLERANCE and same_bits:
             sound.append(contestant)
             kind = "equals the loop bit for bit" if contestant.exact else "agrees with the loop"
-            console.print(f"correct: {contestant.name} {kind}; {worst:.1e} from float64")
+            console.print(f"correct: {contestant.name} {kind}; {found}")
         else:
-            console.print(
-                f"[red]WRONG: {contestant.name} is {worst:.1e} from float64, bit-identical: {exact}; no numbers"
-            )
+            console.print(f"[red]WRONG: {contestant.name} is {found}, bit-identical: {same_bits}; no numbers")
     return sound
 
 
@@ -210,42 +197,35 @@ def _distance(result: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def _measure(
-    shape: Shape,
-    sound: list[Contestant],
-    device: str,
-    before: list[dict[str, Any]],
-    console: Console,
-) -> dict[str, Any] | None:
+    shape: Shape, sound: list[Contestant], device: str, before: list[dict[str, Any]], console: Console
+) -> list[dict[str, Any]]:
+    """Times the ``sound`` GAE implementations at ``shape``. Returns one result, or none if the memory does not suffice.
+
+    ``before``: results at other shapes, by which slow implementations are left out.
+    """
     rows, tokens = shape
     moved = rows * tokens * (2 * 4 + 8 + 2 * 4)
     memory = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     if 4 * moved > memory:
         console.print(f"{rows} x {tokens}: left out, its contestants need up to {4 * moved / 2**30:.0f} GiB")
-        return None
+        return []
     inputs = make_inputs(shape, device)
-    bare: Inputs = (*inputs[:2], None, GAMMA, LAM)
     functions: dict[str, Callable[[], Any]] = {COPY: torch.ones(moved // 2, dtype=torch.uint8, device=device).clone}
     for contestant in sound:
         expected = expected_seconds(contestant.name, shape, before)
         if expected > LONGEST_S and shape not in GOAL_SHAPES:
             console.print(f"{rows} x {tokens}: {contestant.name} left out, it would take about {expected:.0f} s")
             continue
-        functions[contestant.name] = partial(contestant.run, inputs if contestant.masked else bare)
+        functions[contestant.name] = partial(contestant.run, inputs)
     times = interleaved(functions, 4.0 if shape in GOAL_SHAPES else 0.5)
-    return {
-        "batch": rows,
-        "tokens": tokens,
-        "bytes_moved": moved,
-        "seconds": {name: asdict(timing) for name, timing in times.items()},
-        "output_bytes": rows * tokens * 8,
-    }
+    seconds = {name: asdict(timing) for name, timing in times.items()}
+    sizes = {"batch": rows, "tokens": tokens, "bytes_moved": moved, "output_bytes": rows * tokens * 8}
+    return [{**sizes, "seconds": seconds}]
 
 
 def expected_seconds(name: str, shape: Shape, before: list[dict[str, Any]]) -> float:
-    """Estimates the seconds of one call of the GAE implementation ``name`` at ``shape``; 0 if no smaller shape has been measured.
-
-    ``before``: results so far. The seconds per token are those of the largest smaller shape.
-    """
+    """Estimates the seconds of one call of a GAE implementation at ``shape`` from the largest smaller shape in ``before``, the
+    results so far. Returns 0 if no smaller shape has been measured."""
     smaller = [row for row in before if name in row["seconds"] and row["batch"] * row["tokens"] < shape[0] * shape[1]]
     if not smaller:
         return 0.0
@@ -258,18 +238,19 @@ def _median(row: dict[str, Any], name: str) -> float | None:
     return row["seconds"][name]["median"] if name in row["seconds"] else None
 
 
-def _fastest_of_ours(row: dict[str, Any]) -> str | None:
-    names = [name for name in row["seconds"] if name.startswith(OURS) and not name.endswith("chunk")]
-    return names[0] if names else None
+def _ours_and_loop(row: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Returns the median seconds of rl-accel's fastest kernel and of verl's loop; None for one that was not measured."""
+    names = (name for name in row["seconds"] if name.startswith(OURS) and not name.endswith("chunk"))
+    return _median(row, next(names, "")), _median(row, LOOP)
 
 
 def _show_times(rows: list[dict[str, Any]], console: Console) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
     cells = []
     for row in rows:
-        cells.append([_label(row), *(_cell(row, name) for name in names)])
-        ours, loop = _fastest_of_ours(row), _median(row, LOOP)
-        cells[-1].append(f"{loop / row['seconds'][ours]['median']:,.0f}" if ours and loop else "")
+        ours, loop = _ours_and_loop(row)
+        ratio = f"{loop / ours:,.0f}" if ours and loop else ""
+        cells.append((_label(row), *(_cell(row, name) for name in names), ratio))
     title = "milliseconds, median (peak memory beyond inputs and outputs, MiB); - where left out"
     show_table(console, ("B x T", *names, "loop / ours"), cells, title)
 
@@ -284,33 +265,29 @@ def _cell(row: dict[str, Any], name: str) -> str:
 
 def _show_goals(rows: list[dict[str, Any]], console: Console) -> None:
     for row in rows:
-        ours = _fastest_of_ours(row)
+        ours, _ = _ours_and_loop(row)
         if (row["batch"], row["tokens"]) not in GOAL_SHAPES or ours is None:
             continue
-        our_seconds = row["seconds"][ours]["median"]
         for name, wanted in GOALS:
-            other = _median(row, name)
-            if other is not None:
-                ratio = other / our_seconds
-                console.print(
-                    f"{_label(row)}: {ratio:.1f}x over {name}; goal at least {wanted:g}x: {met(ratio >= wanted)}"
-                )
-        share = our_seconds / row["seconds"][COPY]["median"]
-        word = met(share <= COPY_GOAL)
-        console.print(f"{_label(row)}: {share:.2f}x the time of a {COPY}; goal at most {COPY_GOAL:g}x: {word}")
+            if (other := _median(row, name)) is not None:
+                ratio = other / ours
+                goal = f"goal at least {wanted:g}x: {met(ratio >= wanted)}"
+                console.print(f"{_label(row)}: {ratio:.1f}x over {name}; {goal}")
+        share = ours / row["seconds"][COPY]["median"]
+        goal = f"goal at most {COPY_GOAL:g}x: {met(share <= COPY_GOAL)}"
+        console.print(f"{_label(row)}: {share:.2f}x the time of a {COPY}; {goal}")
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Returns one sentence that says whether rl-accel's kernel is worth enabling for the measured shape."""
-    ours, loop = _fastest_of_ours(row), _median(row, LOOP)
+    """Returns a sentence: whether rl-accel's kernel is worth enabling at the measured shape."""
+    ours, loop = _ours_and_loop(row)
     if ours is None or loop is None:
         return f"{_label(row)}: no verdict, a contestant is wrong."
-    our_seconds = row["seconds"][ours]["median"]
-    saved = loop - our_seconds
+    saved = loop - ours
     if saved >= 0.1:
-        return f"{_label(row)}: worth it, every step saves {saved:.2f} s ({loop:.2f} s become {our_seconds:.4f} s)."
+        return f"{_label(row)}: worth it, every step saves {saved:.2f} s ({loop:.2f} s become {ours:.4f} s)."
     if saved >= 0:
-        return f"{_label(row)}: harmless but hard to notice, a step saves {saved * 1e3:.1f} ms ({loop / our_seconds:.1f}x)."
+        return f"{_label(row)}: harmless but hard to notice, a step saves {saved * 1e3:.1f} ms ({loop / ours:.1f}x)."
     return f"{_label(row)}: not worth it, verl's loop is {-saved * 1e3:.1f} ms faster at this shape."
 
 
@@ -338,20 +315,20 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
 def sequence_lengths(source: str) -> list[int]:
     """Returns sequence lengths in tokens from the file ``source``: whole numbers, separated by whitespace, commas or brackets.
 
-    If ``source`` is ``lognormal``, draws 64 lengths instead; the longest is 16,384 tokens.
+    If ``source`` is ``lognormal``, draws 64 lengths instead, of which the longest is 16,384 tokens.
 
     Raises:
         ValueError: the file cannot be read, or holds anything but whole numbers of at least 1.
     """
-    if source == LOGNORMAL:
-        draw = random.Random(0)
-        drawn = [draw.lognormvariate(0, _SIGMA) for _ in range(_SEQUENCES)]
-        return [max(1, round(_LONGEST * length / max(drawn))) for length in drawn]
+    if source == "lognormal":
+        rng = random.Random(0)
+        drawn = [rng.lognormvariate(0, 1.5) for _ in range(64)]
+        return [max(1, round(16384 * length / max(drawn))) for length in drawn]
     try:
         words = re.split(r"[\s,\[\]]+", Path(source).read_text().strip(" \n\t[],"))
         lengths = [int(word) for word in words]
     except (OSError, ValueError) as error:
-        raise ValueError(f"--lengths wants {LOGNORMAL} or a file of whole numbers, found {source}: {error}") from error
+        raise ValueError(f"--lengths wants lognormal or a file of whole numbers, found {source}: {error}") from error
     if min(lengths) < 1:
         raise ValueError(f"--lengths wants whole numbers of at least 1, found {min(lengths)} in {source}")
     return lengths
@@ -372,7 +349,7 @@ def slime_padded(rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 def bench_lengths(source: str, device: str, out: Path | None, console: Console) -> bool:
     """Measures slime's algorithm and rl-accel's kernel on one batch of sequences. Prints times, memory and ratios.
 
-    Returns False, without measuring, if one of them gives wrong results.
+    ``source``: see :func:`sequence_lengths`. Returns False, without measuring, if a result is wrong.
     """
     lengths = sequence_lengths(source)
     generator = torch.Generator().manual_seed(0)
@@ -386,22 +363,19 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
     for name, function in functions.items():
         pairs = zip(function(), truth, strict=True)
         errors[name] = max(_distance(torch.cat(result), torch.cat(wanted)) for result, wanted in pairs)
-    for name, error in errors.items():
-        word = "correct" if error < _TOLERANCE else "[red]WRONG"
-        console.print(f"{word}: {name}, {error:.1e} from the loop in float64")
+        word = "correct" if errors[name] < _TOLERANCE else "[red]WRONG"
+        console.print(f"{word}: {name}, {errors[name]:.1e} from the loop in float64")
     if max(errors.values()) >= _TOLERANCE:
         return False
     padding = len(lengths) * max(lengths) / sum(lengths)
     console.print(
         f"{len(lengths)} sequences, {sum(lengths):,} tokens, the longest {max(lengths):,}: padded {padding:.1f}x"
     )
-    timings = interleaved(functions, _LENGTHS_BUDGET_S)
+    timings = interleaved(functions, budget_s=5.0)
     _give_memory_back()
     peaks = {name: peak_extra_bytes(function) for name, function in functions.items()}
-    rows = []
-    for name, timing in timings.items():
-        memory = "-" if (peak := peaks[name]) is None else f"{peak / 2**20:,.1f}"
-        rows.append((name, f"{timing.median * 1e3:,.2f}", memory))
+    mebibytes = {name: "-" if peak is None else f"{peak / 2**20:,.1f}" for name, peak in peaks.items()}
+    rows = [(name, f"{timing.median * 1e3:,.2f}", mebibytes[name]) for name, timing in timings.items()]
     show_table(console, ("", "milliseconds", "extra memory, MiB"), rows)
     results: dict[str, Any] = {"device": device, "lengths": lengths, "padding": padding}
     results["time"] = timings[SLIME].median / timings[OURS].median
@@ -412,15 +386,14 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
         results["memory"] = slime_peak / our_peak
         word = met(results["memory"] >= padding)
         console.print(f"memory: {results['memory']:.1f}x less; goal at least the padding, {padding:.1f}x: {word}")
-    if out is not None:
-        results["seconds"] = {name: timing.median for name, timing in timings.items()}
-        results_file(out, "gae_lengths.json", results, console)
+    results["seconds"] = {name: timing.median for name, timing in timings.items()}
+    results_file(out, "gae_lengths.json", results, console)
     return True
 
 
 def _give_memory_back() -> None:
-    """Makes the C library return freed memory to the system at once, so that the memory of small tensors is measured."""
+    """Makes the C library return freed memory to the system at once. Otherwise, small tensors reuse memory that is not counted."""
     with contextlib.suppress(OSError, AttributeError):  # no glibc: memory of small tensors is not counted
         library = ctypes.CDLL(None)
-        library.mallopt(_MMAP_THRESHOLD, 1 << 16)
+        library.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
         library.malloc_trim(0)

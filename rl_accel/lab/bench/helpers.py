@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks: measure time and memory of functions in one process, and write result files."""
+"""Helpers of the benchmarks: options of the commands, time and memory of functions in one process, and result files."""
 
 import gc
 import json
@@ -10,11 +10,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import psutil
 import torch
 from rich.console import Console
 
-LEAST, MOST, ONCE_S, WARM_S = 3, 7, 2.0, 1.0
+from rl_accel.console import finite
+
+LEAST, MOST = 3, 7
+"""Minimum and maximum number of timed calls of a function. A median of three ignores one disturbed call."""
+ONCE_S = 2.0
+"""Seconds of the first call up to which a function is called again even if that exceeds the budget. One call may be disturbed."""
+WARM_S = 1.0
+"""Mean seconds of a call up to which an untimed call comes before each timed call. Slower functions warm up by themselves."""
+
+number_option = partial(click.option, show_default=True, callback=finite)
+"""Decorator that adds an option with a number to a command. The help text shows the default. NaN and infinity are refused."""
+
+
+def out_option(files: str, **settings: Any) -> Callable[[Any], Any]:
+    """Decorator that adds ``--out`` to a command: a folder for result ``files``, which is created before anything is measured.
+
+    ``settings``: further arguments of :func:`click.option`.
+    """
+
+    def created(_context: Any, _parameter: Any, folder: Path | None) -> Path | None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    kind = click.Path(file_okay=False, path_type=Path)
+    return click.option("--out", type=kind, callback=created, help=f"Folder for {files}.", **settings)
 
 
 @dataclass(frozen=True)
@@ -28,8 +54,8 @@ class Timing:
 def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float) -> dict[str, Timing]:
     """Times ``functions`` in turn, round after round, so that a change of the machine's speed affects all functions.
 
-    The first call of each function measures memory. If this call takes more than ``budget_s`` and ONCE_S seconds, its time is the
-    result. Every other function is timed in LEAST to MOST rounds, until its calls have taken more than ``budget_s`` seconds.
+    The first call of each function measures memory. If it takes more than ``budget_s`` seconds and more than ONCE_S seconds, its
+    time is the result. All other functions are timed in LEAST to MOST rounds, until their calls have taken ``budget_s`` seconds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     spent: dict[str, float] = {}
@@ -85,10 +111,11 @@ def met(holds: bool) -> str:
     return "met" if holds else "NOT met"
 
 
-def results_file(out: Path, name: str, results: Any, console: Console) -> None:
-    """Writes ``results`` as JSON to the file ``name`` in the folder ``out``, and prints the path of the file."""
-    (out / name).write_text(json.dumps(results, indent=1))
-    console.print(str(out / name), soft_wrap=True, markup=False)
+def results_file(out: Path | None, name: str, results: Any, console: Console) -> None:
+    """Writes ``results`` as JSON to the file ``name`` in the folder ``out``, and prints its path; nothing if ``out`` is None."""
+    if out is not None:
+        (out / name).write_text(json.dumps(results, indent=1))
+        console.print(str(out / name), soft_wrap=True, markup=False)
 
 
 def _once(function: Callable[[], Any], seconds: list[float]) -> None:

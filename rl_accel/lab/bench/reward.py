@@ -1,7 +1,7 @@
 """Command ``rl-accel bench reward``: compares a fixed and the adaptive time limit for programs that a reward function executes.
 
-:func:`workload` draws programs with published durations. :func:`run_arms` executes the programs in real processes, batch by batch
-under each policy in turn, and checks the verdicts. :func:`summarise` aggregates the results.
+:func:`workload` draws programs with published durations. :func:`run_arms` executes them in real processes, batch by batch under
+each limit in turn, and checks the verdicts. :func:`summarise` aggregates the results.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import click
 import numpy as np
 from rich.console import Console
 
-from rl_accel.console import finite, say, show_table, wide_console
+from rl_accel.console import say, show_table, wide_console
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.lab.bench.helpers import met, results_file
+from rl_accel.lab.bench.helpers import met, number_option, out_option, results_file
 from rl_accel.ops.inputs import usable_cores
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
@@ -38,12 +38,13 @@ PROMPTS, RESPONSES, EPOCHS, BATCH = 112, 16, 1, 14
 CONDITIONS = ("quiet", "loaded")
 """Load of the machine during a measurement. quiet: no extra load. loaded: one extra busy process per core."""
 CALLS = 500
-"""Number of measured calls of a grader that never hangs."""
+"""Number of measured calls of a grader that never hangs; a median of so many does not depend on single slow calls."""
 FASTER_GOAL = 3.0
+"""Goal: ratio of the seconds of all executions under the fixed limit to those under the adaptive limit. Chosen by hand."""
 KILLED_GOAL = 0.002
+"""Goal: maximum share of correct answers that the adaptive limit stops. Chosen by hand."""
 CALL_GOAL = 0.001
-"""Goal: maximum extra seconds per call of a grader that never hangs, compared with stock verl."""
-NEVER = 10**9
+"""Goal: maximum extra seconds per call of a grader that never hangs, compared with stock verl. Chosen by hand."""
 
 HANGING = 0.0505
 """Share of executions that hit a fixed limit of 30 s, read from Fig. 7a of RollPacker (NSDI'26)."""
@@ -60,10 +61,12 @@ SHARES = (
 """Cumulative distribution of published durations, from the same figure as HANGING: ``SHARES[i]`` is the share of executions that
 take at most ``SECONDS[i]`` seconds."""
 CORRECT = (0.2, 1.0)
-"""Lowest and highest share of correct responses of a prompt (our choice); the other prompts have shares evenly in between."""
+"""Lowest and highest share of correct responses of a prompt. The other prompts have shares evenly in between. Chosen by hand:
+nothing is published."""
 ANSWER = "42"
 
 Kind = Literal["sleep", "busy"]
+_Pool = TypeVar("_Pool", Sandbox, Graders)
 
 
 class WrongResult(Exception):
@@ -72,13 +75,9 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """A response to a prompt: one Python program to execute.
+    """A response to ``prompt``: the code of a Python program, which takes ``seconds`` seconds; None for a program that never ends.
 
-    Attributes:
-        prompt: name of the prompt.
-        code: Python code of the program.
-        correct: whether the program would print the right answer without a time limit.
-        seconds: duration of the program; None if the program never ends.
+    ``correct``: whether the program would print the right answer without a time limit.
     """
 
     prompt: str
@@ -100,21 +99,16 @@ def workload(
     overhead: float = 0.0,
     seed: int = 0,
 ) -> list[list[Program]]:
-    """Returns batches of random programs, with ``responses`` programs for each of the ``batch`` prompts of a batch.
+    """Returns batches of random programs. Each batch has ``batch`` prompts, and ``responses`` programs per prompt.
 
     Each prompt has a typical duration, drawn from the published distribution. A program takes this duration multiplied by a
-    log-normal factor, sleeping or computing. Some wrong programs never end, so that the share of such executions is the published
-    share.
+    log-normal factor, sleeping or computing. Some wrong programs never end: :data:`HANGING` of all.
 
     Args:
-        prompts: number of prompts in an epoch.
-        responses: number of programs per prompt and epoch.
-        epochs: number of epochs, each with a new order of prompts.
-        batch: number of prompts in a batch.
+        prompts: number of prompts in an epoch. Each epoch has a new order of prompts.
         scale: factor on all seconds.
         spread: standard deviation of the logarithm of the log-normal factor.
         overhead: seconds of an execution outside the program, by which the programs are shorter than the published durations.
-        seed: seed of the random numbers.
     """
     rng = random.Random(seed)
     shares = [(i + 0.5) / prompts for i in range(prompts)]
@@ -170,7 +164,7 @@ class PolicyResults:
 
     Attributes:
         results: result of each response, in the order of the batches.
-        makespans: seconds from the start of a batch to the last result of the batch, one number per batch.
+        makespans: seconds from the start of each batch to its last result.
         counts: counters of the executor, by name.
     """
 
@@ -182,22 +176,16 @@ class PolicyResults:
 async def run_arms(
     batches: Sequence[Sequence[Program]], policies: Mapping[str, RewardTimeoutFlags], slots: int
 ) -> dict[str, PolicyResults]:
-    """Executes every batch under each time limit policy in turn. All responses of a batch are submitted at once.
+    """Executes every batch under each time limit policy in turn. Returns the results of each policy, by name.
 
-    Args:
-        batches: batches of responses from :func:`workload`.
-        policies: flags of each policy, by name.
-        slots: maximum number of executions at once.
-
-    Returns:
-        The results of each policy, by name.
+    All responses of a batch are submitted at once, as after a rollout. At most ``slots`` of them run at once.
 
     Raises:
         WrongResult: a verdict is wrong, see :func:`require_expected_verdicts`.
     """
     arms = {name: PolicyResults() for name in policies}
     executors = {name: LimitedExecutor(LocalAnchors(AdaptiveTimeout(flags)), slots) for name, flags in policies.items()}
-    async with _open(slots) as sandbox:
+    async with _closing(Sandbox(slots)) as sandbox:
         for number, batch in enumerate(batches):
             for name in list(policies)[:: -1 if number % 2 else 1]:  # no policy is first in every batch
                 began = time.monotonic()
@@ -213,10 +201,9 @@ async def run_arms(
 
 
 def require_expected_verdicts(batch: Sequence[Program], results: Sequence[ExecutionResult]) -> None:
-    """Compares the verdicts of executions with the expected verdicts. A timeout of a program that would end is allowed.
+    """Raises WrongResult unless each program of ``batch`` has the verdict of its answer ("passed" or "wrong"), or "timeout".
 
-    Raises:
-        WrongResult: a program that never ends was not stopped, or a program that ends has a wrong verdict.
+    A program that never ends must have the verdict "timeout".
     """
     for response, result in zip(batch, results, strict=True):
         earned = "passed" if response.correct else "wrong"
@@ -229,26 +216,22 @@ def require_expected_verdicts(batch: Sequence[Program], results: Sequence[Execut
 
 async def measure_overhead(slots: int) -> float:
     """Returns the median seconds that the sandbox takes to execute a trivial program. Executes one program at a time."""
-    async with _open(slots) as sandbox:
+    async with _closing(Sandbox(slots)) as sandbox:
         return statistics.median([(await sandbox.run(f"print({ANSWER})", CASE)).wall for _ in range(30)])
 
 
 def grade_at_once(answer: str) -> float:
-    """A grader that never hangs and takes no time: returns 1.0 for the right answer, else 0.0."""
+    """Returns 1.0 for the right answer, else 0.0. Stands for a grader that never hangs and takes no time."""
     return float(answer == ANSWER)
 
 
 async def measure_call_cost() -> dict[str, float]:
-    """Returns the median seconds of a call of :func:`grade_at_once`.
-
-    - ``stock``: a call in a thread, as in verl.
-    - ``pack``: a call in a persistent worker, as in rl-accel.
-    """
+    """Returns the median seconds of a call of :func:`grade_at_once`: in a thread as in verl ("stock"), and in a persistent worker
+    process as in rl-accel ("pack")."""
     executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(RewardTimeoutFlags())), 1)
-    graders = Graders(f"{__file__}:{grade_at_once.__name__}", 1)
     loop = asyncio.get_running_loop()
     seconds: dict[str, list[float]] = {"stock": [], "pack": []}
-    try:
+    async with _closing(Graders(f"{__file__}:{grade_at_once.__name__}", 1)) as graders:
         for number in range(CALLS):
             began = time.perf_counter()
             score = await loop.run_in_executor(None, grade_at_once, ANSWER)
@@ -260,18 +243,15 @@ async def measure_call_cost() -> dict[str, float]:
             seconds["pack"].append(time.perf_counter() - between)
             if (result.verdict, result.value) != ("done", score):
                 raise WrongResult(f"wanted {score}, found {result.verdict} ({result.reason})")
-    finally:
-        await graders.close()
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
 @contextlib.asynccontextmanager
-async def _open(slots: int) -> AsyncIterator[Sandbox]:
-    sandbox = Sandbox(slots)
+async def _closing(pool: _Pool) -> AsyncIterator[_Pool]:
     try:
-        yield sandbox
+        yield pool
     finally:
-        await sandbox.close()
+        await pool.close()
 
 
 @contextlib.contextmanager
@@ -289,30 +269,27 @@ def busy_processes(processes: int) -> Iterator[None]:
 def summarise(batches: Sequence[Sequence[Program]], arms: Mapping[str, PolicyResults]) -> dict[str, Any]:
     """Returns a mapping from time limit policy to measured numbers, among them these:
 
-    - ``seconds``: wall-clock seconds of all executions together.
+    - ``seconds``: wall-clock seconds of all executions together; ``own_seconds``: without waits for a processor.
     - ``times_less``: ``seconds`` of the first policy divided by ``seconds`` of this policy.
-    - ``own_seconds``: ``seconds`` without waits for a processor.
     - ``step_s``: mean seconds from the start of a batch to the last result of the batch.
     - ``wrongly_killed``: number of correct answers that did not pass.
     - ``struck``: number of executions stopped by each limit, by name of the limit (such as ``wall``).
     - ``full_budget``: number of stopped executions that had the full budget.
     """
-    responses = [response for batch in batches for response in batch]
+    is_correct = [response.correct for batch in batches for response in batch]
     rows: dict[str, Any] = {}
     for name, arm in arms.items():
-        results = arm.results
+        results, seconds = arm.results, [result.wall for result in arm.results]
         stopped = [result for result in results if result.verdict == "timeout"]
+        killed = [right and result.verdict != "passed" for right, result in zip(is_correct, results, strict=True)]
         rows[name] = {
             "executions": len(results),
-            "seconds": sum(result.wall for result in results),
+            "seconds": sum(seconds),
             "own_seconds": sum(result.wall - result.waited for result in results),
             "step_s": statistics.mean(arm.makespans),
-            "p99_s": float(np.quantile([result.wall for result in results], 0.99)),
-            "correct": sum(response.correct for response in responses),
-            "wrongly_killed": sum(
-                response.correct and result.verdict != "passed"
-                for response, result in zip(responses, results, strict=True)
-            ),
+            "p99_s": float(np.quantile(seconds, 0.99)),
+            "correct": sum(is_correct),
+            "wrongly_killed": sum(killed),
             "timeouts": len(stopped),
             "struck": dict(Counter(result.reason.split()[0] for result in stopped)),
             "full_budget": int(arm.counts["timeouts_full"]),
@@ -325,14 +302,10 @@ def summarise(batches: Sequence[Sequence[Program]], arms: Mapping[str, PolicyRes
 
 
 def kill_verdict(killed: int, correct: int) -> str:
-    """Compares the share of wrongly stopped correct answers with the goal.
+    """Returns "met", "NOT met" or "too few to tell" for the goal on the share of wrongly stopped correct answers.
 
-    Returns "NOT met" if more than one answer was stopped and the share exceeds the goal; "met" if the share is so low that a true
-    share equal to the goal would give it in at most 5% of cases (binomial test); else "too few to tell".
-
-    Args:
-        killed: number of correct answers that did not pass.
-        correct: number of correct answers.
+    ``killed`` of ``correct`` correct answers did not pass. "met" needs so low a share that a true share equal to the goal would
+    give it in at most 5% of cases (binomial test).
     """
     # a single stopped answer may be chance
     if killed > max(1.0, KILLED_GOAL * correct):
@@ -342,58 +315,33 @@ def kill_verdict(killed: int, correct: int) -> str:
 
 
 def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
-    """Returns the flags of two time limit policies, with all default times of rl-accel multiplied by ``scale``.
+    """Returns the flags of two policies: "fixed" always has the longest limit, "adaptive" learns limits from correct executions.
 
-    - ``fixed``: always the longest limit.
-    - ``adaptive``: limits learned from correct executions.
+    All default times of rl-accel are multiplied by ``scale``.
     """
     defaults = RewardTimeoutFlags()
     slack, minimum = defaults.slack * scale, defaults.minimum * scale
     adaptive = replace(defaults, slack=slack, minimum=minimum, maximum=PROGRAM_BUDGET * scale)
-    return {"fixed": replace(adaptive, min_correct=NEVER), "adaptive": adaptive}
+    return {"fixed": replace(adaptive, min_correct=10**9), "adaptive": adaptive}
 
 
 @click.command("reward")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for reward.json.")
-@click.option(
-    "--responses", type=click.IntRange(min=1), default=RESPONSES, show_default=True, help="Responses per prompt."
-)
-@click.option(
-    "--epochs",
-    type=click.IntRange(min=1),
-    default=EPOCHS,
-    show_default=True,
-    help="Number of times that each prompt is seen.",
-)
-@click.option(
-    "--scale",
-    type=click.FloatRange(min=0.02),
-    callback=finite,
-    default=0.07,
-    show_default=True,
-    help="Factor on all times and limits.",
-)
-@click.option(
-    "--spread",
-    type=click.FloatRange(min=0),
-    callback=finite,
-    default=0.3,
-    show_default=True,
-    help="Spread (sigma of the logarithm) of times within a prompt.",
-)
+@out_option("reward.json")
+@number_option("--responses", type=click.IntRange(min=1), default=RESPONSES, help="Responses per prompt.")
+@number_option("--epochs", type=click.IntRange(min=1), default=EPOCHS, help="Times that each prompt is seen.")
+@number_option("--scale", type=click.FloatRange(min=0.02), default=0.07, help="Factor on all times and limits.")
+@number_option("--spread", type=click.FloatRange(min=0), default=0.3, help="Sigma of log(time) within a prompt.")
 def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, spread: float) -> None:
     """Measure the savings and the cost of the adaptive time limit for programs that a reward function executes.
 
     The real executor runs programs with published durations in the real sandbox. The programs sleep or compute, give right or wrong
-    answers, and never end in 5 % of the cases. Each batch is executed under the fixed and under the adaptive limit, first on the
-    machine as it is, then with one extra busy process per core.
+    answers, and one in 20 never ends. Each batch is executed under the fixed and under the adaptive limit, first on the machine as
+    it is, then with one extra busy process per core.
 
     A wrong verdict is an error: there is no number, and the exit status is 1. Too many stopped correct answers also give exit
     status 1. A missed ratio is shown but does not change the exit status, because machines are shared and noisy.
     """
     console = wide_console()
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
     cores = usable_cores()
     slots = 2 * cores
     settings = policies(scale)
@@ -423,12 +371,11 @@ def bench_reward(out: Path | None, responses: int, epochs: int, scale: float, sp
         raise SystemExit(1) from None
     console.print(f"correct: all verdicts of {len(CONDITIONS) * 2 * sum(map(len, batches)):,} executions")
     red = _show_results(rows, console)
-    if out is not None:
-        size = {"prompts": PROMPTS, "responses": responses, "epochs": epochs, "batch": BATCH}
-        options = {**size, "workers": slots, "cores": cores, "scale": scale, "spread": spread}
-        policy = {name: asdict(value) for name, value in settings.items()}
-        results = {"given": {**options, "overhead_s": overhead, "call_s": call}, "policies": policy, "found": rows}
-        results_file(out, "reward.json", results, console)
+    size = {"prompts": PROMPTS, "responses": responses, "epochs": epochs, "batch": BATCH}
+    options = {**size, "workers": slots, "cores": cores, "scale": scale, "spread": spread}
+    policy = {name: asdict(value) for name, value in settings.items()}
+    results = {"given": {**options, "overhead_s": overhead, "call_s": call}, "policies": policy, "found": rows}
+    results_file(out, "reward.json", results, console)
     if red:
         raise SystemExit(1)
 
@@ -455,11 +402,11 @@ def _show_results(rows: Mapping[str, Any], console: Console) -> bool:
     for condition, measured in rows.items():
         row = measured["arms"]["adaptive"]
         load_average = "{:.1f} to {:.1f}".format(*measured["load_average"])
-        ratios = (
-            f"{row['times_less']:.2f} times less, {row['own_times_less']:.2f} less without their waits for a processor"
+        less, own_less = row["times_less"], row["own_times_less"]
+        console.print(
+            f"{condition} (load average {load_average}): {less:.2f} times less, {own_less:.2f} less without their waits "
+            f"for a processor; goal {FASTER_GOAL:g}: {met(less >= FASTER_GOAL)}"
         )
-        word = met(row["times_less"] >= FASTER_GOAL)
-        console.print(f"{condition} (load average {load_average}): {ratios}; goal {FASTER_GOAL:g}: {word}")
         killed, correct = row["wrongly_killed"], row["correct"]
         word = kill_verdict(killed, correct)
         red |= word == "NOT met"

@@ -1,7 +1,4 @@
-"""Command ``rl-accel bench tail``: measures the overhead of tail batching in whole rollout rounds on verl, without a model.
-
-Tail batching starts more responses than a batch needs and ends a round when the batch is complete.
-"""
+"""Command ``rl-accel bench tail``: measures the overhead of tail batching in whole rollout rounds on verl, without a model."""
 
 import importlib.util
 import json
@@ -16,33 +13,31 @@ from rich.console import Console
 
 from rl_accel.console import say, show_table, wide_console
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
-from rl_accel.lab.bench.helpers import met, results_file
+from rl_accel.lab.bench.helpers import met, out_option, results_file
 
 # a round of the largest batch takes minutes: verl's agent loop needs about 20 CPU milliseconds per response
 LOADS = ((32, 16, 3), (128, 16, 2), (512, 16, 1))
 """Batch sizes of the benchmark: number of prompts in a batch (P0), number of responses per prompt (R0), and number of rounds."""
 LOAD_GOAL_S = 2.0
+"""Goal: maximum seconds of overhead of a round, both of the trainer's CPU time and after the last response. Chosen by hand."""
 LOAD_MODULE = "rl_accel.lab.bench.tail_load"
 LONGEST_S = 900.0
-"""Maximum seconds for all rounds of one batch size. Slower rounds are stopped, and the batch size counts as failed."""
+"""Maximum seconds for all rounds of one batch size, several times as long as on two quiet cores. Slower rounds count as failed."""
 
 
 @click.command("tail")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for tail.json.")
+@out_option("tail.json")
 def bench_tail(out: Path | None) -> None:
     """Measure the overhead of tail batching in rollout rounds on verl, without a model.
 
-    The overhead consists of the CPU seconds of the trainer process, and of the seconds from the last response of a batch to the
-    end of the round. TransferQueue, verl's load balancer and agent loop, and rl-accel's manager, workers and trainer code run
-    in their real processes. Only the rollout servers are simulated: they sleep for random times instead of decoding.
+    The overhead is the CPU time of the trainer process, and the time from the last response of a batch to the end of the round.
+    Everything but the rollout servers is real and runs in its own process. The servers sleep for random times instead of decoding.
 
     Errors are a batch that is not exactly P0 prompts x R0 responses, a key left behind, and a prompt that is lost or trained
     twice. After an error, the batch size gets no number, and the exit status is 1. Missed goals are shown but do not change the
     exit status, because machines are shared and noisy.
     """
     console = wide_console()
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
     missing = [name for name in ("verl", "transfer_queue", "ray") if importlib.util.find_spec(name) is None]
     if missing:
         raise click.ClickException(f"this benchmark runs on verl, and {', '.join(missing)} is not installed here")
@@ -63,17 +58,13 @@ def bench_tail(out: Path | None) -> None:
             sizes.append({"prompts": prompts, "responses": responses, "rounds": measured})
     if sizes:
         _show_load(sizes, console)
-        if out is not None:
-            results_file(out, "tail.json", {"load": sizes}, console)
+        results_file(out, "tail.json", {"load": sizes}, console)
     if problem:
         raise SystemExit(1)
 
 
 def _run_rounds(prompts: int, responses: int, rounds: int, stop: Stop) -> tuple[list[dict[str, Any]], str]:
-    """Runs the rollout rounds of one batch size in a new process.
-
-    Returns the measurements of each round and a description of the problem ("" if none).
-    """
+    """Runs the rounds of one batch size in a new process. Returns the measurements of each round, and what went wrong or ""."""
     environment: dict[str, str | None] = {
         "RAY_ADDRESS": None,
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -87,11 +78,11 @@ def _run_rounds(prompts: int, responses: int, rounds: int, stop: Stop) -> tuple[
         environment["RAY_TMPDIR"] = str(folder)
         deadline = time.monotonic() + LONGEST_S
         outcome = supervised(command, environment, folder, log, stop, lambda: time.monotonic() > deadline, temp=folder)
-        if outcome.reason == "timeout":
-            return [], f"it took more than {LONGEST_S:.0f} s; the end of its log:\n{last_lines(log)}"
-        if outcome.exit_code or not results.exists():
-            return [], f"exit status {outcome.exit_code}; the end of its log:\n{last_lines(log)}"
-        return json.loads(results.read_text()), ""
+        if outcome.reason != "timeout" and not outcome.exit_code and results.exists():
+            return json.loads(results.read_text()), ""
+        slow = outcome.reason == "timeout"
+        problem = f"it took more than {LONGEST_S:.0f} s" if slow else f"exit status {outcome.exit_code}"
+        return [], f"{problem}; the end of its log:\n{last_lines(log)}"
 
 
 def _show_load(sizes: list[dict[str, Any]], console: Console) -> None:

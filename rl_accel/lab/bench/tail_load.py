@@ -2,10 +2,9 @@
 
 Usage: ``python -m rl_accel.lab.bench.tail_load PROMPTS RESPONSES ROUNDS OUT.json``. ``rl-accel bench tail`` starts it.
 
-Tail batching starts more responses than a batch needs and ends a round when the batch is complete. The following components are
-real: TransferQueue, verl's load balancer and LLM client, the agent loop, rl-accel's agent-loop manager and agent-loop workers,
-and rl-accel's trainer code from the decisions of tail batching to the batch. The rollout servers only sleep. There is no grader
-and no training.
+Tail batching starts more responses than a batch needs and ends a round when the batch is complete. TransferQueue, verl's load
+balancer, LLM client and agent loop, and rl-accel's agent-loop manager, workers and trainer code are real. The rollout servers only
+sleep. There is no grader and no training.
 """
 
 import asyncio
@@ -47,12 +46,13 @@ from rl_accel.rollout.tail_batching import TailBatching
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 WORKERS, SERVERS = 2, 2
+"""Numbers of agent-loop workers and of rollout servers: the fewest that still have to share the responses."""
 RATIO = 1.25
-"""Tail batching launches RATIO times as many prompts as it trains, and RATIO times as many responses per prompt."""
+"""Tail batching launches RATIO times as many prompts as it trains, and RATIO times as many responses per prompt: its defaults."""
 TOKENS = 128
 """Number of tokens of a response with the median response time. Other responses have tokens in proportion to their time."""
 LONGEST = 8.0
-"""Upper bound of a random response time, as a multiple of the median time."""
+"""Upper bound of a random response time, as a multiple of the median time. Without it, one response could decide the results."""
 
 
 def drawn(prompt: bytes, rng: random.Random) -> float:
@@ -65,11 +65,9 @@ def drawn(prompt: bytes, rng: random.Random) -> float:
 
 
 class SleepingServer:
-    """A rollout server that sleeps for a random time instead of decoding. Cancelling a ``generate`` call ends the sleep.
+    """A rollout server that sleeps for a random time (median ``median_s`` seconds) instead of decoding.
 
-    Args:
-        median_s: median of the random response times, in seconds.
-        seed: seed of the random response times.
+    Cancelling a ``generate`` call ends the sleep.
     """
 
     def __init__(self, median_s: float, seed: int) -> None:
@@ -99,12 +97,12 @@ class SleepingServer:
         self._aborted.clear()
 
     async def running(self) -> int:
-        """Returns the number of requests that are running on this server."""
         return self._running
 
 
 class NotingWorker(TailAgentLoopWorker):
-    """rl-accel's agent-loop worker, which also records when it reports each event, in seconds of the machine's monotonic clock."""
+    """rl-accel's agent-loop worker. Also records the time at which it reports each event, in seconds of the monotonic clock, which
+    all processes of the machine share."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -115,14 +113,14 @@ class NotingWorker(TailAgentLoopWorker):
         super()._report(event)
 
     async def take_notes(self) -> tuple[list[tuple[str, int, float]], int, float]:
-        """Returns the events since the last call, each as ``(kind, response id, time in seconds)``; the resident memory of this
-        worker process in bytes; and its CPU seconds so far."""
+        """Returns the events since the last call, as ``(kind, response id, seconds)``; and of this worker process the resident
+        memory in bytes and the CPU seconds so far."""
         notes, self._notes = self._notes, []
         return notes, psutil.Process().memory_info().rss, time.process_time()
 
 
 class RoundsOnly(TailBatchingTrainer):
-    """rl-accel's trainer, reduced to the parts that a rollout round needs: without models, data files and checkpoints."""
+    """rl-accel's trainer without models, data files and checkpoints: only what a rollout round needs."""
 
     def __init__(self, driver: RolloutDriver, log: Ledger, steps: int) -> None:
         self._driver, self._log, self._last_step = driver, log, steps
@@ -131,11 +129,7 @@ class RoundsOnly(TailBatchingTrainer):
 class Load:
     """Rollout rounds of one batch size, in the Ray cluster to which this process is connected.
 
-    Args:
-        prompts: number of prompts of a batch.
-        responses: number of responses of a prompt.
-        rounds: number of rounds that will run.
-        folder: folder for the tokenizer and the ledger.
+    ``rounds`` is the number of rounds that will run. ``folder`` gets the tokenizer and the ledger.
     """
 
     def __init__(self, prompts: int, responses: int, rounds: int, folder: Path) -> None:
@@ -148,7 +142,7 @@ class Load:
         self._servers = {f"sleeping_{index}": server.remote(median_s, index) for index in range(SERVERS)}
         client = TailLLMServerClient(config=config, load_balancer_handle=get_router_handle(self._servers))
         self._workers = agent_loop.AgentLoops.create(config=config, llm_client=client).agent_loop_workers
-        numbers = iter(range(10**9))
+        numbers = itertools.count()
         self._core = TailBatching(run_of(config))
         self._supply = PromptSupply(self._core.run, lambda: _row(next(numbers)), 10**9)
         names = ("abort_all_requests", "resume_generation")  # the methods of verl's replicas that the trainer calls
@@ -164,11 +158,7 @@ class Load:
         self._trained: set[str] = set()
 
     def play(self, step: int) -> dict[str, Any]:
-        """Runs one rollout round, that of training step ``step``, and returns its measurements by name.
-
-        Raises:
-            RuntimeError: the batch is wrong, or a response is left somewhere.
-        """
+        """Runs the rollout round of training step ``step`` and returns its measurements by name. Raises as :meth:`_check`."""
         cpu_before = [cpu_s for _, _, cpu_s in self._take_notes()]  # returns only when all workers have started
         used, began = time.process_time(), time.monotonic()
         batch, metrics = self._trainer._play(step)
@@ -196,7 +186,10 @@ class Load:
         return notes
 
     def _check(self, keys: list[str], metrics: dict[str, float]) -> None:
-        """Raises RuntimeError unless a round trained a whole batch and left nothing else behind."""
+        """Raises RuntimeError unless a round returned exactly one batch, ``keys``, and left no other key and no request behind.
+
+        Also raises if a prompt has been lost or trained twice since the first round.
+        """
         prompts, responses = self._prompts, self._responses
         by_prompt = Counter(key.split("_")[0] for key in keys)
         if len(keys) != len(set(keys)) or len(by_prompt) != prompts or set(by_prompt.values()) != {responses}:

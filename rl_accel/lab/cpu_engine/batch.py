@@ -1,10 +1,8 @@
 """Batched decoding of the CPU engine: the model, the key-value cache, and the running requests. Each request has one cache row.
 
 A cache row starts at position 0 and is padded on the right, so that the position of a key does not depend on other requests. The
-attention of a new token is computed row by row over exactly the length of the row. The result can therefore not depend on the
-batch. No time is spent on padding, which makes decoding about three times as fast as with a padded ``scaled_dot_product_attention``
-on one core. The number of rows is rounded up to a multiple of ``ROWS``, because CPU kernels use another matrix multiplication for
-very few rows, which rounds differently.
+attention of a new token is computed row by row over exactly the length of the row, so that the result cannot depend on the batch.
+Without padding, decoding is about three times as fast as with ``scaled_dot_product_attention`` on one core.
 
 Shapes: H attention heads of width D, L tokens.
 """
@@ -16,7 +14,7 @@ import numba
 import numpy as np
 import torch
 from cachetools import FIFOCache
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rl_accel.lab.cpu_engine.sampling import BatchSampler
@@ -25,8 +23,12 @@ from rl_accel.lab.cpu_engine.scheduler import Request
 ATTENTION = "rl_accel_cpu"
 """Name under which :func:`attend` is registered as an attention function of transformers."""
 BLOCK = 128
+"""Number of tokens to a multiple of which cache rows are rounded up, so that they seldom have to grow. Chosen by hand."""
 ROWS = 8
+"""Number to a multiple of which the rows of a forward pass are rounded up. For very few rows, CPU kernels use another matrix
+multiplication, which rounds differently."""
 _PROMPTS_KEPT = 64
+"""Maximum number of prompts whose cache is kept for the other responses to the same prompt. Chosen by hand."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -34,85 +36,59 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-class PromptCache:
-    """Cache of the keys and values of one prompt, per layer [1, H, L, D], with the methods of transformers' caches."""
-
-    is_compileable = False
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.layers.append((keys, values))
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
-
-
 class SlotCache:
-    """Key-value cache of up to ``slots`` sequences: per layer, keys and values [slots, H, capacity, D].
+    """Key-value cache of up to ``slots`` sequences, with the methods that transformers calls on a cache.
 
-    ``capacity``, the number of tokens per row, grows on demand. Before a decoding step, :meth:`window` selects the rows and the
-    position of each new token. :meth:`update` stores the new tokens and returns the whole cache.
+    Each layer has keys and values [slots, H, capacity, D]. The capacity, the number of tokens per row, grows on demand. Before a
+    decoding step, :meth:`window` sets the position of the new token in each row. :meth:`update` stores the new tokens and returns
+    the whole cache.
     """
 
     is_compileable = False
 
     def __init__(self, slots: int) -> None:
-        self.slots = round_up(slots, ROWS)
-        self.capacity = 0
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-        self._rows = torch.arange(0)
+        self._slots = round_up(slots, ROWS)
+        self._capacity = 0
+        self._memory: list[torch.Tensor] = []  # keys and values of the first layer, of the second, and so on
         self._width = 0
-        self._positions = torch.arange(0)
 
-    def store(self, row: int, prompt: PromptCache) -> None:
+    def store(self, row: int, prompt: DynamicCache) -> None:
         """Copies the keys and values of a prompt to the beginning of row ``row``."""
-        if not self._keys:
-            for keys, values in prompt.layers:
-                self._keys.append(keys.new_zeros(self.slots, keys.shape[1], 0, keys.shape[3]))
-                self._values.append(values.new_zeros(self.slots, values.shape[1], 0, values.shape[3]))
-        length = prompt.layers[0][0].shape[2]
+        tensors = [tensor for layer in prompt.layers for tensor in (layer.keys, layer.values)]
+        if not self._memory:
+            self._memory = [tensor.new_zeros(self._slots, tensor.shape[1], 0, tensor.shape[3]) for tensor in tensors]
+        length = prompt.get_seq_length()
         self._reserve(length)
-        for (keys, values), own_keys, own_values in zip(prompt.layers, self._keys, self._values, strict=True):
-            own_keys[row, :, :length] = keys[0]
-            own_values[row, :, :length] = values[0]
+        for memory, tensor in zip(self._memory, tensors, strict=True):
+            memory[row, :, :length] = tensor[0]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the first ``length`` positions of row ``source`` over those of row ``target``."""
-        for memory in (*self._keys, *self._values):
+        for memory in self._memory:
             memory[target, :, :length] = memory[source, :, :length]
 
     def clear(self, row: int) -> None:
         """Sets row ``row`` to 0. A remaining NaN would spoil the next request in this row."""
-        for memory in (*self._keys, *self._values):
+        for memory in self._memory:
             memory[row] = 0
 
-    def window(self, rows: int, positions: torch.Tensor) -> None:
-        """Selects rows 0 to ``rows`` - 1 for the next forward pass. Row i stores its new token at ``positions[i]``."""
+    def window(self, positions: torch.Tensor) -> None:
+        """Prepares the next forward pass, in which row i stores its new token at ``positions[i]``."""
         self._width = round_up(int(positions.max()) + 1, BLOCK)
         self._reserve(self._width)
-        self._rows = torch.arange(rows)
-        self._positions = positions
+        self._rows, self._positions = torch.arange(len(positions)), positions
 
     def mask(self) -> torch.Tensor:
-        """Returns the attention mask [rows, 1, 1, positions] of the selected rows: True for positions that a row attends to."""
+        """Returns the attention mask [rows, 1, 1, positions] of the next pass: True for positions that a row attends to."""
         return (torch.arange(self._width) <= self._positions[:, None])[:, None, None, :]
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        own_keys, own_values = self._keys[layer_idx], self._values[layer_idx]
-        own_keys[self._rows, :, self._positions] = keys[:, :, 0]
-        own_values[self._rows, :, self._positions] = values[:, :, 0]
-        return own_keys, own_values
+        all_keys, all_values = self._memory[2 * layer_idx : 2 * layer_idx + 2]
+        all_keys[self._rows, :, self._positions] = keys[:, :, 0]
+        all_values[self._rows, :, self._positions] = values[:, :, 0]
+        return all_keys, all_values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._width
@@ -121,15 +97,14 @@ class SlotCache:
         return self._width, 0
 
     def _reserve(self, length: int) -> None:
-        if length <= self.capacity:
+        if length <= self._capacity:
             return
-        capacity = round_up(max(length, 2 * self.capacity), BLOCK)
-        for memories in (self._keys, self._values):
-            for layer, old in enumerate(memories):
-                grown = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
-                grown[:, :, : self.capacity] = old
-                memories[layer] = grown
-        self.capacity = capacity
+        capacity = round_up(max(length, 2 * self._capacity), BLOCK)
+        for index, old in enumerate(self._memory):
+            grown = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
+            grown[:, :, : self._capacity] = old
+            self._memory[index] = grown
+        self._capacity = capacity
 
 
 def attend(
@@ -144,15 +119,15 @@ def attend(
     """Computes the attention of ``query`` [B, H, L, D] to ``key`` and ``value``. Returns [B, L, H, D], all in float32.
 
     For L > 1 (prefill), calls transformers' SDPA function. For L = 1 (decoding), ``key`` and ``value`` are the whole cache [slots,
-    KV heads, capacity, D] with slots >= B. Of each row, the first n positions are read, where n is the number of True values in the
-    row of ``attention_mask`` [B, 1, 1, T].
+    KV heads, capacity, D] with slots >= B. The first n positions of each row are read, where n is the number of True values in
+    the row of ``attention_mask`` [B, 1, 1, T].
     """
     if query.shape[2] > 1:
         output: torch.Tensor
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return output, None
     rows, heads, _, width = query.shape
-    if attention_mask is None:
+    if attention_mask is None:  # a prompt of one token
         lengths = torch.full((rows,), key.shape[2])
     else:
         lengths = attention_mask[:, 0, 0].sum(-1)
@@ -219,36 +194,32 @@ class Batch:
         self.prefills = 0
         self._cache = SlotCache(slots)
         self._sampler: BatchSampler | None = None
-        self._prompts: FIFOCache[tuple[int, ...], tuple[PromptCache, torch.Tensor]] = FIFOCache(_PROMPTS_KEPT)
+        self._prompts: FIFOCache[tuple[int, ...], tuple[DynamicCache, torch.Tensor]] = FIFOCache(_PROMPTS_KEPT)
 
-    def begin(self, request: Request) -> tuple[PromptCache, int, float]:
+    def begin(self, request: Request) -> tuple[DynamicCache, int, float]:
         """Computes the key-value cache of the prompt of ``request`` and, after a preemption, of the response so far.
 
         Returns the filled cache for :meth:`join`, the next token, and the log-probability of this token.
         """
+        prompt = tuple(request.prompt)
         if request.tokens:
             memory, logits = self.read(request.prompt + request.tokens)
         else:
-            memory, logits = self._read_prompt(tuple(request.prompt))
+            if prompt not in self._prompts:  # equal prompts are computed only once
+                self._prompts[prompt] = self.read(request.prompt)
+            memory, logits = self._prompts[prompt]
         (token,), (logprob,) = BatchSampler([request.params], [request.seed])(logits, [request.length])
         return memory, token, logprob
 
-    def join(self, request: Request, memory: PromptCache) -> None:
-        """Adds ``request`` to the batch. Copies ``memory``, its cache from :meth:`begin`, to the next row of the key-value
-        cache."""
+    def join(self, request: Request, memory: DynamicCache) -> None:
+        """Adds ``request``, whose cache from :meth:`begin` is ``memory``, to the batch."""
         self._cache.store(len(self.requests), memory)
         self.requests.append(request)
         self._sampler = None
 
-    def _read_prompt(self, prompt: tuple[int, ...]) -> tuple[PromptCache, torch.Tensor]:
-        """Returns the key-value cache and the last logits of a prompt. Equal prompts are computed only once."""
-        if prompt not in self._prompts:
-            self._prompts[prompt] = self.read(prompt)
-        return self._prompts[prompt]
-
-    def read(self, tokens: tuple[int, ...] | list[int]) -> tuple[PromptCache, torch.Tensor]:
-        # One sequence at a time, so that the result does not depend on other sequences.
-        cache = PromptCache()
+    def read(self, tokens: list[int]) -> tuple[DynamicCache, torch.Tensor]:
+        """Returns the key-value cache and the last logits of one sequence. Other sequences cannot change the result."""
+        cache = DynamicCache()
         output = self._model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         self.prefills += 1
         return cache, output.logits[:, -1].float()
@@ -256,16 +227,13 @@ class Batch:
     def step(self) -> tuple[list[int], list[float]]:
         """Draws the next token of every request. Returns token ids (-1 for logits that are not finite) and log-probabilities."""
         requests = self.requests
-        count = len(requests)
         lengths = [request.length for request in requests]
-        rows = round_up(count, ROWS)
-        ids = torch.zeros(rows, 1, dtype=torch.long)
-        ids[:count, 0] = torch.tensor([request.tokens[-1] for request in requests])
-        positions = torch.zeros(rows, dtype=torch.long)
-        positions[:count] = torch.tensor(lengths) - 1
-        self._cache.window(rows, positions)
+        padding = [0] * (-len(requests) % ROWS)
+        ids = torch.tensor([request.tokens[-1] for request in requests] + padding)
+        positions = torch.tensor([length - 1 for length in lengths] + padding)
+        self._cache.window(positions)
         output = self._model(
-            input_ids=ids,
+            input_ids=ids[:, None],
             attention_mask=self._cache.mask(),
             position_ids=positions[:, None],
             past_key_values=self._cache,
@@ -273,24 +241,22 @@ class Batch:
         )
         if self._sampler is None:
             self._sampler = BatchSampler([r.params for r in requests], [r.seed for r in requests])
-        tokens, logprobs = self._sampler(output.logits[:count, -1].float(), lengths)
+        tokens, logprobs = self._sampler(output.logits[: len(requests), -1].float(), lengths)
         for row, token in enumerate(tokens):
             if token < 0:
                 self._cache.clear(row)
         return tokens, logprobs
 
     def keep(self, rows: list[int]) -> None:
-        """Removes all requests except those in ``rows``, and moves the remaining requests to the first rows."""
-        count = len(rows)
-        movers = [row for row in rows if row >= count]
-        kept = set(rows)
-        running = self.requests[:count]
-        for gap in range(count):
-            if gap not in kept:
-                source = movers.pop()
-                self._cache.move(source, gap, self.requests[source].length)
-                running[gap] = self.requests[source]
-        self.requests = running
+        """Removes all requests except those in ``rows``, and closes the gaps between the remaining rows."""
+        if len(rows) == len(self.requests):
+            return
+        running, movers = self.requests, [row for row in rows if row >= len(rows)]
+        gaps = set(range(len(rows))) - set(rows)
+        self.requests = running[: len(rows)]
+        for gap, source in zip(sorted(gaps), reversed(movers), strict=True):
+            self._cache.move(source, gap, running[source].length)
+            self.requests[gap] = running[source]
         self._sampler = None
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -306,12 +272,9 @@ class Batch:
         missing = sorted(name for name, tensor in parameters.items() if id(tensor) not in given_ids)
         if unknown or missing:
             raise ValueError(f"weights do not fit the model: missing {missing[:5]}, unknown {unknown[:5]}")
-        wrong = [name for name, tensor in weights.items() if tensor.shape != tensors[name].shape]
-        if wrong:
-            shapes = ", ".join(
-                f"{name} {tuple(weights[name].shape)} for {tuple(tensors[name].shape)}" for name in wrong[:5]
-            )
-            raise ValueError(f"weights do not fit the model: {shapes}")
+        shapes = [(name, tuple(tensor.shape), tuple(tensors[name].shape)) for name, tensor in weights.items()]
+        if wrong := [f"{name} {given} for {own}" for name, given, own in shapes if given != own]:
+            raise ValueError(f"weights do not fit the model: {', '.join(wrong[:5])}")
         with torch.no_grad():
             for name, tensor in weights.items():
                 tensors[name].copy_(tensor)

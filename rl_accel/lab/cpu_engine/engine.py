@@ -1,17 +1,17 @@
 """A small generation engine on CPU: continuous batching of a transformers causal LM, independent of verl and Ray.
 
-One thread owns the model and all state. A public method posts a command to this thread and returns a
-:class:`concurrent.futures.Future`. The thread executes the command between two decoding steps.
+One thread owns the model and all state. A public method posts a command to this thread and returns at once, with a
+:class:`concurrent.futures.Future` of the result. A decoding step is a command that posts the next step. The thread executes
+commands in the order in which they were posted, and so between two steps.
 """
 
 import contextlib
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -21,11 +21,22 @@ from rl_accel.lab.cpu_engine.scheduler import EngineError, EngineStats, Generati
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _command(method: "Callable[Concatenate[CPUEngine, P], T]") -> "Callable[Concatenate[CPUEngine, P], Future[T]]":
+    """Decorator that makes the engine's thread run ``method``. A call returns a future of the result or the error."""
+
+    @wraps(method)
+    def post(self: "CPUEngine", /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        return self._post(partial(method, self, *args, **kwargs))
+
+    return post
+
 
 class CPUEngine:
-    """Generation engine with continuous batching over ``model``.
-
-    The engine takes over ``model`` and replaces the model's attention.
+    """Generation engine with continuous batching over ``model``. The engine takes over the model and replaces its attention.
 
     Args:
         model: a transformers causal LM on CPU, in eval mode, with full attention in every layer.
@@ -33,12 +44,11 @@ class CPUEngine:
         max_num_seqs: maximum number of requests decoded together; further requests wait in order of arrival.
         max_model_len: maximum number of tokens of prompt and response together.
         seed: seed of the engine. A request without a seed gets a seed derived from the engine's seed and the request id.
-        seconds_per_step: minimum seconds of a decoding step; 0 for no minimum. Imitates a GPU engine, whose steps take about the
-            same time for few requests as for many.
+        seconds_per_step: minimum seconds of a decoding step. Imitates a GPU engine, whose steps take about the same time for few
+            requests as for many.
         kv_tokens: maximum number of tokens (prompts and responses so far) of all running requests together, like the size of a GPU
-            engine's key-value cache; None for no limit. At the limit, the youngest request is preempted. It waits at the front of
-            the queue, and is prefilled again when there is room. The tokens stay the same; log-probabilities differ by rounding
-            only.
+            engine's key-value cache; None for no limit. At the limit, the youngest request is preempted: it waits at the front of
+            the queue, and is prefilled again when there is room. The tokens stay the same; log-probabilities differ by rounding.
 
     Raises:
         ValueError: the model has layers without full attention, or a limit is out of range.
@@ -61,18 +71,13 @@ class CPUEngine:
         self._scheduler = Scheduler(max_num_seqs, kv_tokens)
         self._batch = Batch(model, max_num_seqs)
         self._eos = frozenset(eos_token_ids)
-        self.max_model_len, self.kv_tokens = max_model_len, kv_tokens
-        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self._seed = seed
-        self.seconds_per_step = seconds_per_step
-        self._commands: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # lets no command enter the queue after the engine has stopped
-        self._paused = False
-        self._stopping = False
-        self._closed = False
+        self.kv_tokens = kv_tokens
+        self._longest, self._seed, self._seconds_per_step = max_model_len, seed, seconds_per_step
+        self._vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self._thread = ThreadPoolExecutor(1, "rl-accel-cpu-engine")
+        self._paused = self._closed = False
+        self._step_is_posted = False
         self._counts = dict.fromkeys(("tokens", "completed", "aborted", "failed"), 0)
-        self._thread = threading.Thread(target=self._loop, name="rl-accel-cpu-engine", daemon=True)
-        self._thread.start()
 
     # Methods for any thread
 
@@ -86,113 +91,117 @@ class CPUEngine:
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise ValueError(f"request {request_id}: the prompt is empty")
-        if len(prompt) >= self.max_model_len:
+        if len(prompt) >= self._longest:
             raise ValueError(
-                f"request {request_id}: a prompt of {len(prompt)} tokens leaves no room below max_model_len={self.max_model_len}"
+                f"request {request_id}: a prompt of {len(prompt)} tokens leaves no room below max_model_len={self._longest}"
             )
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            raise ValueError(f"request {request_id}: a prompt token is outside the vocabulary of {self.vocab_size}")
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            raise ValueError(f"request {request_id}: a prompt token is outside the vocabulary of {self._vocab_size}")
         seed = derive_seed(self._seed, request_id) if params.seed is None else params.seed % 2**64
         request = Request(request_id, prompt, params, seed)
-        self._scheduler.check_fits(request, min(len(prompt) + params.max_tokens, self.max_model_len))
-        self._post(lambda: self._scheduler.add(request), request.future)
+        response = min(params.max_tokens, self._longest - len(prompt))
+        if self.kv_tokens is not None and len(prompt) + response > self.kv_tokens:
+            raise ValueError(
+                f"request {request_id}: a prompt of {len(prompt)} tokens and a response of up to {response} "
+                f"do not fit into kv_tokens={self.kv_tokens}"
+            )
+        self._post(partial(self._add, request))
         return request.future
 
-    def ends(self, token: int, params: SamplingParams) -> bool:
-        """Returns whether ``token`` is an end token of a request with the sampling parameters ``params``."""
-        return (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
+    @_command
+    def abort(self, request_id: str) -> int:
+        """Ends every request with the id ``request_id`` as "aborted". Returns the number of ended requests."""
+        return self._abort(lambda request: request.request_id == request_id)
 
-    def abort(self, request_id: str) -> "Future[int]":
-        """Ends every request with the id ``request_id`` as "aborted". The returned future gives the number of ended requests."""
-        return self._call(lambda: self._abort(lambda request: request.request_id == request_id))
+    @_command
+    def pause(self) -> int:
+        """Ends every request as "aborted". Holds later requests until :meth:`resume`. Returns the number of ended requests."""
+        self._paused = True
+        return self._abort(lambda request: True)
 
-    def pause(self) -> "Future[int]":
-        """Ends every request as "aborted", and holds later requests until :meth:`resume`. The future gives the number of ended
-        requests."""
-        return self._call(self._pause)
-
-    def resume(self) -> "Future[None]":
+    @_command
+    def resume(self) -> None:
         """Resumes decoding after :meth:`pause`."""
-        return self._call(self._resume)
+        self._paused = False
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> "Future[None]":
+    @_command
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copies ``weights`` (parameter name -> tensor) into the model. Nothing is written unless all tensors fit.
 
-        The returned future fails with :class:`EngineError` while a request is decoding or preempted, and with ValueError for a
-        missing name, an unknown name or a different shape.
+        Raises:
+            EngineError: a request is decoding or preempted.
+            ValueError: a name is missing or unknown, or a shape differs.
         """
-        return self._call(lambda: self._load(weights))
+        if begun := len(self._batch.requests) + sum(bool(request.tokens) for request in self._scheduler.waiting):
+            raise EngineError(f"{begun} requests are decoding; pause the engine before it gets new weights")
+        self._batch.load(weights)
 
-    def stats(self) -> "Future[EngineStats]":
-        """Returns a future of the counts of this engine."""
-        return self._call(self._stats)
+    @_command
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            **self._counts,
+            prefills=self._batch.prefills,
+            preemptions=self._scheduler.preemptions,
+            running=len(self._batch.requests),
+            waiting=len(self._scheduler.waiting),
+            paused=self._paused,
+        )
 
     def close(self) -> None:
         """Aborts all requests and ends the engine's thread. Further commands fail with :class:`EngineError`."""
         with contextlib.suppress(EngineError):
-            self._call(self._close)
-        self._thread.join()
+            self._end()
+        self._thread.shutdown()
 
-    def _call(self, action: Callable[[], Any]) -> "Future[Any]":
-        future: Future[Any] = Future()
-
-        def command() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = action()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        self._post(command, future)
-        return future
-
-    def _post(self, command: Callable[[], None], future: "Future[Any]") -> None:
-        with self._gate:
-            if self._closed:
-                raise EngineError("the engine is closed")
-            self._commands.put((command, future))
+    def _post(self, action: Callable[[], T]) -> "Future[T]":
+        try:
+            return self._thread.submit(self._execute, action)
+        except RuntimeError:
+            raise EngineError("the engine is closed") from None
 
     # Methods for the thread of the engine only
 
     @torch.inference_mode()
-    def _loop(self) -> None:
+    def _execute(self, action: Callable[[], T]) -> T:
+        result = action()
+        self._post_step()
+        return result
+
+    def _post_step(self) -> None:
+        """Posts a decoding step if there is something to decode and no step is posted yet."""
+        if not (self._paused or self._step_is_posted) and (self._scheduler.waiting or self._batch.requests):
+            with contextlib.suppress(RuntimeError):  # this process is exiting
+                self._thread.submit(self._step)
+                self._step_is_posted = True
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """Admits waiting requests, and decodes one token of each running request."""
+        self._step_is_posted = False
+        if self._paused:
+            return
         try:
-            while not self._stopping:
-                self._run_once()
+            self._drop_cancelled()
+            while (request := self._scheduler.next(self._batch.requests)) is not None:
+                self._admit(request)
+            if self._batch.requests:
+                due = time.monotonic() + self._seconds_per_step
+                self._decode()
+                time.sleep(max(0.0, due - time.monotonic()))
+            self._post_step()
         except Exception as error:
             logger.exception("the engine thread failed; its requests fail with it")
+            self._closed = True
+            self._thread.shutdown(wait=False)
             for request in (*self._batch.requests, *self._scheduler.waiting):
                 if not request.future.done():
                     self._fail(request, error)
-        finally:
-            with self._gate:
-                self._closed = True
-            while not self._commands.empty():
-                _, future = self._commands.get()
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(EngineError("the engine is closed"))
 
-    def _run_once(self) -> None:
-        """Executes queued commands, admits waiting requests, and decodes one token of each running request."""
-        self._run_commands(wait=self._paused or not (self._scheduler.waiting or self._batch.requests))
-        if self._paused:
-            return
-        self._drop_cancelled()
-        while (request := self._scheduler.next(self._batch.requests)) is not None:
-            self._admit(request)
-        if self._batch.requests:
-            due = time.monotonic() + self.seconds_per_step
-            self._decode()
-            time.sleep(max(0.0, due - time.monotonic()))
-
-    def _run_commands(self, wait: bool) -> None:
-        while wait or not self._commands.empty():
-            command, _ = self._commands.get()
-            command()
-            wait = False
+    def _add(self, request: Request) -> None:
+        if self._closed:  # by a command that was posted earlier
+            self._fail(request, EngineError("the engine is closed"))
+        else:
+            self._scheduler.add(request)
 
     def _admit(self, request: Request) -> None:
         try:
@@ -203,7 +212,7 @@ class CPUEngine:
             self._fail(request, error)
 
     def _decode(self) -> None:
-        self._keep(self._scheduler.preempt(self._batch.requests))
+        self._batch.keep(self._scheduler.preempt(self._batch.requests))
         running = self._batch.requests
         try:
             tokens, logprobs = self._batch.step()
@@ -214,11 +223,7 @@ class CPUEngine:
             self._batch.keep([])
             return
         drawn = zip(running, tokens, logprobs, strict=True)
-        self._keep([row for row, new in enumerate(drawn) if not self._append(*new)])
-
-    def _keep(self, rows: list[int]) -> None:
-        if len(rows) < len(self._batch.requests):
-            self._batch.keep(rows)
+        self._batch.keep([row for row, new in enumerate(drawn) if not self._append(*new)])
 
     def _append(self, request: Request, token: int, logprob: float) -> bool:
         """Adds a drawn token to the response of ``request``. Returns whether the request has ended."""
@@ -229,10 +234,15 @@ class CPUEngine:
         request.logprobs.append(logprob)
         self._counts["tokens"] += 1
         params = request.params
-        if self.ends(token, params) or len(request.tokens) >= params.max_tokens or request.length >= self.max_model_len:
+        ended = (
+            (token in self._eos and not params.ignore_eos)
+            or token in params.stop_token_ids
+            or len(request.tokens) >= params.max_tokens
+            or request.length >= self._longest
+        )
+        if ended:
             self._finish(request, "completed")
-            return True
-        return False
+        return ended
 
     def _finish(self, request: Request, reason: str) -> None:
         self._counts[reason] += 1
@@ -246,40 +256,17 @@ class CPUEngine:
             request.future.set_exception(error)
 
     def _drop_cancelled(self) -> None:
-        if any(r.future.cancelled() for queue in (self._batch.requests, self._scheduler.waiting) for r in queue):
-            self._abort(lambda request: request.future.cancelled())
+        self._abort(lambda request: request.future.cancelled())
 
     def _abort(self, chosen: Callable[[Request], bool]) -> int:
         out = [request for request in self._batch.requests if chosen(request)]
-        self._keep([row for row, request in enumerate(self._batch.requests) if not chosen(request)])
+        self._batch.keep([row for row, request in enumerate(self._batch.requests) if not chosen(request)])
         out += self._scheduler.drop(chosen)
         for request in out:
             self._finish(request, "aborted")
         return len(out)
 
-    def _pause(self) -> int:
-        self._paused = True
-        return self._abort(lambda request: True)
-
-    def _resume(self) -> None:
-        self._paused = False
-
-    def _close(self) -> None:
+    @_command
+    def _end(self) -> None:
         self._abort(lambda request: True)
-        self._stopping = True
-
-    def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        begun = len(self._batch.requests) + self._scheduler.preempted
-        if begun:
-            raise EngineError(f"{begun} requests are decoding; pause the engine before it gets new weights")
-        self._batch.load(weights)
-
-    def _stats(self) -> EngineStats:
-        return EngineStats(
-            **self._counts,
-            prefills=self._batch.prefills,
-            preemptions=self._scheduler.preemptions,
-            running=len(self._batch.requests),
-            waiting=len(self._scheduler.waiting),
-            paused=self._paused,
-        )
+        self._closed = True

@@ -1,15 +1,14 @@
 """Token sampling that depends only on the seed, the position and the logits of a request.
 
 A token is drawn by inverting the cumulative distribution at a uniform random number. This number is a hash of (seed, position), so
-there is no generator state. The tokens of a request therefore depend neither on the other requests of the batch nor on the time at
-which the request joins the batch. After an abort, the same tokens follow if the request is resumed with the tokens so far as part
-of the prompt.
+there is no generator state. The tokens of a request therefore do not depend on the other requests of the batch. After an abort, the
+same tokens follow if the request is resumed with the tokens so far as part of the prompt.
 """
 
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -17,23 +16,16 @@ import numpy.typing as npt
 import torch
 
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
-"""Sampling parameters that this engine does not implement. A request may set them only to these values, which have no effect."""
+"""Sampling parameters that this engine does not implement, with the only value that a request may give them: it has no effect."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request.
+    """Sampling parameters of one request. The names have the same meaning as in vLLM.
 
-    Attributes:
-        max_tokens: maximum number of tokens of the response.
-        temperature: 0 means greedy.
-        top_k: number of likeliest tokens to draw from; -1 or 0 for no truncation.
-        top_p: probability mass of the likeliest tokens to draw from; 1 for no truncation.
-        seed: seed of the request. If None, the engine derives a seed from the engine's seed and the request id.
-        logprobs: whether to return the log-probability of each sampled token under the distribution that the token was drawn from
-            (after temperature and truncation; for greedy, the plain softmax).
-        ignore_eos: whether the end tokens of the model do not end the response.
-        stop_token_ids: further tokens that end the response.
+    ``top_k`` of -1 or 0 and ``top_p`` of 1 truncate nothing. A request without a seed gets one from the engine. ``logprobs`` asks
+    for the log-probability of each sampled token under the distribution that the token was drawn from (after temperature and
+    truncation; for greedy, the plain softmax).
     """
 
     max_tokens: int = 16
@@ -43,7 +35,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: bool = False
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = field(default=())
+    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not (isinstance(self.max_tokens, int) and self.max_tokens >= 1):
@@ -54,10 +46,6 @@ class SamplingParams:
             raise ValueError(f"top_k wants -1 (off) or a positive integer, found {self.top_k!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p wants a value above 0 and at most 1, found {self.top_p!r}")
-
-    @property
-    def truncates(self) -> bool:
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
     @classmethod
     def from_dict(cls, params: Mapping[str, Any], **defaults: Any) -> "SamplingParams":
@@ -82,9 +70,8 @@ class SamplingParams:
                 values[name] = value
         if "stop_token_ids" in values:
             values["stop_token_ids"] = tuple(values["stop_token_ids"])
-        values["logprobs"] = not any(
-            values.get("logprobs") is off for off in (None, False)
-        )  # the value 0 also requests the log-probability of the drawn token
+        # verl sends True or False. vLLM's value 0 also requests the log-probability of the drawn token.
+        values["logprobs"] = values.get("logprobs", False) is not False
         return cls(**values)
 
 
@@ -114,18 +101,15 @@ class BatchSampler:
         self._any_greedy = bool(self._greedy.any())
         self._scale = torch.where(self._greedy, torch.ones_like(temperature), temperature)[:, None]
         self._rescale = bool((self._scale != 1).any())
-        self._truncated = [(row, p) for row, p in enumerate(params) if p.truncates]
+        self._truncated = [
+            (row, p) for row, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)
+        ]
         self._seeds = np.array(seeds, dtype=np.uint64)
 
     def __call__(self, logits: torch.Tensor, positions: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Draws one token per row.
+        """Draws one token per row of ``logits`` [B, V] float32. ``positions`` [B]: index of each new token in prompt and response.
 
-        Args:
-            logits: [B, V] float32, one row per request.
-            positions: [B], index of each new token in the sequence of prompt and response.
-
-        Returns:
-            Token ids and log-probabilities of the tokens, both of length B. A row whose logits are not finite gives token id -1.
+        Returns token ids and their log-probabilities, both of length B. A row whose logits are not finite gives token id -1.
         """
         if self._rescale:
             logits = logits / self._scale

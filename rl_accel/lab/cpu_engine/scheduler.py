@@ -10,16 +10,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import count
 
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 
 HEADROOM = 8
-"""Number of further tokens of each running request, and of the new request, for which the cache budget must have room when a
-request is admitted. Otherwise, a request would soon be preempted again."""
+"""Number of tokens by which every request must be able to grow when a request is admitted to the cache. With less room, a request
+would soon be preempted again. Chosen by hand."""
 
 
 class EngineError(RuntimeError):
-    """Error for a command that the engine cannot execute in its present state, or a request that failed inside the engine."""
+    """Error for a command that does not fit the state of the engine, or for a request that failed inside the engine."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Generation:
 
     Attributes:
         logprobs: log-probability of each token; None if not requested.
-        stop_reason: "completed" (an end token or the maximum length was reached) or "aborted" (the tokens so far are returned).
+        stop_reason: "completed" (by an end token or the maximum length), or "aborted" (the tokens so far are returned).
         preemptions: number of times that the request was preempted.
     """
 
@@ -40,13 +41,9 @@ class Generation:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts of an engine since the start, and current numbers of requests.
+    """Numbers of tokens, prefilled sequences, preemptions, and ended requests since the start of an engine.
 
-    Attributes:
-        tokens, prefills: numbers of generated tokens and of prefilled sequences.
-        completed, aborted, failed: numbers of ended requests by outcome.
-        running, waiting: current numbers of requests; a preempted request is waiting.
-        preemptions: number of preemptions since the start.
+    ``running`` and ``waiting`` are the current numbers of requests. A preempted request is waiting.
     """
 
     tokens: int
@@ -80,16 +77,10 @@ class Request:
 
 
 class Scheduler:
-    """Queue of the engine's waiting requests. Limits the number and the key-value cache of running requests.
+    """Queue of the engine's waiting requests. At most ``slots`` requests run, and their tokens stay within ``kv_tokens``.
 
-    A running request takes one token of cache for each token of its prompt and of its response so far.
-
-    Args:
-        slots: maximum number of running requests.
-        kv_tokens: key-value cache budget of all running requests together, in tokens; None for no limit.
-
-    Raises:
-        ValueError: a limit is out of range.
+    ``kv_tokens`` is the cache budget: the number of tokens (prompts and responses so far) of all running requests together; None
+    for no limit. Raises ValueError if a limit is out of range.
     """
 
     def __init__(self, slots: int, kv_tokens: int | None = None) -> None:
@@ -101,25 +92,14 @@ class Scheduler:
         self.kv_tokens = kv_tokens
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
-        self._arrived = 0
-
-    def check_fits(self, request: Request, longest: int) -> None:
-        """Raises ValueError if ``request``, with ``longest`` tokens of prompt and response, exceeds the cache budget even alone."""
-        if self.kv_tokens is not None and longest > self.kv_tokens:
-            raise ValueError(
-                f"request {request.request_id}: a prompt of {len(request.prompt)} tokens and a response of up to "
-                f"{longest - len(request.prompt)} do not fit into kv_tokens={self.kv_tokens}"
-            )
+        self._arrivals = count(1)
 
     def add(self, request: Request) -> None:
-        """Adds a request that has just arrived to the end of the queue."""
-        self._arrived += 1
-        request.arrival = self._arrived
+        request.arrival = next(self._arrivals)
         self.waiting.append(request)
 
     def next(self, running: Sequence[Request]) -> Request | None:
-        """Removes and returns the request at the front of the queue; None if slots or cache budget leave no room beside
-        ``running``."""
+        """Removes and returns the first request of the queue; None if slots or cache budget leave no room beside ``running``."""
         if not self.waiting or len(running) >= self._slots:
             return None
         if self.kv_tokens is not None and running:
@@ -145,11 +125,6 @@ class Scheduler:
             self.preemptions += 1
             self.waiting.appendleft(running[row])
         return rows
-
-    @property
-    def preempted(self) -> int:
-        """Number of preempted requests in the queue."""
-        return sum(bool(request.tokens) for request in self.waiting)
 
     def drop(self, chosen: Callable[[Request], bool]) -> list[Request]:
         """Removes the requests for which ``chosen`` returns True from the queue, and returns them."""

@@ -179,7 +179,7 @@ def test_a_closed_engine_ends_its_requests_and_its_thread(model):
     assert future.result(10).stop_reason == "aborted"
     with pytest.raises(EngineError, match="closed"):
         engine.submit("r", [5, 6], GREEDY)
-    assert "rl-accel-cpu-engine" not in {thread.name for thread in threading.enumerate()}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rl-accel-cpu-engine")]
 
 
 def test_a_failure_of_the_engine_itself_reaches_every_caller(make_model, engine_for, monkeypatch, wait_for):
