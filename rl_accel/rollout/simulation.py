@@ -1,25 +1,21 @@
 """Event-driven simulation of rollouts: simulated engines, controlled by the same state machines as real engines.
 
-In each decoding step, a replica of the engine generates one token for each running request. The duration of a step depends on the
-number of running requests and on the number of tokens in the key-value cache (:class:`EngineModel`). The simulation jumps from
-event to event (a request ends or is cancelled, the cache is full). The simulation of a response of 16,384 tokens
-therefore takes no longer than that of a response of ten tokens.
+In each decoding step, a replica of the engine generates one token for each running request. The simulation does not visit each
+step: it jumps from event to event (a request ends or is cancelled, the key-value cache is full). Long responses therefore take no
+longer to simulate than short ones.
 
 In :func:`play_rounds`, :class:`~rl_accel.rollout.tail_batching.TailBatching` decides which requests to launch and to cancel. With
 ``prompt_ratio`` and ``response_ratio`` of 1, the simulation shows a trainer without tail batching, which waits for every response.
 """
 
-import gc
 import heapq
 import math
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import cycle, islice, repeat
 from operator import attrgetter
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +31,10 @@ from rl_accel.rollout.tail_decisions import (
     RoundMetrics,
     TrainBatch,
 )
+from rl_accel.rollout.workload import Floats, Lengths
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 ENDLESS_STEPS = 2**40
+"""Number of remaining training steps that is never reached, for a training run without end."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +45,9 @@ class EngineModel:
         step_seconds: duration of a decoding step, by number of running requests. Between the given numbers, the duration is linear.
             Below the first number, it is constant. Above the last number, the last slope continues.
         cached_token_seconds: additional duration of a step for each token in the key-value cache.
-        prompt_token_seconds: time to prefill one token of a prompt or of a preempted request. All other requests wait meanwhile.
-        request_seconds: host time to start a request. All other requests wait meanwhile.
-        response_seconds: host time to finish a request that has ended. All other requests wait meanwhile.
-        slots: number of slots, the maximum number of running requests. Further requests wait in a queue.
+        prompt_token_seconds: time to prefill one token of a prompt or of a preempted request. All requests wait meanwhile.
+        request_seconds, response_seconds: host time to start a request, and to finish an ended one. All requests wait meanwhile.
+        slots: maximum number of running requests. Further requests wait in a queue.
         cache_tokens: capacity of the key-value cache in tokens. When the cache is full, the request that started last is preempted.
 
     Raises:
@@ -89,33 +84,22 @@ class EngineModel:
         return found
 
 
-class Workload(Protocol):
-    """Interface to a source of response lengths and reward times for a simulation. Prompts are numbered from 0."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens in each prompt."""
-
-    def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Draws the lengths of ``responses`` new responses to each of ``prompts``: tokens, at least 1, shape [P, R]."""
-
-    def reward_seconds(self, count: int, rng: np.random.Generator) -> Floats | None:
-        """Draws the durations of ``count`` rewards in seconds, shape [count]. Returns None if rewards take no time."""
-
-
+@dataclass(slots=True, eq=False)
 class SimulatedRequest:
     """A response of ``length`` tokens in a simulated engine.
 
-    Waiting: ``tokens`` is its number of tokens so far, ``began`` is 0. Running: ``began`` is its number in the order of starts on
-    its replica (from 1), and ``end`` is the number of the decoding step at which it ends.
+    Attributes:
+        tokens: number of tokens when the request last began to wait.
+        began: number of the request in the order of starts on its replica, from 1; 0: the request waits.
+        end: number of the decoding step at which a running request ends.
     """
 
-    __slots__ = ("began", "end", "id", "length", "replica", "tokens")
-
-    end: float
-
-    def __init__(self, request_id: int, length: int, replica: "_Replica", tokens: float) -> None:
-        self.id, self.length, self.replica, self.tokens, self.began = request_id, length, replica, tokens, 0
+    id: int
+    length: int
+    replica: "_Replica"
+    tokens: float
+    began: int = 0
+    end: float = 0.0
 
 
 _by_end, _by_begin = attrgetter("end"), attrgetter("began")
@@ -124,14 +108,9 @@ _by_end, _by_begin = attrgetter("end"), attrgetter("began")
 class _Replica:
     """One simulated replica of the engine at the time ``time`` in seconds, after ``steps`` decoding steps.
 
-    Its next event comes after ``ahead`` more steps: the key-value cache is full (``fills`` is True), or a request ends. Each event
-    has a unique number ``serial``.
+    The next event comes after ``ahead`` more steps: the key-value cache is full (``fills`` is True), or a request ends. During the
+    first ``stall`` seconds, the replica does other work than decoding. ``serial`` is the number of the replica's next event.
     """
-
-    __slots__ = (
-        *("ahead", "begun", "cached", "engine", "fills", "pace", "peak", "preemptions", "prompt", "queue", "rate"),
-        *("room", "running", "serial", "stall", "steps", "time"),
-    )
 
     def __init__(self, engine: EngineModel, prompt: int, pace: Sequence[float]) -> None:
         self.engine, self.prompt, self.pace = engine, prompt, pace
@@ -217,7 +196,7 @@ class _Replica:
 
 
 class Cluster:
-    """Simulated replicas of an engine, and their requests. ``now`` is the time of the last event in seconds, from 0 on.
+    """Simulated replicas of an engine, and the requests on them. ``now`` is the time of the last event in seconds, from 0 on.
 
     A new request goes to the replica with the fewest requests, as in stock verl. A subclass can choose replicas in another way in
     :meth:`launch`, and learn in :meth:`happen` which requests ended.
@@ -278,8 +257,7 @@ class Cluster:
         """Adds requests.
 
         Args:
-            ids: id of each request.
-            lengths: final number of tokens of each request.
+            ids, lengths: id and final number of tokens of each request.
             tokens: number of tokens that each request already has, and that are only prefilled. None: 0.
             prompts: index of the prompt of each request. Only subclasses use this argument.
             replicas: index of the replica for each request. None: the replica with the fewest requests at that moment.
@@ -292,17 +270,16 @@ class Cluster:
             fewest = self._fewest() if any(self.loads) else cycle(range(len(self._replicas)))
             replicas = islice(fewest, len(ids))
         chosen = [self._replicas[index] for index in replicas]
-        for request_id, length, begun, replica in zip(
-            ids, lengths, tokens or repeat(0.0, len(ids)), chosen, strict=True
-        ):
-            request = self._requests[request_id] = SimulatedRequest(request_id, length, replica, begun)
+        begun = tokens or repeat(0.0, len(ids))
+        for request_id, length, replica, had in zip(ids, lengths, chosen, begun, strict=True):
+            request = self._requests[request_id] = SimulatedRequest(request_id, length, replica, had)
             replica.queue.append(request)
         for replica in dict.fromkeys(chosen):
             replica.advance(self.now)
             self._go_on(replica)
 
     def _fewest(self) -> Iterator[int]:
-        """Yields, endlessly, the index of the replica with the fewest requests. Counts a request there each time."""
+        """Yields, endlessly, the index of the replica with the fewest requests, and counts one more request there."""
         loads = [(load, index) for index, load in enumerate(self.loads)]
         heapq.heapify(loads)
         while True:
@@ -340,9 +317,8 @@ class Cluster:
 
         Returns the request that ended; None if a request was preempted.
         """
+        self.next_event()  # drops outdated events
         heap = self._heap
-        while heap[0][1] != heap[0][2].serial:
-            heapq.heappop(heap)
         self.now, _, replica = heap[0]
         request = replica.happen(self.now)
         replica.serial = self._serial = self._serial + 1
@@ -372,7 +348,7 @@ class Round:
         unfinished: number of responses that were cancelled in an engine when the batch was complete.
     """
 
-    metrics: RoundMetrics = field(default_factory=lambda: RoundMetrics(0, "short", 1.0))
+    metrics: RoundMetrics = field(default_factory=RoundMetrics)
     ends: "array[float]" = field(default_factory=lambda: array("d"))
     peak_tokens: float = 0.0
     preemptions: int = 0
@@ -383,7 +359,7 @@ def play_rounds(
     run: TailRun,
     engine: EngineModel,
     replicas: int,
-    workload: Workload,
+    workload: Lengths,
     rounds: int,
     seed: int = 0,
     timeout: AdaptiveTimeout | None = None,
@@ -405,19 +381,14 @@ def play_rounds(
         cluster: class of the cluster; a subclass of :class:`Cluster` can choose replicas in another way.
     """
     player = Player(run, cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
-    with gc_disabled():
-        return [player.play(rounds - number if ends else ENDLESS_STEPS) for number in range(rounds)]
+    return [player.play(rounds - number if ends else ENDLESS_STEPS) for number in range(rounds)]
 
 
 class Player:
-    """Simulates rounds of tail batching: carries out the decisions of :class:`TailBatching` on a simulated cluster.
-
-    Attributes:
-        cluster: simulated cluster for the next round; may be replaced between two rounds.
-    """
+    """Simulates rounds of tail batching: carries out the decisions of :class:`TailBatching` on the simulated ``cluster``."""
 
     def __init__(
-        self, run: TailRun, cluster: Cluster, workload: Workload, seed: int, timeout: AdaptiveTimeout | None = None
+        self, run: TailRun, cluster: Cluster, workload: Lengths, seed: int, timeout: AdaptiveTimeout | None = None
     ) -> None:
         self.cluster = cluster
         self._core, self._workload, self._timeout = TailBatching(run), workload, timeout
@@ -508,15 +479,3 @@ class Player:
         limit = self._timeout.limit(key).wall
         self._timeout.record(key, min(seconds, limit), min(seconds, limit), seconds <= limit, seconds > limit)
         return min(seconds, limit)
-
-
-@contextmanager
-def gc_disabled() -> Iterator[None]:
-    """Disables Python's cyclic garbage collection inside the ``with`` block."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

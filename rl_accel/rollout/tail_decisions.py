@@ -100,9 +100,9 @@ class RoundMetrics:
             means are taken within each prompt first, then over prompts.
     """
 
-    number: int
-    kind: RoundKind
-    prompt_ratio: float
+    number: int = 0
+    kind: RoundKind = "short"
+    prompt_ratio: float = 1.0
     rollout_seconds: float = 0.0
     seconds_saved: float | None = None
     queue_length: int = 0

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rl_accel.errors import RlAccelError, first_line
 from rl_accel.files import BAD_RECORD
-from rl_accel.rollout.simulation import Floats, Ints
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 PUBLISHED = {"math16k": "math", "code16k": "code", "judge16k": "judge"}
 """Names of the published workloads, each with its domain in RollPacker (NSDI'26), Fig. 2a."""
 PUBLISHED_LIMIT = 16384
