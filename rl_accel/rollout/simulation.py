@@ -147,21 +147,18 @@ class _Replica:
 
     def happen(self, now: float) -> SimulatedRequest:
         """Decodes until the next event, which is at the time ``now``. Ends or preempts a request, and returns this request."""
-        running = self.running
         self.time, self.stall = now, 0.0
         self.steps += self.ahead
-        cached = self.cached + self.ahead * len(running)
-        if cached > self.peak:
-            self.peak = cached
+        self.cached += self.ahead * len(self.running)
+        self.peak = max(self.peak, self.cached)
         if not self.fills:
-            request = running.pop()
+            request = self.running.pop()
             self.stall = self.engine.response_seconds
-            self.cached = cached - (self.prompt + request.length)
+            self.cached -= self.prompt + request.length
             if self.queue:
                 self.start()
             return request
-        self.cached = cached
-        request = max(running, key=_by_begin)
+        request = max(self.running, key=_by_begin)
         request.tokens = request.length - (request.end - self.steps)
         self.stop(request, request.tokens)
         self.preemptions += 1
@@ -177,21 +174,17 @@ class _Replica:
 
     def start(self) -> None:
         """Starts waiting requests while there are free slots and room in the key-value cache."""
-        engine, queue, running, prompt = self.engine, self.queue, self.running, self.prompt
-        cached, stall, steps, begun = self.cached, self.stall, self.steps, self.begun
-        host, reading = engine.request_seconds, engine.prompt_token_seconds
-        for request in islice(queue, engine.slots - len(running)):
-            needed = prompt + request.tokens
-            if running and cached + needed > self.room:
+        engine, queue, running = self.engine, self.queue, self.running
+        while queue and len(running) < engine.slots:
+            needed = self.prompt + queue[0].tokens
+            if running and self.cached + needed > self.room:
                 break
+            request = queue.popleft()
             running.append(request)
-            begun += 1
-            stall += host + needed * reading
-            cached += needed
-            request.began, request.end = begun, steps + request.length - request.tokens
-        for _ in range(begun - self.begun):
-            queue.popleft()
-        self.cached, self.stall, self.begun = cached, stall, begun
+            self.begun += 1
+            self.stall += engine.request_seconds + needed * engine.prompt_token_seconds
+            self.cached += needed
+            request.began, request.end = self.begun, self.steps + request.length - request.tokens
         running.sort(key=_by_end, reverse=True)
 
 
@@ -404,35 +397,33 @@ class Player:
 
         ``steps_left`` is the number of remaining training steps, including this one.
         """
-        core, cluster, rewarding, rewards = self._core, self.cluster, self._rewarding, self._rewards
-        generated, scored, happen = core.response_generated, core.response_scored, cluster.happen
-        began, preempted, played, over = cluster.now, cluster.preemptions, Round(), Phase.BETWEEN_ROUNDS
-        self._round, ends = played, played.ends
+        core, cluster, rewarding = self._core, self.cluster, self._rewarding
+        began, preempted = cluster.now, cluster.preemptions
+        played = self._round = Round()
         self._carry_out(core.begin_round(steps_left, began))
-        while core.phase is not over:
+        while core.phase is not Phase.BETWEEN_ROUNDS:
             if rewarding and rewarding[0][0] <= cluster.next_event():
                 now, response_id = heapq.heappop(rewarding)
                 if self._generated.pop(response_id, 0):  # 0: cancelled
                     cluster.now = now
-                    self._carry_out(scored(response_id, now))
-                continue
-            if (request := happen()) is None:
-                continue
-            response_id, now = request.id, cluster.now
-            ends.append(now - began)
-            if decisions := generated(response_id, request.length):
-                self._carry_out(decisions)
-            if rewards:
-                self._generated[response_id] = request.length
-                heapq.heappush(rewarding, (now + self._reward_seconds(response_id), response_id))
-            elif decisions := scored(response_id, now):
-                self._carry_out(decisions)
+                    self._carry_out(core.response_scored(response_id, now))
+            elif request := cluster.happen():
+                response_id, now = request.id, cluster.now
+                played.ends.append(now - began)
+                self._carry_out(core.response_generated(response_id, request.length))
+                if self._rewards:
+                    self._generated[response_id] = request.length
+                    heapq.heappush(rewarding, (now + self._reward_seconds(response_id), response_id))
+                else:
+                    self._carry_out(core.response_scored(response_id, now))
         played.peak_tokens, played.preemptions = cluster.take_peak_tokens(), cluster.preemptions - preempted
         rewarding.clear()
-        rewards.clear()
+        self._rewards.clear()
         return played
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        if not decisions:  # most often, and this is called for each event
+            return
         launches: list[Launch] = []
         cancelled: list[int] = []
         trains = False
@@ -458,8 +449,7 @@ class Player:
             tokens = dict(zip(running, self.cluster.cancel(running), strict=True))
             tokens |= {i: self._generated.pop(i) for i in cancelled if i in self._generated}
             for response_id, had in tokens.items():
-                if ended := self._core.response_aborted(response_id, had):
-                    self._carry_out(ended)
+                self._carry_out(self._core.response_aborted(response_id, had))
 
     def _launch(self, launches: Sequence[Launch]) -> None:
         ids = [response_id for launch in launches for response_id in launch.response_ids]
@@ -477,5 +467,6 @@ class Player:
         if self._timeout is None:
             return seconds
         limit = self._timeout.limit(key).wall
-        self._timeout.record(key, min(seconds, limit), min(seconds, limit), seconds <= limit, seconds > limit)
-        return min(seconds, limit)
+        taken = min(seconds, limit)
+        self._timeout.record(key, taken, taken, seconds <= limit, seconds > limit)
+        return taken
