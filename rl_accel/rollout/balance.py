@@ -224,7 +224,7 @@ class Balance:
         return {name: len(replica) for name, replica in self._replicas.items()}
 
     def add_replica(self, name: str, now: float, cache_tokens: float = math.inf) -> list[Instruction]:
-        """Adds a replica, or changes the capacity of its key-value cache. Returns the instructions that the router must carry out."""
+        """Adds a replica, or changes the capacity of its key-value cache. Returns instructions for the router."""
         self._replicas.setdefault(name, _Replica(name, cache_tokens, now)).cache_tokens = cache_tokens
         return self._fill(now)
 
