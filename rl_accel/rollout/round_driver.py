@@ -37,12 +37,7 @@ METRICS_PREFIX = "rl_accel/tail_batching/"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Order to a worker to generate the responses ``response_ids`` to one prompt.
-
-    Attributes:
-        payload: data row of the prompt.
-        step: number of the training step.
-    """
+    """Order to a worker to generate responses to a prompt. ``payload`` is the prompt's data row, ``step`` the training step."""
 
     prompt_id: str
     payload: dict[str, Any]
@@ -155,12 +150,9 @@ class FailureLog:
     def event_of(
         self, response_id: int, task: "asyncio.Task[None]", tokens: int, result: Any, cancelled: bool
     ) -> Event:
-        """Returns the final event (scored, failed or aborted) of a response whose ``task`` is done. Logs a failure.
+        """Returns the last event of a response whose ``task`` is done, and logs a failure. ``cancelled`` makes it ``aborted``.
 
-        Args:
-            tokens: number of tokens of the response.
-            result: data of the response in the framework's format.
-            cancelled: whether the response was cancelled; the event is "aborted" then.
+        ``tokens`` and ``result`` are as in :class:`Event`.
         """
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if cancelled:
@@ -276,8 +268,6 @@ class StepResult:
 class RolloutDriver:
     """Runs the rounds of tail batching: carries out the decisions of the state machine and reports events to it.
 
-    Call :meth:`play` once per training step.
-
     Args:
         core: state machine of tail batching.
         supply: source of new prompts.
@@ -313,11 +303,9 @@ class RolloutDriver:
             logger.warning("rl-accel: tail_batching.%s", rounded)
 
     def play(self, step: int, steps_left: int) -> StepResult:
-        """Runs one round and returns the batch of a training step. When it returns, no response is running.
+        """Runs the round of training step ``step`` and returns its batch. When it returns, no response is running.
 
-        Args:
-            step: number of the training step.
-            steps_left: number of remaining training steps, including this step.
+        ``steps_left`` is the number of remaining training steps, including this one.
 
         Raises:
             RuntimeError: as many prompts as a batch holds were given up, and no response was scored in between.

@@ -14,7 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import cycle, islice, repeat
+from itertools import islice, repeat
 from operator import attrgetter
 
 import numpy as np
@@ -260,8 +260,7 @@ class Cluster:
             for replica in self._replicas:  # keeps these sums small, because large floats are less exact
                 replica.steps = replica.cached = replica.stall = 0.0
         if replicas is None:
-            fewest = self._fewest() if any(self.loads) else cycle(range(len(self._replicas)))
-            replicas = islice(fewest, len(ids))
+            replicas = islice(self._fewest(), len(ids))
         chosen = [self._replicas[index] for index in replicas]
         begun = tokens or repeat(0.0, len(ids))
         for request_id, length, replica, had in zip(ids, lengths, chosen, begun, strict=True):
@@ -334,7 +333,6 @@ class Round:
     """Results of one simulated round of tail batching.
 
     Attributes:
-        metrics: metrics of the round, as from :class:`TailBatching`.
         ends: seconds from the start of the round to the last token of each completely generated response, ascending.
         peak_tokens: highest number of tokens in the key-value cache of any replica.
         preemptions: number of preemptions over all replicas.
@@ -359,18 +357,17 @@ def play_rounds(
     ends: bool = False,
     cluster: type[Cluster] = Cluster,
 ) -> list[Round]:
-    """Simulates consecutive rounds of tail batching and returns the results of each round. The same ``seed`` gives the same rounds.
+    """Simulates consecutive rounds of tail batching and returns the results of each round.
 
     Args:
         run: parameters of tail batching. With ratios of 1, each round waits for every response.
-        engine: speed and capacity of a replica.
-        replicas: number of replicas.
+        engine: speed and capacity of each of the ``replicas``.
         workload: source of response lengths and reward times.
         rounds: number of rounds.
         seed: seed of all random draws.
         timeout: policy that learns time limits for the simulated rewards. A reward within its limit counts as correct. None: no
             limits.
-        ends: whether training ends with the last round. If so, only prompts are started that can be trained by then.
+        ends: True if training ends with the last round. Then only prompts are started that can be trained by then.
         cluster: class of the cluster; a subclass of :class:`Cluster` can choose replicas in another way.
     """
     player = Player(run, cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
@@ -393,10 +390,7 @@ class Player:
         self._round = Round()
 
     def play(self, steps_left: int = ENDLESS_STEPS) -> Round:
-        """Simulates one round and returns its results.
-
-        ``steps_left`` is the number of remaining training steps, including this one.
-        """
+        """Simulates one round and returns its results. ``steps_left`` is the number of remaining training steps, with this one."""
         core, cluster, rewarding = self._core, self.cluster, self._rewarding
         began, preempted = cluster.now, cluster.preemptions
         played = self._round = Round()

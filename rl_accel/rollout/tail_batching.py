@@ -43,8 +43,8 @@ class TailRun:
         prompts_per_step: number of prompts in a batch (P0).
         responses_per_prompt: number of trained responses per prompt (R0).
         flags: the user's flags of tail batching.
-        filter_groups: whether a group filter accepts or rejects each complete prompt.
-        data_id: any identifier of the data set and its row order. A saved state with another identifier is refused.
+        filter_groups: True if a group filter accepts or rejects each complete prompt.
+        data_id: text that identifies the data set and its row order. A saved state with another text is refused.
 
     Raises:
         ConfigError: a number is below 1, or ``flags.domain_quotas`` do not add up to ``prompts_per_step``.
@@ -188,15 +188,13 @@ class TailBatching:
     P0 is the number of prompts in a batch. R0 is the number of trained responses per prompt.
 
     **Short round.** Launches more than P0 prompts, and more than R0 responses of each prompt. The first R0 responses of a prompt to
-    finish *generating* are its group; the other responses are cancelled at once. A prompt is complete when its R0 responses are
-    scored. The first P0 complete prompts are the batch. All other prompts are deferred: their responses are cancelled, and the
-    prompts are launched anew in a later round, so training stays strictly on-policy. A prompt that was deferred
-    ``flags.max_deferrals`` times waits in a queue.
+    finish *generating* are its group; the others are cancelled at once. A prompt is complete when its group is scored. The first P0
+    complete prompts are the batch. All other prompts are deferred: their responses are cancelled, and they are launched anew in a
+    later round, so training stays strictly on-policy. A prompt that was deferred ``flags.max_deferrals`` times waits in a queue.
 
     **Long round.** Runs P0 prompts with R0 responses each and waits for all of them, once the queue holds enough prompts.
 
-    **Final round.** The same near the end of the run. Final rounds replace short rounds, which would start more prompts than the
-    batches up to the end of the run can train.
+    **Final round.** The same near the end of the run, in place of short rounds that would start prompts which cannot be trained.
 
     Every prompt is trained, rejected or reported as failed exactly once, and every batch has P0 groups of R0 responses.
 
@@ -211,12 +209,11 @@ class TailBatching:
     - ``CheckGroup`` (only with ``filter_groups``): ``group_checked``, before any other event.
     - ``TrainBatch``: train on exactly these groups. ``RoundEnded``: begin the next round after the weight update.
 
-    Late events, about responses that have ended, are ignored. Impossible events, such as a repeated event, raise ValueError and
-    change nothing.
+    Late events, about responses that have ended, are ignored. Impossible events raise ValueError and change nothing.
 
     **Save and resume.** ``state_dict`` works at any time. A batch counts as trained from ``TrainBatch`` on, so save the state with
     the checkpoint that contains the update. Also save the data rows of ``unsettled_prompts`` and the position in the data. After
-    ``load_state_dict``, no round is open, and prompts that were running at the time of saving wait again. Do not offer them again.
+    ``load_state_dict``, prompts that were running at the time of saving wait again. Do not offer them again.
 
     Attributes:
         run: parameters of the run.
@@ -289,7 +286,7 @@ class TailBatching:
     # Responses and groups
 
     def response_generated(self, response_id: int, tokens: int) -> list[Decision]:
-        """Records that a response is generated, with ``tokens`` tokens. If its prompt now has R0 of them, cancels the others."""
+        """Records that a response is generated, with ``tokens`` tokens. If this is the R0th of its prompt, cancels the others."""
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -329,7 +326,7 @@ class TailBatching:
         """Records that a response failed after ``tokens`` tokens. Launches a new response in its place.
 
         Each response is replaced at most ``max_retries`` times, not counting failures because a process died (``lost``). After
-        that, the prompt is given up if too few of its responses are left.
+        that, the prompt is given up if fewer than R0 responses are left.
         """
         attempt = self._find(response_id, tokens)
         if attempt is None:
@@ -353,10 +350,7 @@ class TailBatching:
         return [*cancelled, PromptFailed(attempt.prompt.id), *self._replace(attempt, now)]
 
     def response_aborted(self, response_id: int, tokens: int) -> list[Decision]:
-        """Records that a cancelled response has stopped after ``tokens`` tokens and that its data is removed.
-
-        The round ends if the batch is complete and no other cancelled response runs.
-        """
+        """Records that a cancelled response has stopped after ``tokens`` tokens. The last one of a round ends the round."""
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -382,7 +376,7 @@ class TailBatching:
     # Saving
 
     def unsettled_prompts(self) -> list[str]:
-        """Returns the ids of all prompts passed to :meth:`offer` that are not trained, rejected or failed."""
+        """Returns the ids of all offered prompts that are not trained, rejected or failed."""
         return list(self._unsettled)
 
     def state_dict(self) -> dict[str, Any]:
@@ -456,7 +450,7 @@ class TailBatching:
         return max(self._steps_left * domain.quota - domain.going - len(domain.fresh) - len(domain.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
-        """Starts the round if there are enough prompts. Otherwise requests the missing prompts."""
+        """Starts the round if there are enough prompts. Otherwise, requests more."""
         missing = {}
         for name, domain in self._domains.items():
             available = len(domain.fresh) if self._kind == "short" else len(domain.fresh) + len(domain.queue)
@@ -515,10 +509,7 @@ class TailBatching:
         return decisions + self._train(now) if all(other.is_full for other in self._domains.values()) else decisions
 
     def _put_back(self, prompts: Sequence[_Prompt]) -> None:
-        """Makes prompts wait in their domains.
-
-        Prompts that were deferred ``max_deferrals`` times go to the end of the queue, other prompts ahead of the new prompts.
-        """
+        """Makes prompts wait: those deferred ``max_deferrals`` times at the end of the queue, the others ahead of new prompts."""
         for prompt in prompts:
             if prompt.deferrals >= self.run.flags.max_deferrals:
                 self._domain_of(prompt).queue.append(prompt)
@@ -636,8 +627,8 @@ class TailBatching:
         """Returns the attempt to which the response of an event belongs; None if the response has ended.
 
         Raises:
-            ValueError: the event is impossible: the response was never launched, the number ``tokens`` of its tokens is negative,
-                or the state machine still waits for the answer to a ``CheckGroup``.
+            ValueError: the event is impossible: the response was never launched, its number of ``tokens`` is negative, or the
+                answer to a ``CheckGroup`` must come first.
         """
         attempt = self._attempts.get(response_id)
         if attempt is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):

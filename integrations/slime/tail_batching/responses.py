@@ -126,16 +126,15 @@ class Session:
             self.engines.retractions = (self.engines.retractions or 0) + int(retractions)
 
     def finish(self, result: Any, graded_later: bool) -> None:
-        """Records the end of generation, and reports the event ``generated`` unless the response is incomplete.
+        """Records the end of generation, and reports the event ``generated``.
 
-        Args:
-            result: return value of the generate function: a sample, or a (nested) list of samples.
-            graded_later: whether the reward is computed later, for the whole prompt group at once.
+        ``result`` is the return value of the generate function. ``graded_later`` is True if the reward is computed later, for the
+        whole prompt group at once.
 
         Raises:
             CancelledError: the response was cancelled.
-            ResponseLost: the response is incomplete, because a server has died or has aborted the response.
-            RuntimeError: the response has no sample, or the generate function has aborted the response.
+            ResponseLost: the response is incomplete, because a server has died or has aborted it.
+            RuntimeError: the response has no sample, or the generate function has aborted it.
         """
         self.result = result
         leaves = list(samples_of(result))
@@ -158,10 +157,7 @@ SESSION: ContextVar[Session] = ContextVar("session")
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """Generates a response with the user's ``--custom-generate-function-path`` or, without this flag, with slime's own function.
-
-    Reports the event ``generated`` before the reward is computed.
-    """
+    """Generates a response as slime would, within the time limit, and reports the event ``generated`` before it is rewarded."""
     session = SESSION.get()
     sample.generate_function_path = None
     path = args.custom_generate_function_path

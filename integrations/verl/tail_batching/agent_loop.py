@@ -95,8 +95,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             self._launch(job)
         in_engines: list[Session] = []
         for response_id in cancel:
-            session = self._sessions.get(response_id)
-            if session is None or session.cancelled:
+            if (session := self._sessions.get(response_id)) is None or session.cancelled:
                 continue
             session.cancelled = True
             if engines_stop and session.generating:
@@ -172,7 +171,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             await response
 
     def outside_engines(self) -> list[int]:
-        """Returns the ids of responses whose agent loop runs without a request in an engine, for example during a tool call."""
+        """Returns the ids of responses whose agent loop runs without a request in an engine, for example in a tool call."""
         return [i for i, session in self._sessions.items() if not (session.generating or session.keys)]
 
     def tokens_so_far(self) -> int | None:
@@ -249,22 +248,16 @@ class Workers:
         self._orders: list[Any] = []
 
     def begin_round(self) -> None:
-        """Resumes the engines if the last round has stopped them."""
         self._servers.resume()
 
     def end_round(self) -> None:
-        """Stops the engines until the next round."""
         if self._home:
             self._send(engines_stop=True)  # a response that is aborted before its worker knows of this counts as failed
             ray.wait(self._orders, num_returns=len(self._orders), timeout=DELIVERY_SECONDS)
             self._servers.abort()
 
     def launch(self, job: Job) -> None:
-        """Assigns the responses of ``job`` to the worker with the fewest responses. The next :meth:`wait` starts the responses.
-
-        Raises:
-            RuntimeError: no agent-loop worker is alive.
-        """
+        """Assigns the responses of ``job`` to the worker with the fewest responses. The next :meth:`wait` sends them there."""
         if not self._actors:
             raise RuntimeError(f"rl_accel.tail_batching: every agent-loop worker has died. {RESUME}")
         index = min(self._actors, key=lambda i: self._load[i])
@@ -273,7 +266,6 @@ class Workers:
         self._jobs[index].append(replace(job, prompt_id=f"{RUN}{job.prompt_id}"))  # verl derives keys from this id
 
     def cancel(self, response_ids: Iterable[int]) -> None:
-        """Cancels responses in the next :meth:`wait`. Ignores responses that have already ended."""
         for response_id in response_ids:
             if response_id in self._home:
                 self._cancels[self._home[response_id]].append(response_id)
@@ -281,7 +273,7 @@ class Workers:
     def wait(self, seconds: float) -> list[Event]:
         """Sends new starts and cancellations to the workers, then waits up to ``seconds`` for events.
 
-        Returns the events of all workers. If no event arrives in time, ends calls to dead engines and returns [].
+        If no event arrives in time, ends calls to dead engines, which might never return, and returns [].
         """
         self._send()
         for index in self._actors.keys() - self._polls.keys():

@@ -53,7 +53,7 @@ class Session:
         task: asyncio task that runs the response.
         limit: asyncio timeout of the agent loop.
         tokens: number of tokens generated so far.
-        keys: TransferQueue keys of the trajectories. Nothing is written under these keys before ``storing`` is True.
+        keys: TransferQueue keys of the trajectories, which are written once ``storing`` is True.
         metric: number by which group filtering compares the responses of a prompt; None if unknown.
         generating: True while a rollout server has a request of the response.
         storing: True once the write to TransferQueue has started.
@@ -118,7 +118,7 @@ async def _is_dead(server: RolloutServer) -> bool:
 def _engine_has_failed(server: Any) -> bool:
     """Returns True if the engine of a living server is dead. Called in the server's process.
 
-    For vLLM, reads the engine's flag ``errored``. For SGLang, looks for a child process of the server that has ended.
+    vLLM's engine then has the flag ``errored``. With SGLang, a child process of the server has ended.
     """
     # SGLang then sends SIGQUIT to the server, but the server of a run in the background of a script ignores this signal.
     pids = getattr(getattr(server, "scheduler_info", None), "all_child_pids", ())
@@ -157,7 +157,7 @@ class CancellableServer:
         return self
 
     async def remote(self, **request: Any) -> TokenOutput:
-        """Sends a request to the server and returns the server's ``TokenOutput``.
+        """Sends a request to the server and returns its answer.
 
         Raises:
             GenerationAborted: the engine aborted a training response that was not cancelled.
@@ -213,10 +213,7 @@ class CancellableServer:
 
 @extends(interfaces.LLMServerClient)
 class TailLLMServerClient(LLMServerClient):
-    """verl's client of the rollout servers, for a sync trainer. Removes dead servers from verl's load balancer.
-
-    After the round, the trainer process restarts a dead server, see :class:`RolloutServers`.
-    """
+    """verl's client of the rollout servers, for a sync trainer. Removes dead servers from verl's load balancer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -303,9 +300,7 @@ class RolloutServers:
     def reach_all(self, call: Callable[[], None]) -> None:
         """Restarts dead servers, then runs ``call``, which calls all servers. Repeats both steps if a server dies meanwhile.
 
-        Raises:
-            ServerLost: a dead server cannot be restarted; see :meth:`revive`.
-            RayError: ``call`` failed although every server is alive.
+        Raises ServerLost as :meth:`revive`, and RayError if ``call`` failed although every server is alive.
         """
         self.revive()
         while True:
@@ -321,7 +316,7 @@ class RolloutServers:
 
         Raises:
             ServerLost: a dead server cannot be restarted (see :meth:`revive`), or a server died during ``call``. Training workers
-                that wait for a dead server are killed.
+                that wait for it are killed, because nothing else ends their calls.
             RayError: ``call`` failed although every server is alive.
         """
         self.revive()
@@ -372,16 +367,13 @@ class RolloutServers:
             ray.kill(worker)
 
     def revive(self) -> list[str]:
-        """Restarts dead servers. Afterwards, the load balancer lists exactly the living servers.
+        """Restarts dead servers, and returns their addresses. Afterwards, the load balancer lists exactly the living servers.
 
         Call this method while nothing is generated and before the next weight update. Until that update, a new server has the
         weights of the model's files.
 
-        Returns:
-            Addresses of the restarted servers.
-
         Raises:
-            ServerLost: a server's engine cannot be restarted, or the restart failed. The message names the server.
+            ServerLost: a server's engine cannot be restarted, or the restart failed.
         """
         replicas = self._manager.get_replicas()
         balancer = self._manager.global_load_balancer
