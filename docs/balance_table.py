@@ -19,7 +19,8 @@ from rl_accel.plan import published
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.rollout import workload
 from rl_accel.rollout.balance import Balance, end_bound_at_arrival
-from rl_accel.rollout.simulation import Cluster, Floats
+from rl_accel.rollout.simulation import Cluster
+from rl_accel.rollout.workload import Floats
 
 PROMPTS, RESPONSES, REPLICAS, SEEDS, PROMPT_TOKENS = 64, 16, 4, 3, 200
 ARMS = {"late": (False, False, 0), "order": (True, False, 0), "moves": (True, False, 2), "known": (False, True, 0)}

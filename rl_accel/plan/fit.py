@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from rl_accel.errors import RlAccelError
-from rl_accel.rollout.simulation import Cluster, EngineModel, Floats
+from rl_accel.rollout.simulation import Cluster, EngineModel
+from rl_accel.rollout.workload import Floats
 from rl_accel.telemetry.stage_clock import ResponseTimes
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)

@@ -19,7 +19,7 @@ from rl_accel.files import BAD_RECORD
 from rl_accel.plan.answers import PLAIN, Prediction, mean_of, outcome_of, rounds_of
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.round_driver import METRICS_PREFIX
-from rl_accel.rollout.simulation import Floats
+from rl_accel.rollout.workload import Floats
 from rl_accel.telemetry.aggregates import POLL_SECONDS, Range
 from rl_accel.telemetry.profile import Profile, format_seconds, read_run
 

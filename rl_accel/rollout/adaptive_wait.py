@@ -21,8 +21,8 @@ class AdaptiveWait:
       budget grows by ``max_cpu_share`` seconds each second, up to ``max_cpu_share * 10`` seconds.
     - Longer: the CPU goal.
 
-    Over any ``t`` seconds, polls thus use at most ``max_cpu_share * (t + 10)`` seconds plus one poll. Only the pauses after the
-    first two polls are never longer than the framework's own pause.
+    Over any ``t`` seconds, polls thus use at most ``max_cpu_share * (t + 10)`` seconds plus one poll. The first two polls may be
+    slow by exception; the pauses after them are never longer than the framework's own pause.
 
     Pauses are shorter near the end of a rollout. If at most an eighth of the prompts is unfinished and a poll finds a change, the
     next pause is a quarter of ``max_delay_s``. Each poll without a change doubles the pause, up to ``max_delay_s``.
@@ -61,7 +61,7 @@ class AdaptiveWait:
             poll_s: duration of the last poll in seconds.
             outstanding: number of prompts that the poll showed as unfinished.
             settled: number of prompts that the poll showed as finished or failed.
-            longest: seconds that the framework itself would pause. From the third poll on, the result may be longer.
+            longest: seconds that the framework itself would pause, which the result exceeds from the third poll on at the earliest.
         """
         self._costs.append(max(poll_s, 0.0))
         earned = 0.0 if self._last is None else self.max_cpu_share * max(now - self._last, 0.0)

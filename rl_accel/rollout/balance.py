@@ -21,20 +21,16 @@ from numpy.typing import NDArray
 from rl_accel.features import BalanceFlags
 
 HOME_MARGIN = 4
-"""Maximum number of requests that a response's preferred replica may have more than the least loaded replica.
-
-With more, the response goes to the least loaded replica."""
+"""A response does not go to its preferred replica if this has over HOME_MARGIN requests more than another. Chosen by hand."""
 AHEAD_SECONDS = 0.5
-"""Seconds from sending a request to an engine until a slot is expected to be free. The engine queues the request until then."""
+"""A response is sent to an engine if a slot is expected to be free within this many seconds, and waits in the engine. Otherwise, a
+slot would stay empty until the next response arrives. Chosen by hand."""
 PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
-"""PROMPTS: maximum number of prompts whose response lengths are kept.
-PER_PROMPT: maximum number of response lengths kept for each prompt.
-RECENT: maximum number of recent response lengths kept, over all prompts."""
+"""Maximum number of response lengths kept: PER_PROMPT for each of PROMPTS prompts, and the last RECENT over all prompts."""
 PARTS, FEWEST = 512, 16
-"""PARTS: maximum number of measurements to which the speed of the engines is fitted (see :class:`_Speed`).
-FEWEST: minimum number of measurements for a fit."""
+"""Maximum and minimum number of measurements to which the speed of the engines is fitted (see :class:`_Speed`)."""
 PREEMPTED_SHARE = 1 / 16
-"""Maximum share of the unfinished responses that are preempted: stopped until all other responses have started."""
+"""Maximum share of the unfinished responses that are preempted (stopped until all others have started). Chosen by hand."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
 """READ_SHARE: time to prefill a token, divided by the time to generate a token. A guess, which measurements correct.
 READ_WEIGHT: weight of this guess in the fit of the engines' speed, as a number of prefilled tokens."""
@@ -46,7 +42,7 @@ def key_of(prompt: NDArray[np.int32]) -> int:
 
 
 class Instruction(NamedTuple):
-    """Order to start the response ``ticket`` on ``replica`` or, if ``stop`` is True, to stop it there. It continues later."""
+    """Order to start the response ``ticket`` on ``replica`` or, if ``stop`` is True, to stop the response there for a while."""
 
     ticket: str
     replica: str
@@ -57,7 +53,8 @@ class Instruction(NamedTuple):
 class _Replica:
     """A replica of the rollout engine. ``cache_tokens`` is the capacity of the key-value cache in tokens.
 
-    ``area`` is the sum of the seconds that all responses have run on the replica, up to the time ``changed``.
+    ``area`` is the sum of the seconds that all responses have run on the replica, up to the time ``changed``. A difference of two
+    areas, divided by the time between, is the mean number of running responses.
     """
 
     name: str
@@ -130,14 +127,14 @@ class _Speed:
         self._parts: deque[tuple[float, ...]] = deque(maxlen=PARTS)
         self._new = 0
         self.token = self.request = self.start = self.read = 0.0
-        self.part = 0.0  # mean duration of a part in seconds
+        self.part = 0.0  # mean seconds of a run
 
     def add(self, tokens: int, running: float, again: float, seconds: float) -> None:
         self._parts.append((tokens, tokens * running, 1.0, again, seconds))
         self._new += 1
 
     def fit(self) -> None:
-        """Fits the coefficients of the speed model by least squares. Does nothing if too few measurements are new."""
+        """Fits the coefficients of the speed model by least squares, if at least an eighth of the measurements is new."""
         if len(self._parts) >= FEWEST and self._new * 8 >= len(self._parts):
             self._new = 0
             prior = (-READ_SHARE * READ_WEIGHT, 0.0, 0.0, READ_WEIGHT, 0.0)
@@ -159,20 +156,20 @@ class Balance:
     is known, the cache must also have room for the expected peak of all responses on the replica.
 
     **Order.** Responses that have begun come first (next turns, migrated responses, responses whose replica died). One response of
-    each prompt follows, then the responses with the highest expected length. The expected length of a response that has n tokens so
-    far is the mean of
+    each prompt follows, then the responses with the highest expected length. For a response that has n tokens so far, the expected
+    length is the mean of these lengths:
 
-    - the lengths above n of the prompt's complete responses, in this epoch and earlier epochs,
-    - the mean of all recent lengths above n, over all prompts,
+    - the lengths above n of the prompt's complete responses, in this epoch and earlier epochs;
+    - the mean of all recent lengths above n, over all prompts;
     - for each running response of the prompt that has m > n tokens so far, the mean of all recent lengths above m.
 
-    **Preemption.** While some responses have not started, running responses that are long are stopped to make room for them.
-    The stopped responses continue after all others have started. They are at most as many as all slots, and at most the share
+    **Preemption.** While some responses have not started, the longest running responses are stopped to make room for them. The
+    stopped responses continue after all others have started. They are at most as many as all slots, and at most the share
     :data:`PREEMPTED_SHARE` of the unfinished responses.
 
-    **Replica.** A response goes to its preferred replica, if this has at most :data:`HOME_MARGIN` more requests than the replica
-    with the fewest; otherwise to the latter. The next turn of a conversation prefers the replica of the last turn, a migrating
-    response the target of the migration.
+    **Replica.** A response goes to its preferred replica or, if this is much fuller than another (:data:`HOME_MARGIN`), to the
+    replica with the fewest requests. The next turn of a conversation prefers the replica of the last turn, a migrating response
+    the target of the migration.
 
     **Migration.** When no response waits, the response with the most expected tokens left migrates from the fullest replica to the
     emptiest, if the expected saving of time is at least ``flags.margin`` times the time that the migration costs. Preemptions and
@@ -227,10 +224,7 @@ class Balance:
         return {name: len(replica) for name, replica in self._replicas.items()}
 
     def add_replica(self, name: str, now: float, cache_tokens: float = math.inf) -> list[Instruction]:
-        """Adds a replica, or changes the capacity of a known replica. Returns the instructions that the router must carry out now.
-
-        ``cache_tokens`` is the capacity of the key-value cache in tokens.
-        """
+        """Adds a replica, or changes the capacity of its key-value cache. Returns instructions for the router."""
         self._replicas.setdefault(name, _Replica(name, cache_tokens, now)).cache_tokens = cache_tokens
         return self._fill(now)
 
@@ -294,9 +288,8 @@ class Balance:
     def again(self, ticket: str, now: float, tokens: int | None = None) -> list[Instruction] | None:
         """Queues a response again that was stopped or whose replica died. Returns the instructions that the router must carry out.
 
-        ``tokens`` is the number of tokens that a stopped response has generated since its last start; None: the replica died.
-
-        Does nothing and returns None if the response has ended, or was stopped without an instruction.
+        ``tokens`` is the number of tokens that a stopped response has generated since its last start; None: the replica died. If
+        the response has ended, or was stopped without an instruction, the method does nothing and returns None.
         """
         response = self._responses.get(ticket)
         if response is None or (tokens is not None and not response.stopping):
@@ -403,10 +396,7 @@ class Balance:
         return next((replica for replica in free if self._fits(response, replica, now)), None)
 
     def _fits(self, response: _Response, replica: _Replica, now: float) -> bool:
-        """True if the key-value cache of ``replica`` is expected to hold ``response`` and all running responses until they end.
-
-        Each response is assumed to generate one token per step.
-        """
+        """Returns True if ``response`` and the running responses are expected to fit into the key-value cache until they end."""
         if replica.cache_tokens == math.inf or not replica.running:
             return True
         response.expected = self._expect(response.group, response.tokens, now)
@@ -508,12 +498,15 @@ def _stop(response: _Response, replica: _Replica) -> Instruction:
 
 @dataclass(slots=True)
 class _Numbers:
+    """Counts since the last report: slot-seconds in use, by replica; complete responses with the times of their ends."""
+
     moves: int = 0
     move_seconds: float = 0.0
-    used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # busy slot-seconds by replica
+    used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     done: list[tuple[_Response, float]] = field(default_factory=list)
 
     def summary(self, replicas: Sequence[str], slots: int) -> dict[str, float]:
+        """Returns the metrics of load balancing by name; {} without a complete response."""
         busy = until = 0.0
         for arrived, ended in sorted((response.arrived, ended) for response, ended in self.done):
             busy += max(ended - max(arrived, until), 0.0)
@@ -522,7 +515,6 @@ class _Numbers:
             return {}
         used = [min(self.used[name] / (slots * busy), 1.0) for name in {*replicas, *self.used}]
         waits = [response.waited for response, _ in self.done]
-        errors = [abs(r.predicted / r.tokens - 1) for r, _ in self.done if r.predicted and r.tokens]
         arrivals = sorted((response.arrived, response.seconds) for response, _ in self.done)
         numbers = {
             "slots_in_use": float(np.mean(used)),
@@ -535,7 +527,7 @@ class _Numbers:
             "move_seconds": self.move_seconds,
             "seconds_saved": end_bound_at_arrival(arrivals, len(used), slots) - until,
         }
-        if errors:
+        if errors := [abs(r.predicted / r.tokens - 1) for r, _ in self.done if r.predicted and r.tokens]:
             numbers["length_error_p50"], numbers["length_error_p90"] = np.quantile(errors, [0.5, 0.9]).tolist()
         return numbers
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, get_args
@@ -29,22 +29,15 @@ from rl_accel.rollout.tail_decisions import (
 logger = logging.getLogger("rl_accel")
 
 REPORT_SECONDS = 60.0
-"""Seconds without a change of any response's state after which a log line lists the unfinished responses."""
-
+"""Seconds without an event after which a log line says which responses the driver waits for."""
 REPORT_PROMPTS = 8
-"""Maximum number of prompts that the log line about unfinished responses names for each state of a response."""
-
+"""Maximum number of prompts that this log line names for each state of a response."""
 METRICS_PREFIX = "rl_accel/tail_batching/"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Order to a worker to generate the responses ``response_ids`` to one prompt.
-
-    Attributes:
-        payload: data row of the prompt.
-        step: number of the training step.
-    """
+    """Order to a worker to generate responses to a prompt. ``payload`` is the prompt's data row, ``step`` the training step."""
 
     prompt_id: str
     payload: dict[str, Any]
@@ -56,8 +49,8 @@ class Job:
 class Event:
     """Change of the state of a response, reported by a worker to the driver of tail batching.
 
-    A response becomes ``generated``, then ``scored``. At any time before ``scored``, it may instead become ``failed`` or
-    ``aborted``, and nothing of it runs any more.
+    A response becomes ``generated``, then ``scored``. Instead of ``scored``, its last state may be ``failed`` or, if it was
+    cancelled, ``aborted``. In a last state, nothing of the response runs any more.
 
     Attributes:
         kind: new state of the response.
@@ -76,7 +69,7 @@ class Event:
 
 
 class ResponseLost(RuntimeError):
-    """Error of a response whose server or worker has died. There is no limit on retries for this error."""
+    """Error of a response whose server or worker has died. It does not count as one of the prompt's retries."""
 
 
 @contextlib.asynccontextmanager
@@ -112,10 +105,10 @@ class ResponseWorkers(Protocol):
         """Stops all unfinished responses as fast as possible. All of them were cancelled before."""
 
     def wait(self, seconds: float) -> list[Event]:
-        """Returns the events since the last call. If there are none, waits up to ``seconds`` for the first event."""
+        """Returns the events since the last call. If there are none, waits up to ``seconds`` for the first."""
 
     def outside_engines(self) -> Collection[int]:
-        """Returns the ids of unfinished responses that are neither in an engine nor being scored, such as those in a tool call."""
+        """Returns the ids of responses that are neither in an engine nor being scored, for example in a tool call."""
 
 
 @dataclass
@@ -123,8 +116,8 @@ class _Open:
     """A response that was launched and has not ended.
 
     Attributes:
-        since: time in seconds at which the response was launched. For a response that is being scored: end of its generation.
-        doing: state of the response, as in "the response is being ...": generated, scored or stopped.
+        since: time in seconds of the launch or, if the response is being scored, of the end of generation.
+        doing: what happens to the response: it is being generated, scored or stopped.
     """
 
     prompt_id: str
@@ -134,22 +127,17 @@ class _Open:
 
 @dataclass
 class TokenRate:
-    """Mean number of tokens per second of complete responses. Used to estimate the tokens of cancelled responses."""
+    """Tokens and seconds of complete responses, from which the tokens of cancelled responses are estimated."""
 
     tokens: int = 0
     seconds: float = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Adds a complete response with ``tokens`` tokens, generated in ``seconds``."""
         self.tokens += tokens
         self.seconds += seconds
 
-    def clear(self) -> None:
-        """Forgets all responses added so far."""
-        self.tokens, self.seconds = 0, 0.0
-
     def estimate(self, seconds: float) -> int:
-        """Returns the estimated number of tokens after ``seconds`` of generation; 0 if no complete response was added."""
+        """Returns the estimated number of tokens after ``seconds`` of generation; 0 without a complete response."""
         return int(seconds * self.tokens / self.seconds) if self.seconds else 0
 
 
@@ -162,12 +150,9 @@ class FailureLog:
     def event_of(
         self, response_id: int, task: "asyncio.Task[None]", tokens: int, result: Any, cancelled: bool
     ) -> Event:
-        """Returns the final event (scored, failed or aborted) of a response whose ``task`` is done. Logs a failure.
+        """Returns the last event of a response whose ``task`` is done, and logs a failure. ``cancelled`` makes it ``aborted``.
 
-        Args:
-            tokens: number of tokens of the response.
-            result: data of the response in the framework's format.
-            cancelled: whether the response was cancelled; the event is "aborted" then.
+        ``tokens`` and ``result`` are as in :class:`Event`.
         """
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if cancelled:
@@ -188,7 +173,7 @@ class PromptSupply:
 
     Args:
         run: parameters of the run; only ``domain_quotas`` is used.
-        fetch: function that returns the next data row. After the last row, it begins again with the first.
+        fetch: function that returns the next data row. After the last row of an epoch, it returns the first of the next.
         rows_per_epoch: number of rows in an epoch.
         domain_key: column that names the domain of a row. Rows without this column have the domain ``""``.
 
@@ -210,15 +195,13 @@ class PromptSupply:
     def take(self, counts: Mapping[str, int]) -> dict[str, str]:
         """Fetches at least ``counts[domain]`` data rows of each domain. Returns a mapping from new prompt id to domain.
 
-        The data mixes domains, so that the result may have further rows. If the flag ``domain_quotas`` is not set, ``counts`` is
-        ``{"": number of rows}``, and rows of all domains count.
+        The data mixes domains, so rows of other domains may be among the new prompts. If the flag ``domain_quotas`` is not set,
+        ``counts`` is ``{"": number of rows}``, and rows of all domains count.
 
         Raises:
             ConfigError: the domain of a row has no quota, or the data has no row of a requested domain.
         """
-        short = dict(counts)
-        taken: dict[str, str] = {}
-        rows_in_vain = 0
+        short, taken, rows_in_vain = Counter(counts), dict[str, str](), 0
         while short:
             epoch, row = divmod(self.fetched, self._rows_per_epoch)
             prompt_id = f"{epoch + 1}:{row + 1}"
@@ -231,14 +214,9 @@ class PromptSupply:
                     f"{domain!r} at prompt {prompt_id} (epoch:row) and quotas for {', '.join(self._quotas)}"
                 )
             counted = domain if self._quotas else ""
-            if counted in short:
-                rows_in_vain = 0
-                short[counted] -= 1
-                if not short[counted]:
-                    del short[counted]
-                continue
-            rows_in_vain += 1
-            if rows_in_vain > 2 * self._rows_per_epoch:
+            rows_in_vain = 0 if counted in short else rows_in_vain + 1
+            short -= Counter([counted])  # drops a domain with count 0
+            if rows_in_vain > 2 * self._rows_per_epoch:  # as many rows hold a whole epoch, in whatever order
                 raise ConfigError(
                     f"rl_accel.tail_batching.domain_quotas asks for {self._domain_key} = "
                     f"{', '.join(map(repr, short))}, which no row of the data has"
@@ -250,7 +228,7 @@ class PromptSupply:
         return self.payloads.pop(prompt_id).get("index")
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
-        """Continues a saved run with its number of fetched rows and the data rows of its unsettled prompts, by prompt id."""
+        """Continues a saved run. The arguments are its attributes of the same names."""
         self.fetched, self.payloads = fetched, dict(payloads)
 
 
@@ -269,7 +247,7 @@ class StepResult:
 
     batch: TrainBatch = field(default_factory=lambda: TrainBatch(0, "short", ()))
     results: tuple[Any, ...] = ()
-    round: RoundMetrics = field(default_factory=lambda: RoundMetrics(0, "short", 1.0))
+    round: RoundMetrics = field(default_factory=RoundMetrics)
     trained: dict[str, Any] = field(default_factory=dict)
     rejected: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, Any] = field(default_factory=dict)
@@ -290,14 +268,11 @@ class StepResult:
 class RolloutDriver:
     """Runs the rounds of tail batching: carries out the decisions of the state machine and reports events to it.
 
-    Call :meth:`play` once per training step.
-
     Args:
         core: state machine of tail batching.
         supply: source of new prompts.
         workers: interface to the workers that generate and score responses.
-        discard: function that removes data of responses from the framework. Gets the ``Event.result`` of all responses that are not
-            trained.
+        discard: function that removes the data of untrained responses from the framework. Gets their ``Event.result``.
         passes: group filter: from a prompt id and the ``Event.result`` of each response, returns whether to train the prompt. Used
             only if ``core.run.filter_groups`` is True. None: every prompt is trained.
         now: function that returns the time in seconds.
@@ -328,11 +303,9 @@ class RolloutDriver:
             logger.warning("rl-accel: tail_batching.%s", rounded)
 
     def play(self, step: int, steps_left: int) -> StepResult:
-        """Runs one round and returns the batch of a training step. When it returns, no response is running.
+        """Runs the round of training step ``step`` and returns its batch. When it returns, no response is running.
 
-        Args:
-            step: number of the training step.
-            steps_left: number of remaining training steps, including this step.
+        ``steps_left`` is the number of remaining training steps, including this one.
 
         Raises:
             RuntimeError: as many prompts as a batch holds were given up, and no response was scored in between.
@@ -359,7 +332,7 @@ class RolloutDriver:
         return self._result
 
     def _waits_for(self) -> str:
-        """Returns a text for the log about the unfinished responses: their states, prompts and waiting times."""
+        """Returns a text for the log: in which states the unfinished responses are, for how long, and which prompts they answer."""
         no_request, kinds = set(self._workers.outside_engines()), defaultdict(list)
         for response_id, response in sorted(self._open.items(), key=lambda item: item[1].since):
             tool = response.doing == "generated" and response_id in no_request

@@ -1,5 +1,6 @@
 """Files of tail batching: its state in each checkpoint, and a log of the prompts that each step trained or gave up."""
 
+import contextlib
 import datetime
 import decimal
 import importlib.util
@@ -23,7 +24,7 @@ _STATE = "state.pt"
 
 
 class ResumeError(ConfigError):
-    """Raised if a checkpoint lacks the state of tail batching, or if this state does not fit the resumed run."""
+    """Error for a checkpoint without a state of tail batching, or with one that does not fit the resumed run."""
 
 
 def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: dict[str, dict[str, Any]]) -> None:
@@ -33,8 +34,7 @@ def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: 
         folder: folder for the state; created if missing.
         step: number of the training step of the checkpoint.
         core: result of ``TailBatching.state_dict()``.
-        fetched: number of data rows fetched so far.
-        payloads: data rows of the prompts that are not settled, by prompt id.
+        fetched, payloads: attributes of :class:`PromptSupply`.
 
     Raises:
         ConfigError: see :func:`packed`.
@@ -59,7 +59,7 @@ def packed(content: Any) -> bytes:
 
 
 def _row_types() -> list[Any]:
-    """Returns the types of objects that a saved data row may hold besides those that ``torch.load`` always allows."""
+    """Returns the types that a saved data row may hold besides those that ``torch.load`` always allows."""
     types: list[Any] = [datetime.datetime, datetime.date, datetime.timedelta, decimal.Decimal, np.ndarray, np.dtype]
     types += [value.__reduce__()[0] for value in (np.empty(0), np.float64(0))]
     types += {type(np.dtype(code)) for code in np.typecodes["All"]}
@@ -72,11 +72,7 @@ def _row_types() -> list[Any]:
 
 
 def state_file(folder: Path) -> Path:
-    """Returns the path of the file in ``folder`` that holds the saved state of tail batching.
-
-    Raises:
-        ResumeError: the file is missing or has the format of an earlier version.
-    """
+    """Returns the path of the saved state in ``folder``. Raises ResumeError if it is missing or of an earlier version."""
     file = folder / _STATE
     if (folder / "state.json").exists():
         raise ResumeError(f"{folder} has the format of an earlier version of rl-accel, which is not read any more")
@@ -88,11 +84,11 @@ def state_file(folder: Path) -> Path:
 
 
 def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
-    """Loads the state that :func:`save` wrote to ``folder``, and updates ``core`` and ``supply`` with it.
+    """Loads the state that :func:`save` wrote to ``folder`` into ``core`` and ``supply``.
 
     Raises:
         ResumeError: the saved state is missing, damaged, or of another version or training step, or the saved run had another batch
-            size, number of responses per prompt, data set or row order. Nothing is updated then.
+            size, number of responses per prompt, data set or row order. Nothing is changed then.
     """
     file = state_file(folder)
     try:
@@ -114,10 +110,8 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
             f"{folder} is damaged: the queue and the saved rows differ in {len(differ)} prompts, such as {differ[0]}"
         )
     if len(payloads) + restored.settled != fetched:
-        raise ResumeError(
-            f"{folder} is damaged: {len(payloads)} prompts are open and {restored.settled} settled, but {fetched} rows "
-            "were fetched"
-        )
+        found = f"{len(payloads)} prompts are open and {restored.settled} settled, but {fetched} rows were fetched"
+        raise ResumeError(f"{folder} is damaged: {found}")
     core.load_state_dict(saved_core)
     supply.restore(fetched, payloads)
 
@@ -125,9 +119,8 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
 class Ledger:
     """Log of the prompts that each training step trained, rejected or gave up: ``tail_batching/ledger.jsonl``.
 
-    Each training step has one line, a JSON object. Its keys ``trained``, ``rejected`` and ``failed`` hold mappings from prompt id
-    (``epoch:row``) to the content of the column ``index`` in the prompt's data row. The key ``errors`` holds the last error of each
-    failed prompt.
+    Each training step has one line, a JSON object. ``trained``, ``rejected`` and ``failed`` are mappings from prompt id
+    (``epoch:row``) to the content of the column ``index`` in the data row. ``errors`` has the last error of each failed prompt.
     """
 
     def __init__(self, root: Path) -> None:
@@ -138,11 +131,9 @@ class Ledger:
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         kept = []
         for line in lines:
-            try:
+            with contextlib.suppress(ValueError):  # last line of a run that was killed while writing
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
-            except ValueError:  # last line of a run that was killed while writing
-                continue
         write_atomically(self.path, "".join(kept))
 
     def add(self, step: int, result: StepResult) -> None:

@@ -1,25 +1,21 @@
 """Event-driven simulation of rollouts: simulated engines, controlled by the same state machines as real engines.
 
-In each decoding step, a replica of the engine generates one token for each running request. The duration of a step depends on the
-number of running requests and on the number of tokens in the key-value cache (:class:`EngineModel`). The simulation jumps from
-event to event (a request ends or is cancelled, the cache is full). The simulation of a response of 16,384 tokens
-therefore takes no longer than that of a response of ten tokens.
+In each decoding step, a replica of the engine generates one token for each running request. The simulation does not visit each
+step: it jumps from event to event (a request ends or is cancelled, the key-value cache is full). Long responses therefore take no
+longer to simulate than short ones.
 
 In :func:`play_rounds`, :class:`~rl_accel.rollout.tail_batching.TailBatching` decides which requests to launch and to cancel. With
 ``prompt_ratio`` and ``response_ratio`` of 1, the simulation shows a trainer without tail batching, which waits for every response.
 """
 
-import gc
 import heapq
 import math
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import cycle, islice, repeat
+from itertools import islice, repeat
 from operator import attrgetter
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +31,10 @@ from rl_accel.rollout.tail_decisions import (
     RoundMetrics,
     TrainBatch,
 )
+from rl_accel.rollout.workload import Floats, Lengths
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 ENDLESS_STEPS = 2**40
+"""Number of remaining training steps that is never reached, for a training run without end."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +45,9 @@ class EngineModel:
         step_seconds: duration of a decoding step, by number of running requests. Between the given numbers, the duration is linear.
             Below the first number, it is constant. Above the last number, the last slope continues.
         cached_token_seconds: additional duration of a step for each token in the key-value cache.
-        prompt_token_seconds: time to prefill one token of a prompt or of a preempted request. All other requests wait meanwhile.
-        request_seconds: host time to start a request. All other requests wait meanwhile.
-        response_seconds: host time to finish a request that has ended. All other requests wait meanwhile.
-        slots: number of slots, the maximum number of running requests. Further requests wait in a queue.
+        prompt_token_seconds: time to prefill one token of a prompt or of a preempted request. All requests wait meanwhile.
+        request_seconds, response_seconds: host time to start a request, and to finish an ended one. All requests wait meanwhile.
+        slots: maximum number of running requests. Further requests wait in a queue.
         cache_tokens: capacity of the key-value cache in tokens. When the cache is full, the request that started last is preempted.
 
     Raises:
@@ -89,33 +84,22 @@ class EngineModel:
         return found
 
 
-class Workload(Protocol):
-    """Interface to a source of response lengths and reward times for a simulation. Prompts are numbered from 0."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens in each prompt."""
-
-    def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Draws the lengths of ``responses`` new responses to each of ``prompts``: tokens, at least 1, shape [P, R]."""
-
-    def reward_seconds(self, count: int, rng: np.random.Generator) -> Floats | None:
-        """Draws the durations of ``count`` rewards in seconds, shape [count]. Returns None if rewards take no time."""
-
-
+@dataclass(slots=True, eq=False)
 class SimulatedRequest:
     """A response of ``length`` tokens in a simulated engine.
 
-    Waiting: ``tokens`` is its number of tokens so far, ``began`` is 0. Running: ``began`` is its number in the order of starts on
-    its replica (from 1), and ``end`` is the number of the decoding step at which it ends.
+    Attributes:
+        tokens: number of tokens when the request last began to wait.
+        began: number of the request in the order of starts on its replica, from 1; 0: the request waits.
+        end: number of the decoding step at which a running request ends.
     """
 
-    __slots__ = ("began", "end", "id", "length", "replica", "tokens")
-
-    end: float
-
-    def __init__(self, request_id: int, length: int, replica: "_Replica", tokens: float) -> None:
-        self.id, self.length, self.replica, self.tokens, self.began = request_id, length, replica, tokens, 0
+    id: int
+    length: int
+    replica: "_Replica"
+    tokens: float
+    began: int = 0
+    end: float = 0.0
 
 
 _by_end, _by_begin = attrgetter("end"), attrgetter("began")
@@ -124,14 +108,9 @@ _by_end, _by_begin = attrgetter("end"), attrgetter("began")
 class _Replica:
     """One simulated replica of the engine at the time ``time`` in seconds, after ``steps`` decoding steps.
 
-    Its next event comes after ``ahead`` more steps: the key-value cache is full (``fills`` is True), or a request ends. Each event
-    has a unique number ``serial``.
+    The next event comes after ``ahead`` more steps: the key-value cache is full (``fills`` is True), or a request ends. During the
+    first ``stall`` seconds, the replica does other work than decoding. ``serial`` is the number of the replica's next event.
     """
-
-    __slots__ = (
-        *("ahead", "begun", "cached", "engine", "fills", "pace", "peak", "preemptions", "prompt", "queue", "rate"),
-        *("room", "running", "serial", "stall", "steps", "time"),
-    )
 
     def __init__(self, engine: EngineModel, prompt: int, pace: Sequence[float]) -> None:
         self.engine, self.prompt, self.pace = engine, prompt, pace
@@ -168,21 +147,18 @@ class _Replica:
 
     def happen(self, now: float) -> SimulatedRequest:
         """Decodes until the next event, which is at the time ``now``. Ends or preempts a request, and returns this request."""
-        running = self.running
         self.time, self.stall = now, 0.0
         self.steps += self.ahead
-        cached = self.cached + self.ahead * len(running)
-        if cached > self.peak:
-            self.peak = cached
+        self.cached += self.ahead * len(self.running)
+        self.peak = max(self.peak, self.cached)
         if not self.fills:
-            request = running.pop()
+            request = self.running.pop()
             self.stall = self.engine.response_seconds
-            self.cached = cached - (self.prompt + request.length)
+            self.cached -= self.prompt + request.length
             if self.queue:
                 self.start()
             return request
-        self.cached = cached
-        request = max(running, key=_by_begin)
+        request = max(self.running, key=_by_begin)
         request.tokens = request.length - (request.end - self.steps)
         self.stop(request, request.tokens)
         self.preemptions += 1
@@ -198,26 +174,22 @@ class _Replica:
 
     def start(self) -> None:
         """Starts waiting requests while there are free slots and room in the key-value cache."""
-        engine, queue, running, prompt = self.engine, self.queue, self.running, self.prompt
-        cached, stall, steps, begun = self.cached, self.stall, self.steps, self.begun
-        host, reading = engine.request_seconds, engine.prompt_token_seconds
-        for request in islice(queue, engine.slots - len(running)):
-            needed = prompt + request.tokens
-            if running and cached + needed > self.room:
+        engine, queue, running = self.engine, self.queue, self.running
+        while queue and len(running) < engine.slots:
+            needed = self.prompt + queue[0].tokens
+            if running and self.cached + needed > self.room:
                 break
+            request = queue.popleft()
             running.append(request)
-            begun += 1
-            stall += host + needed * reading
-            cached += needed
-            request.began, request.end = begun, steps + request.length - request.tokens
-        for _ in range(begun - self.begun):
-            queue.popleft()
-        self.cached, self.stall, self.begun = cached, stall, begun
+            self.begun += 1
+            self.stall += engine.request_seconds + needed * engine.prompt_token_seconds
+            self.cached += needed
+            request.began, request.end = self.begun, self.steps + request.length - request.tokens
         running.sort(key=_by_end, reverse=True)
 
 
 class Cluster:
-    """Simulated replicas of an engine, and their requests. ``now`` is the time of the last event in seconds, from 0 on.
+    """Simulated replicas of an engine, and the requests on them. ``now`` is the time of the last event in seconds, from 0 on.
 
     A new request goes to the replica with the fewest requests, as in stock verl. A subclass can choose replicas in another way in
     :meth:`launch`, and learn in :meth:`happen` which requests ended.
@@ -278,8 +250,7 @@ class Cluster:
         """Adds requests.
 
         Args:
-            ids: id of each request.
-            lengths: final number of tokens of each request.
+            ids, lengths: id and final number of tokens of each request.
             tokens: number of tokens that each request already has, and that are only prefilled. None: 0.
             prompts: index of the prompt of each request. Only subclasses use this argument.
             replicas: index of the replica for each request. None: the replica with the fewest requests at that moment.
@@ -289,20 +260,18 @@ class Cluster:
             for replica in self._replicas:  # keeps these sums small, because large floats are less exact
                 replica.steps = replica.cached = replica.stall = 0.0
         if replicas is None:
-            fewest = self._fewest() if any(self.loads) else cycle(range(len(self._replicas)))
-            replicas = islice(fewest, len(ids))
+            replicas = islice(self._fewest(), len(ids))
         chosen = [self._replicas[index] for index in replicas]
-        for request_id, length, begun, replica in zip(
-            ids, lengths, tokens or repeat(0.0, len(ids)), chosen, strict=True
-        ):
-            request = self._requests[request_id] = SimulatedRequest(request_id, length, replica, begun)
+        begun = tokens or repeat(0.0, len(ids))
+        for request_id, length, replica, had in zip(ids, lengths, chosen, begun, strict=True):
+            request = self._requests[request_id] = SimulatedRequest(request_id, length, replica, had)
             replica.queue.append(request)
         for replica in dict.fromkeys(chosen):
             replica.advance(self.now)
             self._go_on(replica)
 
     def _fewest(self) -> Iterator[int]:
-        """Yields, endlessly, the index of the replica with the fewest requests. Counts a request there each time."""
+        """Yields, endlessly, the index of the replica with the fewest requests, and counts one more request there."""
         loads = [(load, index) for index, load in enumerate(self.loads)]
         heapq.heapify(loads)
         while True:
@@ -340,9 +309,8 @@ class Cluster:
 
         Returns the request that ended; None if a request was preempted.
         """
+        self.next_event()  # drops outdated events
         heap = self._heap
-        while heap[0][1] != heap[0][2].serial:
-            heapq.heappop(heap)
         self.now, _, replica = heap[0]
         request = replica.happen(self.now)
         replica.serial = self._serial = self._serial + 1
@@ -365,14 +333,13 @@ class Round:
     """Results of one simulated round of tail batching.
 
     Attributes:
-        metrics: metrics of the round, as from :class:`TailBatching`.
         ends: seconds from the start of the round to the last token of each completely generated response, ascending.
         peak_tokens: highest number of tokens in the key-value cache of any replica.
         preemptions: number of preemptions over all replicas.
         unfinished: number of responses that were cancelled in an engine when the batch was complete.
     """
 
-    metrics: RoundMetrics = field(default_factory=lambda: RoundMetrics(0, "short", 1.0))
+    metrics: RoundMetrics = field(default_factory=RoundMetrics)
     ends: "array[float]" = field(default_factory=lambda: array("d"))
     peak_tokens: float = 0.0
     preemptions: int = 0
@@ -383,41 +350,35 @@ def play_rounds(
     run: TailRun,
     engine: EngineModel,
     replicas: int,
-    workload: Workload,
+    workload: Lengths,
     rounds: int,
     seed: int = 0,
     timeout: AdaptiveTimeout | None = None,
     ends: bool = False,
     cluster: type[Cluster] = Cluster,
 ) -> list[Round]:
-    """Simulates consecutive rounds of tail batching and returns the results of each round. The same ``seed`` gives the same rounds.
+    """Simulates consecutive rounds of tail batching and returns the results of each round.
 
     Args:
         run: parameters of tail batching. With ratios of 1, each round waits for every response.
-        engine: speed and capacity of a replica.
-        replicas: number of replicas.
+        engine: speed and capacity of each of the ``replicas``.
         workload: source of response lengths and reward times.
         rounds: number of rounds.
         seed: seed of all random draws.
         timeout: policy that learns time limits for the simulated rewards. A reward within its limit counts as correct. None: no
             limits.
-        ends: whether training ends with the last round. If so, only prompts are started that can be trained by then.
+        ends: True if training ends with the last round. Then only prompts are started that can be trained by then.
         cluster: class of the cluster; a subclass of :class:`Cluster` can choose replicas in another way.
     """
     player = Player(run, cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
-    with gc_disabled():
-        return [player.play(rounds - number if ends else ENDLESS_STEPS) for number in range(rounds)]
+    return [player.play(rounds - number if ends else ENDLESS_STEPS) for number in range(rounds)]
 
 
 class Player:
-    """Simulates rounds of tail batching: carries out the decisions of :class:`TailBatching` on a simulated cluster.
-
-    Attributes:
-        cluster: simulated cluster for the next round; may be replaced between two rounds.
-    """
+    """Simulates rounds of tail batching: carries out the decisions of :class:`TailBatching` on the simulated ``cluster``."""
 
     def __init__(
-        self, run: TailRun, cluster: Cluster, workload: Workload, seed: int, timeout: AdaptiveTimeout | None = None
+        self, run: TailRun, cluster: Cluster, workload: Lengths, seed: int, timeout: AdaptiveTimeout | None = None
     ) -> None:
         self.cluster = cluster
         self._core, self._workload, self._timeout = TailBatching(run), workload, timeout
@@ -429,39 +390,34 @@ class Player:
         self._round = Round()
 
     def play(self, steps_left: int = ENDLESS_STEPS) -> Round:
-        """Simulates one round and returns its results.
-
-        ``steps_left`` is the number of remaining training steps, including this one.
-        """
-        core, cluster, rewarding, rewards = self._core, self.cluster, self._rewarding, self._rewards
-        generated, scored, happen = core.response_generated, core.response_scored, cluster.happen
-        began, preempted, played, over = cluster.now, cluster.preemptions, Round(), Phase.BETWEEN_ROUNDS
-        self._round, ends = played, played.ends
+        """Simulates one round and returns its results. ``steps_left`` is the number of remaining training steps, with this one."""
+        core, cluster, rewarding = self._core, self.cluster, self._rewarding
+        began, preempted = cluster.now, cluster.preemptions
+        played = self._round = Round()
         self._carry_out(core.begin_round(steps_left, began))
-        while core.phase is not over:
+        while core.phase is not Phase.BETWEEN_ROUNDS:
             if rewarding and rewarding[0][0] <= cluster.next_event():
                 now, response_id = heapq.heappop(rewarding)
                 if self._generated.pop(response_id, 0):  # 0: cancelled
                     cluster.now = now
-                    self._carry_out(scored(response_id, now))
-                continue
-            if (request := happen()) is None:
-                continue
-            response_id, now = request.id, cluster.now
-            ends.append(now - began)
-            if decisions := generated(response_id, request.length):
-                self._carry_out(decisions)
-            if rewards:
-                self._generated[response_id] = request.length
-                heapq.heappush(rewarding, (now + self._reward_seconds(response_id), response_id))
-            elif decisions := scored(response_id, now):
-                self._carry_out(decisions)
+                    self._carry_out(core.response_scored(response_id, now))
+            elif request := cluster.happen():
+                response_id, now = request.id, cluster.now
+                played.ends.append(now - began)
+                self._carry_out(core.response_generated(response_id, request.length))
+                if self._rewards:
+                    self._generated[response_id] = request.length
+                    heapq.heappush(rewarding, (now + self._reward_seconds(response_id), response_id))
+                else:
+                    self._carry_out(core.response_scored(response_id, now))
         played.peak_tokens, played.preemptions = cluster.take_peak_tokens(), cluster.preemptions - preempted
         rewarding.clear()
-        rewards.clear()
+        self._rewards.clear()
         return played
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        if not decisions:  # most often, and this is called for each event
+            return
         launches: list[Launch] = []
         cancelled: list[int] = []
         trains = False
@@ -487,8 +443,7 @@ class Player:
             tokens = dict(zip(running, self.cluster.cancel(running), strict=True))
             tokens |= {i: self._generated.pop(i) for i in cancelled if i in self._generated}
             for response_id, had in tokens.items():
-                if ended := self._core.response_aborted(response_id, had):
-                    self._carry_out(ended)
+                self._carry_out(self._core.response_aborted(response_id, had))
 
     def _launch(self, launches: Sequence[Launch]) -> None:
         ids = [response_id for launch in launches for response_id in launch.response_ids]
@@ -506,17 +461,6 @@ class Player:
         if self._timeout is None:
             return seconds
         limit = self._timeout.limit(key).wall
-        self._timeout.record(key, min(seconds, limit), min(seconds, limit), seconds <= limit, seconds > limit)
-        return min(seconds, limit)
-
-
-@contextmanager
-def gc_disabled() -> Iterator[None]:
-    """Disables Python's cyclic garbage collection inside the ``with`` block."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+        taken = min(seconds, limit)
+        self._timeout.record(key, taken, taken, seconds <= limit, seconds > limit)
+        return taken

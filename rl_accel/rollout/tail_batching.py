@@ -3,7 +3,7 @@ prompts are complete. Slow prompts run again in a later round, so no prompt is l
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import fmean
@@ -43,8 +43,8 @@ class TailRun:
         prompts_per_step: number of prompts in a batch (P0).
         responses_per_prompt: number of trained responses per prompt (R0).
         flags: the user's flags of tail batching.
-        filter_groups: whether a group filter accepts or rejects each complete prompt.
-        data_id: any identifier of the data set and its row order. A saved state with another identifier is refused.
+        filter_groups: True if a group filter accepts or rejects each complete prompt.
+        data_id: text that identifies the data set and its row order. A saved state with another text is refused.
 
     Raises:
         ConfigError: a number is below 1, or ``flags.domain_quotas`` do not add up to ``prompts_per_step``.
@@ -69,12 +69,12 @@ class TailRun:
 
     @property
     def domain_quotas(self) -> Mapping[str, int]:
-        """Number of prompts in a batch of each domain, by domain; {} if the flag ``domain_quotas`` is not set."""
+        """Number of prompts of each domain in a batch; {} if the flag ``domain_quotas`` is not set."""
         return self.flags.domain_quotas or {}
 
     @property
     def surplus_prompts(self) -> int:
-        """Number of prompts that a short round starts. Not available for ``flags.prompt_ratio="auto"``."""
+        """Number of prompts that a short round starts. Raises ValueError for ``flags.prompt_ratio="auto"``."""
         return _scaled(self.prompts_per_step, float(self.flags.prompt_ratio))
 
     @property
@@ -85,14 +85,13 @@ class TailRun:
     @property
     def rounding_warnings(self) -> list[str]:
         """Warnings about ``prompt_ratio`` and ``response_ratio``, if rounding up makes a ratio more than 10% larger."""
+        warnings = []
         counts = {"prompt_ratio": self.prompts_per_step, "response_ratio": self.responses_per_prompt}
-        ratios = {name: ratio for name in counts if not isinstance(ratio := getattr(self.flags, name), str)}
-        launched = {name: _scaled(counts[name], ratio) for name, ratio in ratios.items()}
-        return [
-            f"{name}={ratios[name]} launches {number} for {counts[name]}, which is {number / counts[name]:.2f} times"
-            for name, number in launched.items()
-            if number > 1.1 * ratios[name] * counts[name]
-        ]
+        for name, count in counts.items():
+            ratio = getattr(self.flags, name)
+            if ratio != "auto" and (number := _scaled(count, ratio)) > 1.1 * ratio * count:
+                warnings.append(f"{name}={ratio} launches {number} for {count}, which is {number / count:.2f} times")
+        return warnings
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +100,7 @@ class _Prompt:
 
     Attributes:
         deferrals: number of rounds that deferred the prompt.
-        deferred_in: number of the first round that deferred the prompt; 0: none has.
+        deferred_in: number of the first of these rounds, counted from 1; 0 if there is none.
     """
 
     id: str
@@ -118,14 +117,13 @@ class _Attempt:
     and stopped responses are in none of these.
 
     Attributes:
-        launched_at: time of the launch in seconds.
-        is_refill: whether the prompt was started during the round, in place of a rejected or failed prompt.
-        from_queue: whether the prompt comes from the queue of deferred prompts.
+        is_refill: True if the prompt was started during the round, in place of a rejected or failed prompt.
+        from_queue: True if the prompt comes from the queue of deferred prompts.
         generating: ids of the responses that are being generated, in the order of launch.
         generated: number of tokens of each generated response, by id, in the order of completion.
         scored_at: time in seconds at which each response was scored, by id.
         cancelled: number of tokens of each cancelled response that has not stopped, by id; -1 if it is still being generated.
-        retries: number of earlier attempts that failed, by id of the new response. No entry means 0.
+        retries: for a response that replaces a failed one, number of failures before it, by id. No entry means 0.
         surplus_tokens: number of tokens of each cancelled response that has stopped.
     """
 
@@ -150,7 +148,7 @@ class _Domain:
 
     Attributes:
         quota: number of prompts of the domain in a batch.
-        target: wanted number of prompts in ``active`` and ``kept`` together in the current round.
+        target: number of prompts of the domain that the current round starts (``active`` and ``kept`` together).
         fresh: waiting prompts that are new or were deferred fewer than ``max_deferrals`` times.
         queue: waiting prompts that were deferred ``max_deferrals`` times. They run in long and final rounds.
         active: running prompts, by prompt id.
@@ -171,12 +169,12 @@ class _Domain:
 
     @property
     def is_full(self) -> bool:
-        """True if as many prompts of the domain are complete as the batch needs."""
+        """True if the batch needs no further prompt of the domain."""
         return len(self.kept) == self.quota
 
 
 class Phase(Enum):
-    """Phase of a round of tail batching. The values complete error messages ("..., but no round is open")."""
+    """Phase of a round of tail batching. The values are parts of error messages."""
 
     BETWEEN_ROUNDS = "no round is open"
     FILLING = "the round waits for prompts"
@@ -190,22 +188,19 @@ class TailBatching:
     P0 is the number of prompts in a batch. R0 is the number of trained responses per prompt.
 
     **Short round.** Launches more than P0 prompts, and more than R0 responses of each prompt. The first R0 responses of a prompt to
-    finish *generating* are its group; the other responses are cancelled at once. A prompt is complete when its R0 responses are
-    scored. The first P0 complete prompts are the batch. All other prompts are deferred: their responses are cancelled, and the
-    prompts are launched anew in a later round, so training stays strictly on-policy. A prompt that was deferred
-    ``flags.max_deferrals`` times waits in a queue.
+    finish *generating* are its group; the others are cancelled at once. A prompt is complete when its group is scored. The first P0
+    complete prompts are the batch. All other prompts are deferred: their responses are cancelled, and they are launched anew in a
+    later round, so training stays strictly on-policy. A prompt that was deferred ``flags.max_deferrals`` times waits in a queue.
 
-    **Long round.** When the queue holds enough prompts, a long round runs P0 prompts with R0 responses each and waits for all
-    responses.
+    **Long round.** Runs P0 prompts with R0 responses each and waits for all of them, once the queue holds enough prompts.
 
-    **Final round.** No prompt is started that the remaining batches could not train. When a short round would have to start such a
-    prompt, final rounds run instead, in the same way as long rounds.
+    **Final round.** The same near the end of the run, in place of short rounds that would start prompts which cannot be trained.
 
     Every prompt is trained, rejected or reported as failed exactly once, and every batch has P0 groups of R0 responses.
 
     **Driver.** The driver is the code that calls this class and has the responses generated. It calls ``begin_round``, carries out
     the decisions that each call returns, in their order, and reports events. The argument ``now`` is the time of an event in
-    seconds, of one clock of the driver's choice. The driver answers the decisions as follows.
+    seconds, of any one clock. The driver answers the decisions as follows.
 
     - ``RequestPrompts``: ``offer`` new ids. Each epoch and row of the data has a unique id, for example ``"2:1017"``.
     - ``Launch``: for each response, ``response_generated`` and later ``response_scored``; or ``response_failed``, after which a
@@ -214,12 +209,11 @@ class TailBatching:
     - ``CheckGroup`` (only with ``filter_groups``): ``group_checked``, before any other event.
     - ``TrainBatch``: train on exactly these groups. ``RoundEnded``: begin the next round after the weight update.
 
-    Late events, about responses that have ended, are ignored. Impossible events, such as a repeated event, raise ValueError and
-    change nothing.
+    Late events, about responses that have ended, are ignored. Impossible events raise ValueError and change nothing.
 
     **Save and resume.** ``state_dict`` works at any time. A batch counts as trained from ``TrainBatch`` on, so save the state with
     the checkpoint that contains the update. Also save the data rows of ``unsettled_prompts`` and the position in the data. After
-    ``load_state_dict``, no round is open, and prompts that were running at the time of saving wait again. Do not offer them again.
+    ``load_state_dict``, prompts that were running at the time of saving wait again. Do not offer them again.
 
     Attributes:
         run: parameters of the run.
@@ -240,7 +234,7 @@ class TailBatching:
         self._kind: RoundKind = "short"
         self._responses_each = 0
         self._began = 0.0
-        self._metrics = RoundMetrics(0, "short", 1.0)
+        self._metrics = RoundMetrics()
         self._trained: list[_Attempt] = []
         self._attempts: dict[int, _Attempt] = {}  # by response id, until the response has ended
         self._next_response = 0
@@ -275,15 +269,16 @@ class TailBatching:
         Raises:
             TypeError, ValueError: a prompt id is no string or is already known, or a domain has no quota. No prompt is added then.
         """
-        for prompt_id, domain in prompts.items():
+        new = [_Prompt(prompt_id, domain) for prompt_id, domain in prompts.items()]
+        domains = [self._domain_of(prompt) for prompt in new]
+        for prompt_id in prompts:
             if not isinstance(prompt_id, str):
                 raise TypeError(f"ids of prompts must be strings, found {prompt_id!r}")
             if prompt_id in self._unsettled:
                 raise ValueError(f"ids of prompts must be new, found {prompt_id!r} twice")
-            self._check_domain(domain)
-        for prompt_id, domain in prompts.items():
-            prompt = self._unsettled[prompt_id] = _Prompt(prompt_id, domain)
-            self._domain_of(prompt).fresh.append(prompt)
+        for prompt, domain in zip(new, domains, strict=True):
+            self._unsettled[prompt.id] = prompt
+            domain.fresh.append(prompt)
         if self.phase is Phase.FILLING:
             return self._fill(now)
         return self._refill(now) if self.phase is Phase.OPEN else []
@@ -291,7 +286,7 @@ class TailBatching:
     # Responses and groups
 
     def response_generated(self, response_id: int, tokens: int) -> list[Decision]:
-        """Records that a response is generated, with ``tokens`` tokens. If its prompt now has R0 of them, cancels the others."""
+        """Records that a response is generated, with ``tokens`` tokens. If this is the R0th of its prompt, cancels the others."""
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -331,7 +326,7 @@ class TailBatching:
         """Records that a response failed after ``tokens`` tokens. Launches a new response in its place.
 
         Each response is replaced at most ``max_retries`` times, not counting failures because a process died (``lost``). After
-        that, the prompt is given up if too few of its responses are left.
+        that, the prompt is given up if fewer than R0 responses are left.
         """
         attempt = self._find(response_id, tokens)
         if attempt is None:
@@ -355,10 +350,7 @@ class TailBatching:
         return [*cancelled, PromptFailed(attempt.prompt.id), *self._replace(attempt, now)]
 
     def response_aborted(self, response_id: int, tokens: int) -> list[Decision]:
-        """Records that a cancelled response has stopped after ``tokens`` tokens and that its data is removed.
-
-        The round ends if the batch is complete and no other cancelled response runs.
-        """
+        """Records that a cancelled response has stopped after ``tokens`` tokens. The last one of a round ends the round."""
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -384,7 +376,7 @@ class TailBatching:
     # Saving
 
     def unsettled_prompts(self) -> list[str]:
-        """Returns the ids of all prompts passed to :meth:`offer` that are not trained, rejected or failed."""
+        """Returns the ids of all offered prompts that are not trained, rejected or failed."""
         return list(self._unsettled)
 
     def state_dict(self) -> dict[str, Any]:
@@ -423,8 +415,6 @@ class TailBatching:
             resumed._rounds, resumed._next_response = int(state["rounds"]), int(state["next_response"])
             resumed.settled = int(state["settled"])
             prompts = [_Prompt(*fields) for fields in state["prompts"]]
-            for prompt in prompts:
-                resumed._check_domain(prompt.domain)
             resumed._unsettled = {prompt.id: prompt for prompt in prompts}
             resumed._put_back(prompts)
             resumed._times.load_state_dict(state["times"])
@@ -456,11 +446,11 @@ class TailBatching:
         return kind
 
     def _room(self, domain: _Domain) -> int:
-        """Returns the number of places for new prompts of a domain in the remaining batches."""
+        """Returns the number of new prompts of a domain that the batches up to the end of the run can still train."""
         return max(self._steps_left * domain.quota - domain.going - len(domain.fresh) - len(domain.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
-        """Starts the round if there are enough prompts. Otherwise requests the missing prompts."""
+        """Starts the round if there are enough prompts. Otherwise, requests more."""
         missing = {}
         for name, domain in self._domains.items():
             available = len(domain.fresh) if self._kind == "short" else len(domain.fresh) + len(domain.queue)
@@ -480,7 +470,7 @@ class TailBatching:
         return decisions
 
     def _refill(self, now: float) -> list[Decision]:
-        """Starts new prompts in place of rejected and failed prompts, if the remaining batches have room for them.
+        """Starts new prompts in place of rejected and failed prompts, if batches up to the end of the run can train them.
 
         Otherwise starts deferred prompts, but only if the round has too few prompts for the batch.
         """
@@ -506,35 +496,26 @@ class TailBatching:
             return []
         decisions: list[Decision] = []
         for slow in domain.active.values():
-            self._cut_off(slow, now)
+            prompt = slow.prompt
+            if self._kind == "short" and not prompt.deferrals and self._warm:
+                self._times.add_short(now - slow.launched_at, completed=False)
+            if not slow.is_refill:  # it started late and had no fair chance
+                self._metrics.prompts_deferred += 1
+                prompt.deferred_in = prompt.deferred_in or self._rounds
+                prompt.deferrals += 1
             decisions += self._cancel(slow, generated=True)
         self._put_back([slow.prompt for slow in domain.active.values()])
         domain.active.clear()
         return decisions + self._train(now) if all(other.is_full for other in self._domains.values()) else decisions
 
-    def _cut_off(self, attempt: _Attempt, now: float) -> None:
-        """Records that a prompt is deferred. A prompt that was started in place of another prompt does not count as deferred."""
-        prompt = attempt.prompt
-        if self._kind == "short" and not prompt.deferrals and self._warm:
-            self._times.add_short(now - attempt.launched_at, completed=False)
-        if not attempt.is_refill:  # it started late and had no fair chance
-            self._metrics.prompts_deferred += 1
-            prompt.deferred_in = prompt.deferred_in or self._rounds
-            prompt.deferrals += 1
-
-    def _put_back(self, prompts: Iterable[_Prompt]) -> None:
-        """Makes prompts wait in their domains.
-
-        Prompts that were deferred ``max_deferrals`` times go to the end of the queue, other prompts ahead of the new prompts.
-        """
-        early = []
+    def _put_back(self, prompts: Sequence[_Prompt]) -> None:
+        """Makes prompts wait: those deferred ``max_deferrals`` times at the end of the queue, the others ahead of new prompts."""
         for prompt in prompts:
             if prompt.deferrals >= self.run.flags.max_deferrals:
                 self._domain_of(prompt).queue.append(prompt)
-            else:
-                early.append(prompt)
-        for prompt in reversed(early):
-            self._domain_of(prompt).fresh.appendleft(prompt)
+        for prompt in reversed(prompts):
+            if prompt.deferrals < self.run.flags.max_deferrals:
+                self._domain_of(prompt).fresh.appendleft(prompt)
 
     def _train(self, now: float) -> list[Decision]:
         for domain in self._domains.values():
@@ -573,12 +554,12 @@ class TailBatching:
 
     # Prompts and their responses
 
-    def _check_domain(self, domain: str) -> None:
-        if self.run.domain_quotas and domain not in self._domains:
-            raise ValueError(f"the domain of a prompt must be one of {', '.join(self._domains)}, found {domain!r}")
-
     def _domain_of(self, prompt: _Prompt) -> _Domain:
-        return self._domains[prompt.domain if self.run.domain_quotas else ""]
+        """Returns the domain of a prompt. Raises ValueError if the domain has no quota."""
+        name = prompt.domain if self.run.domain_quotas else ""
+        if name not in self._domains:
+            raise ValueError(f"the domain of a prompt must be one of {', '.join(self._domains)}, found {name!r}")
+        return self._domains[name]
 
     def _admit(self, domain: _Domain, now: float, from_queue: bool, is_refill: bool = False) -> Launch:
         prompt = (domain.queue if from_queue else domain.fresh).popleft()
@@ -596,7 +577,7 @@ class TailBatching:
         return Launch(attempt.prompt.id, tuple(new))
 
     def _cancel(self, attempt: _Attempt, generated: bool = False) -> list[Decision]:
-        """Cancels the unfinished responses of a prompt and, with ``generated=True``, the generated responses."""
+        """Cancels the responses of a prompt that are being generated and, with ``generated=True``, the generated responses."""
         stopped = dict.fromkeys(attempt.generating, -1)
         attempt.generating.clear()
         response_ids = [*stopped]
@@ -615,7 +596,7 @@ class TailBatching:
         return [Cancel(attempt.prompt.id, tuple(response_ids))] if response_ids else []
 
     def _settle(self, attempt: _Attempt) -> None:
-        """Forgets a settled prompt and its generated responses."""
+        """Forgets a prompt that was trained, rejected or given up, and its generated responses."""
         del self._unsettled[attempt.prompt.id]
         self.settled += 1
         for response_id in attempt.generated:
@@ -630,7 +611,7 @@ class TailBatching:
     def _observe(self, attempt: _Attempt) -> None:
         """Records the completion time of a prompt for ``prompt_ratio=auto``.
 
-        Ignores the first round after a start, deferred prompts in short rounds, and prompts from outside the queue in other rounds.
+        Short rounds show the times of new prompts, long and final rounds those of deferred prompts. Other times are left out.
         """
         if not self._warm:  # engines warm up in the first round
             return
@@ -643,10 +624,11 @@ class TailBatching:
             self._times.add_long(times[-1], times[max(rank, 1) - 1])
 
     def _find(self, response_id: int, tokens: int = 0) -> _Attempt | None:
-        """Returns the prompt of this round to which a response belongs; None if the response has ended.
+        """Returns the attempt to which the response of an event belongs; None if the response has ended.
 
         Raises:
-            ValueError: the response was never launched, ``tokens`` is negative, or :meth:`group_checked` must come first.
+            ValueError: the event is impossible: the response was never launched, its number of ``tokens`` is negative, or the
+                answer to a ``CheckGroup`` must come first.
         """
         attempt = self._attempts.get(response_id)
         if attempt is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):
@@ -659,5 +641,5 @@ class TailBatching:
 
 
 def _scaled(count: int, ratio: float) -> int:
-    """Ceiling of ``count * ratio`` without floating-point surprises."""
+    """Returns the ceiling of ``count * ratio``. Ignores rounding errors, which make 10 * 1.1 larger than 11."""
     return math.ceil(count * ratio - 1e-9)

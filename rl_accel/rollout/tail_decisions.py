@@ -43,7 +43,7 @@ class RoundStarted:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Order to generate new responses of a prompt with the current weights, besides responses of the prompt that run already."""
+    """Order to generate more responses to a prompt, with the current weights."""
 
     prompt_id: str
     response_ids: tuple[int, ...]
@@ -51,9 +51,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Order to stop responses in any state and to drop their data. The driver must report ``response_aborted`` for each of them
-    that was not scored yet.
-    """
+    """Order to stop responses and to drop their data. The driver reports ``response_aborted`` for each that was not scored yet."""
 
     prompt_id: str
     response_ids: tuple[int, ...]
@@ -77,7 +75,7 @@ class PromptFailed:
 class TrainBatch:
     """Batch to train on: exactly P0 groups of exactly R0 responses each.
 
-    ``number`` and ``kind`` are those of the round. ``TailBatching`` counts the prompts as trained from now on.
+    ``number`` and ``kind`` are those of the round. From now on, ``TailBatching`` counts the prompts as trained.
     """
 
     number: int
@@ -89,20 +87,20 @@ class TrainBatch:
 class RoundMetrics:
     """Metrics of one round of tail batching, complete at the end of the round. None: unknown.
 
-    The table of metrics in ``docs/tail-batching.md`` explains each metric.
+    The table of metrics in ``docs/metrics.md`` explains each metric.
 
     Attributes:
         seconds_saved: estimated seconds of a round without tail batching, minus ``rollout_seconds``.
-        oldest_deferral_rounds: number of rounds since the first deferral of any prompt that is not settled; 0 if there is none.
+        oldest_deferral_rounds: number of rounds since the first deferral of a prompt that still waits; 0 if no prompt waits.
         tokens_wasted: number of tokens of cancelled and failed responses.
-        accepted_tokens_mean: mean length in tokens of the trained responses of prompts with cancelled responses.
-        cancelled_tokens_mean: mean number of tokens of the cancelled responses of the same prompts when they were stopped. Both
-            means are taken within each prompt first, then over prompts.
+        accepted_tokens_mean: mean length in tokens of the trained responses, over prompts that also have cancelled responses.
+        cancelled_tokens_mean: mean number of tokens of these cancelled responses when they were stopped. Both means are taken
+            within each prompt first, then over prompts.
     """
 
-    number: int
-    kind: RoundKind
-    prompt_ratio: float
+    number: int = 0
+    kind: RoundKind = "short"
+    prompt_ratio: float = 1.0
     rollout_seconds: float = 0.0
     seconds_saved: float | None = None
     queue_length: int = 0
@@ -123,7 +121,7 @@ class RoundMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """End of a round: all cancelled responses have stopped, and the next round may begin."""
+    """End of a round. All cancelled responses have stopped."""
 
     metrics: RoundMetrics
 

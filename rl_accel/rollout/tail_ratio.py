@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 _Floats = npt.NDArray[np.float64]
-_GRID = 200
-_CANDIDATES = 32
+_GRID = 200  # number of points at which a Beta distribution is evaluated
+_CANDIDATES = 32  # most ratios that are compared
 _GOOD_ENOUGH = 1.01
 
 
@@ -38,19 +38,15 @@ class CompletionTimes:
     seconds of rollout. The result is the smallest ratio n / P0 whose cost is within 1% of the lowest cost, because a small ratio
     wastes fewer tokens.
 
-    **Simplifications.** More prompts at once slow generation down, but times observed at one ratio are assumed to hold at another.
-    L is assumed not to depend on n, although the prompts deferred at a small ratio are longer. These two errors shrink as the ratio
-    converges, because the ratio is chosen again before each round.
-
-    For each kind of round, the latest prompts are kept: 16 batches, but at least 256 and at most 4096 prompts.
-
-    Args:
-        prompts_per_step: number of prompts in a batch (P0).
+    **Simplifications.** Times observed at one ratio are assumed to hold at another, and L not to depend on n. Both errors shrink as
+    the ratio converges, because it is chosen again before each round.
     """
 
     def __init__(self, prompts_per_step: int) -> None:
         self.prompts_per_step = prompts_per_step
-        window = min(max(256, 16 * prompts_per_step), 4096)
+        window = min(
+            max(256, 16 * prompts_per_step), 4096
+        )  # latest prompts that are kept of each kind of round; by hand
         self._short: deque[tuple[float, bool]] = deque(maxlen=window)
         self._long: deque[tuple[float, float]] = deque(maxlen=window)
 
@@ -59,19 +55,16 @@ class CompletionTimes:
         self._short.append((_rounded(seconds), completed))
 
     def add_long(self, seconds: float, with_surplus: float) -> None:
-        """Adds a deferred prompt that has now completed in a long or final round.
+        """Adds a deferred prompt that was complete in a long or final round, ``seconds`` after its launch.
 
-        Args:
-            seconds: seconds from the launch of the prompt until its last response was scored.
-            with_surplus: estimated seconds if the prompt had run in a short round, which waits only for R0 of more responses.
+        ``with_surplus`` are the estimated seconds in a short round, which starts more responses and waits for R0 of them.
         """
         self._long.append((_rounded(seconds), _rounded(with_surplus)))
 
     def full_wait(self) -> float | None:
-        """Returns the expected seconds of a round that starts one batch of prompts and waits for all of them.
+        """Returns the expected seconds of a round that starts one batch of prompts and waits for all of them; None if unknown.
 
-        Returns None if fewer prompts of short rounds are known than a batch holds. Once a short round has deferred a prompt, as
-        many prompts of long rounds must be known, too.
+        A batch of prompts of short rounds must be known and, if short rounds have deferred prompts, also a batch of long rounds.
         """
         wanted = self.prompts_per_step
         tail_is_known = len(self._long) >= wanted or all(completed for _, completed in self._short)
@@ -82,9 +75,7 @@ class CompletionTimes:
     def best_ratio(self, default: float, limit: float = 2.0) -> float:
         """Returns the ratio of started to trained prompts, in [1, limit], with the lowest expected seconds per trained prompt.
 
-        Args:
-            default: result if fewer prompts of short rounds, or of long rounds, are known than a batch holds.
-            limit: largest ratio to consider.
+        Returns ``default`` until a batch of prompts of short rounds and a batch of prompts of long rounds are known.
         """
         wanted = self.prompts_per_step
         if min(len(self._long), len(self._short)) < wanted:
@@ -107,16 +98,12 @@ class CompletionTimes:
         return {"short": [list(pair) for pair in self._short], "long": [list(pair) for pair in self._long]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds the completion times that an earlier run saved with :meth:`state_dict`.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``state`` was not returned by ``state_dict``.
-        """
+        """Adds the completion times in ``state``, which an earlier run got from :meth:`state_dict`."""
         self._short.extend((float(seconds), bool(done)) for seconds, done in state["short"])
         self._long.extend((float(seconds), float(with_surplus)) for seconds, with_surplus in state["long"])
 
     def _distribution(self) -> tuple[_Floats, _Floats]:
-        """Returns the distribution of completion times: sorted times in seconds, and the cumulative probability at each of them."""
+        """Returns the distribution of completion times: sorted seconds, and the cumulative probability at each of them."""
         seconds, done = _columns(self._short)
         # At equal times, completed prompts come first: a prompt that was cut off takes longer than this time.
         order = np.lexsort((done == 0, seconds))
@@ -145,10 +132,7 @@ def _columns(pairs: Iterable[tuple[float, float]]) -> _Floats:
 
 
 def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) -> float:
-    """Returns the mean of the ``k``-th smallest of ``n`` random draws from a discrete distribution.
-
-    ``points`` are the sorted values of the distribution, ``cumulative`` the cumulative probability at each of them.
-    """
+    """Returns the mean of the ``k``-th smallest of ``n`` draws from a distribution, given as by ``_distribution``."""
     quantiles, weights = _order_statistic(k, n)
     at = np.searchsorted(cumulative, quantiles)
     return float(weights @ points[np.minimum(at, len(points) - 1)])
@@ -156,11 +140,8 @@ def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) 
 
 @lru_cache(maxsize=512)
 def _order_statistic(k: int, n: int) -> tuple[_Floats, _Floats]:
-    """Returns the distribution of the rank of the ``k``-th smallest of ``n`` random draws: ranks (0 to 1), and their probabilities.
-
-    A draw of rank 0.9 is the 90% quantile of the values that are drawn from. The rank follows Beta(k, n - k + 1).
-    """
-    a, b = k, n - k + 1
+    """Returns quantiles (0 to 1) of which the ``k``-th smallest of ``n`` random draws may be, and the probability of each."""
+    a, b = k, n - k + 1  # the quantile follows Beta(a, b)
     mean = a / (a + b)
     deviation = math.sqrt(mean * (1 - mean) / (a + b + 1))
     low, high = max(0.0, mean - 8 * deviation), min(1.0, mean + 8 * deviation)

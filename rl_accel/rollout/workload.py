@@ -1,11 +1,9 @@
 """Workload of a simulated run: response lengths, correlation of the lengths within a prompt, and reward times.
 
-Each response has a random score with a standard normal distribution. The length of the response is the quantile of all lengths that
-corresponds to the score. The scores of one prompt's responses have a component in common, the shared score of the prompt. The share
-of this component in the variance is the intraclass correlation ``alike`` (one-way random-effects model, a Gaussian copula).
-
-All responses together keep the given distribution of lengths. A prompt with a high shared score has long responses in later rounds,
-too. A prompt whose responses were long only by chance does not.
+Each response has a score with a standard normal distribution. Its length is the quantile of all lengths that corresponds to the
+score, so that all responses together keep the given distribution of lengths. The score is the sum of a part that all responses to
+the prompt share and a part of its own. The share of the first part in the variance is the intraclass correlation ``alike`` (one-way
+random-effects model, a Gaussian copula). A prompt with a high shared part has long responses in later rounds, too.
 """
 
 import json
@@ -20,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rl_accel.errors import RlAccelError, first_line
 from rl_accel.files import BAD_RECORD
-from rl_accel.rollout.simulation import Floats, Ints
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 PUBLISHED = {"math16k": "math", "code16k": "code", "judge16k": "judge"}
 """Names of the published workloads, each with its domain in RollPacker (NSDI'26), Fig. 2a."""
 PUBLISHED_LIMIT = 16384
-_POINTS = 20_000
+_POINTS = 20_000  # number of response lengths that represent a published distribution
 _MAX_NUMBER = 1_000_000_000
 """Largest number of tokens, or of seconds of a reward, that is accepted in a file."""
 
@@ -40,13 +40,13 @@ class Lengths:
     Args:
         tokens: equally likely response lengths in tokens, ascending.
         alike: intraclass correlation of the response lengths within a prompt, from 0 (independent) to below 1.
-        known: mean and standard deviation of the shared score of each observed prompt, in the order of the data, shape [P, 2].
-            None: no prompt was observed.
+        known: mean and standard deviation of the shared part of the score of each observed prompt, in the order of the data,
+            shape [P, 2]; None if no prompt was observed.
         seen: number of tokens of each observed response, shape [P, R]; 0: no response. The first draw for a prompt returns these
             numbers, and draws only the responses that are missing.
         prompt_tokens: number of tokens in each prompt.
         rewards: equally likely durations of a reward in seconds; empty: rewards take no time.
-        source: description of the source of the data, for reports.
+        source: where the data are from, for reports.
         alternatives: other workloads that fit the data as well; see :meth:`drawn`.
     """
 
@@ -61,10 +61,7 @@ class Lengths:
     _scores: "array[float]" = field(default_factory=lambda: array("d"), init=False)  # by prompt; NaN: not drawn yet
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Draws the lengths of ``responses`` new responses to each of ``prompts`` in tokens, shape [P, R].
-
-        Later draws for the same prompt use the same shared score, so that the lengths are similar.
-        """
+        """Draws the lengths of ``responses`` new responses to each of ``prompts`` (indices from 0) in tokens, shape [P, R]."""
         from scipy.special import ndtr
 
         asked = np.array(prompts)
@@ -89,9 +86,9 @@ class Lengths:
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns a copy of this workload that has drawn nothing yet. With a ``seed``, its observed prompts are shuffled.
+        """Returns a copy of this workload that has drawn nothing yet.
 
-        If there are ``alternatives``, a ``seed`` selects one of these instead: the one at index ``seed`` modulo their number.
+        With a ``seed``, the copy has the observed prompts in another order or, if there are ``alternatives``, is one of these.
         """
         if self.alternatives and seed is not None:
             other = self.alternatives[seed % len(self.alternatives)]
@@ -102,7 +99,10 @@ class Lengths:
         return replace(self, known=self.known[order], seen=self.seen[order])
 
     def limited(self, limit: int) -> "Lengths":
-        """Returns a copy with another length limit in tokens. Responses as long as the old limit are as long as the new limit."""
+        """Returns a copy with another length limit in tokens.
+
+        Responses at the old limit get the length of the new one: they were cut off, and nobody knows how long they would have been.
+        """
 
         def cut(tokens: Ints) -> Ints:
             return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
@@ -113,18 +113,16 @@ class Lengths:
 
     @property
     def limit(self) -> int:
-        """Length limit in tokens: the length of the longest response, because the data do not state it."""
+        """Length of the longest response in tokens, which is taken for the length limit."""
         return int(self.tokens[-1])
 
 
 def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> Lengths:
-    """Returns a workload that is fitted to the response lengths of a run.
-
-    The intraclass correlation within prompts is that of the logarithms of the lengths.
+    """Returns a workload that is fitted to the response lengths of a run. ``alike`` is fitted to the logarithms of the lengths.
 
     Args:
         groups: number of tokens of each response, one non-empty list per prompt, in the order of the data.
-        source: description of the source of the lengths, for reports.
+        source: where the lengths are from, for reports.
         more: values of further fields of :class:`Lengths`, such as ``rewards``.
     """
     from scipy.special import ndtri
@@ -147,7 +145,7 @@ def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> 
 
 
 def published(name: str, alike: float | None = None) -> Lengths:
-    """Returns the published workload ``math16k``, ``code16k`` or ``judge16k``.
+    """Returns the published workload ``name``, a key of :data:`PUBLISHED`.
 
     The published figure ends at a quarter of the length limit. All lengths above are assumed equally likely. ``alike`` is the
     intraclass correlation of the lengths within a prompt; None: the value in the data file ``h800.json``.
@@ -182,7 +180,7 @@ _TOKENS: number of tokens of the response. _TEXTS: text of the response. _PROMPT
 
 
 def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
-    """Reads the response lengths of a run. Returns a workload that is fitted to them (see :func:`from_groups`).
+    """Returns a workload that is fitted to the response lengths of a run, read from a file or folder.
 
     A file has lines ``{"prompt": id, "tokens": n}`` in the order of the data, optionally with ``reward_seconds``. A folder holds
     one of
@@ -193,7 +191,7 @@ def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
 
     Args:
         path: file or folder.
-        tokenizer: name or folder of the tokenizer that counts the tokens of texts. None: counts characters instead of tokens.
+        tokenizer: name or folder of the tokenizer that counts the tokens of texts. None: characters are counted instead.
 
     Raises:
         RlAccelError: a file or the tokenizer cannot be read, or the content of a file has another format.
@@ -212,17 +210,17 @@ def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
         except (OSError, UnicodeDecodeError) as error:
             raise RlAccelError(f"--lengths: cannot read {file}: {error}") from error
         for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
-                entry = json.loads(line) if line.strip() else None
-                if entry is not None:
-                    prompt = entry[next((name for name in _PROMPTS if name in entry), _PROMPTS[0])]
-                    field = next((name for name in _TOKENS if name in entry), None)
-                    text = next((entry[name] for name in _TEXTS if isinstance(entry.get(name), str)), None)
-                    if field is None and text is not None:
-                        has_texts, entry, field = True, {**entry, "tokens": max(count(text), 1)}, "tokens"
-                    tokens = _number(entry, field or _TOKENS[0], 1)
-                    groups.setdefault((entry.get("step"), str(prompt)), []).append(tokens)
-                    rewards += [_number(entry, "reward_seconds", 0)] if "reward_seconds" in entry else []
+                entry = json.loads(line)
+                prompt = entry[next((name for name in _PROMPTS if name in entry), _PROMPTS[0])]
+                field = next((name for name in _TOKENS if name in entry), _TOKENS[0])
+                text = next((entry[name] for name in _TEXTS if isinstance(entry.get(name), str)), None)
+                if field not in entry and text is not None:
+                    has_texts, entry[field] = True, max(count(text), 1)
+                groups.setdefault((entry.get("step"), str(prompt)), []).append(_number(entry, field, 1))
+                rewards += [_number(entry, "reward_seconds", 0)] if "reward_seconds" in entry else []
             except BAD_RECORD as error:
                 raise RlAccelError(f"--lengths: {file}, line {number}: {wanted}, found {error!r}") from error
     if not groups:
@@ -232,7 +230,7 @@ def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
 
 
 def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
-    """Returns a function that counts the tokens of a text, and a text that names the unit of the counts."""
+    """Returns a function that counts the tokens of a text, and the unit of these counts in words."""
     if tokenizer is None:
         return len, "in characters instead of tokens (--tokenizer counts tokens)"
     from transformers import AutoTokenizer
@@ -245,11 +243,7 @@ def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
 
 
 def _number(entry: dict[str, Any], field: str, least: int) -> float:
-    """Returns the number in ``entry[field]``.
-
-    Raises:
-        ValueError: the value is not a number from ``least`` to ``_MAX_NUMBER``.
-    """
+    """Returns the number in ``entry[field]``. Raises ValueError if it is none from ``least`` to ``_MAX_NUMBER``."""
     value = entry[field]
     try:
         number = math.nan if isinstance(value, bool) else float(value)
@@ -261,7 +255,7 @@ def _number(entry: dict[str, Any], field: str, least: int) -> float:
 
 
 def _rollouts_of_slime(folder: Path) -> list[list[float]]:
-    """Returns the numbers of tokens of the responses in slime's saved rollouts, one list per prompt, in rollout order."""
+    """Returns the number of tokens of each response in slime's saved rollouts, one list per prompt, in rollout order."""
     import torch
 
     wanted = "a rollout of slime, as --save-debug-rollout-data FOLDER/{rollout_id}.pt saves it"

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rl_accel.rollout.simulation import Floats
 from rl_accel.rollout.tail_batching import TailRun
-from rl_accel.rollout.workload import PUBLISHED, PUBLISHED_LIMIT, Lengths, published
+from rl_accel.rollout.workload import PUBLISHED, PUBLISHED_LIMIT, Floats, Lengths, published
 
 POLL_SECONDS = 2.0
 """Seconds between two polls of verl's V1 trainer."""

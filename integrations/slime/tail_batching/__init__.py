@@ -37,12 +37,7 @@ SWITCHES = (
 
 
 def check(args: Any, flags: TailBatchingFlags) -> None:
-    """Refuses values of slime's arguments that tail batching does not support.
-
-    Raises:
-        ConfigError: a setting is not supported. The message names slime's argument, the wanted and the found value.
-    """
-    over_sampling = args.over_sampling_batch_size
+    """Raises ConfigError for a value of slime's arguments that tail batching does not support."""
     if not flags.enable:
         _refuse("--data-source-path", "another data source", SLIME_DATA_SOURCE, f"{_FLAG}.enable is not set")
     if args.rollout_function_path != SLIME_ROLLOUT:
@@ -52,7 +47,7 @@ def check(args: Any, flags: TailBatchingFlags) -> None:
     if args.partial_rollout:
         reason = "responses that older weights began are not strictly on-policy; what is cut off starts again"
         _refuse("--partial-rollout", "unset", True, reason)
-    if over_sampling not in (None, args.rollout_batch_size):
+    if (over_sampling := args.over_sampling_batch_size) not in (None, args.rollout_batch_size):
         reason = f"{_FLAG}.prompt_ratio says how many prompts are launched"
         _refuse("--over-sampling-batch-size", "unset", over_sampling, reason)
     if args.buffer_filter_path is not None:

@@ -1,8 +1,4 @@
-"""Generates and scores single responses with slime's ``generate_and_rm``, for tail batching.
-
-Also stops cancelled responses, and reports the events of each response to the
-:class:`~rl_accel.rollout.round_driver.RolloutDriver`.
-"""
+"""Generates and scores single responses with slime's ``generate_and_rm``, and stops cancelled responses, for tail batching."""
 
 import asyncio
 import contextlib
@@ -47,8 +43,8 @@ GENERATE = f"{__name__}.generate"
 ABORT_AGAIN_SECONDS = 0.5
 """Seconds between two abort messages for the same request. The first message may reach the server before the request does."""
 INSIST_SECONDS = 5.0
-"""Seconds after the cancellation of a response until its asyncio task is cancelled, too. After twice this time, the response is
-reported as aborted even if the task still runs."""
+"""Seconds that a cancelled response has to end at its server. Then its asyncio task is cancelled, too. After twice this time, the
+response is reported as aborted even if the task still runs."""
 IDLE_SECONDS = 30.0
 """Maximum seconds to wait after a rollout until no rollout server holds a request."""
 POLL_SECONDS = 0.05
@@ -56,7 +52,7 @@ PING_SECONDS = 30.0
 """Timeout in seconds of a rollout server's health check. A server that does not answer in time counts as slow, not as dead."""
 LOSSES = 3
 """Maximum number of responses that one prompt may lose to dead servers in a rollout, as a multiple of ``n_samples_per_prompt``.
-Further lost responses count as failed, because the prompt itself may crash the servers."""
+Further ones count as failed, because the prompt itself may crash the servers."""
 RESUME = "Start again with --load from the last checkpoint; no prompt is lost by that"
 ABORT_ALL = {"abort_all": True}
 
@@ -65,19 +61,18 @@ ABORT_ALL = {"abort_all": True}
 class Session:
     """One response that is being generated and scored, and the state of its requests to rollout servers.
 
-    Implements :class:`~rl_accel.patches.slime.requests.RequestWatcher` for these requests.
+    Implements :class:`~rl_accel.patches.slime.requests.RequestWatcher`. Times are in seconds of the monotonic clock.
 
     Attributes:
         report: function that receives the events of the response.
         limit: maximum seconds of the generate function; None: no limit.
         requests: ids of the requests that a server is processing.
         tokens: number of generated tokens; 0 until generation has ended.
-        retractions: number of preemptions of the response, as reported by SGLang; None if SGLang has reported none.
         lost: error message if a server has died or has aborted the response, or ''.
         deaths_before: number of dead servers when the last request was sent.
-        began: time of the start of generation, in seconds of the monotonic clock.
-        cancelled_at: time of the cancellation, on the same clock.
-        abort_again_at: earliest time of the next abort message, on the same clock.
+        began: time of the start of generation.
+        cancelled_at: time of the cancellation; infinity if the response is not cancelled.
+        abort_again_at: earliest time of the next abort message.
     """
 
     response_id: int
@@ -90,7 +85,6 @@ class Session:
     requests: set[str] = field(default_factory=set)
     result: Any = None
     tokens: int = 0
-    retractions: int | None = None
     lost: str = ""
     deaths_before: int = 0
     began: float = 0.0
@@ -110,7 +104,7 @@ class Session:
         return request_id
 
     async def failed(self) -> None:
-        """Called when a request has failed. Raises an exception if slime must not send the request again.
+        """Called when a request has failed. Lets slime send the request again, unless this method raises.
 
         Raises:
             CancelledError: the response is cancelled.
@@ -129,19 +123,18 @@ class Session:
             self.lost = "its engine aborted it"
         retractions = meta.get("num_retractions")
         if retractions is not None:
-            self.retractions = (self.retractions or 0) + int(retractions)
+            self.engines.retractions = (self.engines.retractions or 0) + int(retractions)
 
     def finish(self, result: Any, graded_later: bool) -> None:
-        """Records the end of generation, and reports the event ``generated`` unless the response is incomplete.
+        """Records the end of generation, and reports the event ``generated``.
 
-        Args:
-            result: return value of the generate function: a sample, or a list or nested list of samples.
-            graded_later: whether the reward is computed later, for the whole prompt group at once.
+        ``result`` is the return value of the generate function. ``graded_later`` is True if the reward is computed later, for the
+        whole prompt group at once.
 
         Raises:
             CancelledError: the response was cancelled.
-            ResponseLost: the response is incomplete, because a server has died or has aborted the response.
-            RuntimeError: the response has no sample, or the generate function has aborted the response.
+            ResponseLost: the response is incomplete, because a server has died or has aborted it.
+            RuntimeError: the response has no sample, or the generate function has aborted it.
         """
         self.result = result
         leaves = list(samples_of(result))
@@ -164,10 +157,7 @@ SESSION: ContextVar[Session] = ContextVar("session")
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """Generates a response with the user's ``--custom-generate-function-path`` or, without this flag, with slime's own function.
-
-    Reports the event ``generated`` before the reward is computed.
-    """
+    """Generates a response as slime would, within the time limit, and reports the event ``generated`` before it is rewarded."""
     session = SESSION.get()
     sample.generate_function_path = None
     path = args.custom_generate_function_path
@@ -181,7 +171,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 
 
 def samples_of(result: Any) -> Iterator[interfaces.Sample]:
-    """Returns an iterator over the samples in ``result``: a single sample, or a list or nested list of samples."""
+    """Returns an iterator over the samples in ``result``, which is a sample or a (nested) list of samples."""
     return itertools.chain.from_iterable(map(samples_of, result)) if isinstance(result, list) else iter([result])
 
 
@@ -191,6 +181,7 @@ class Engines:
     Attributes:
         deaths: number of servers that have died so far.
         gone: reason why no server can generate any more, or ''.
+        retractions: number of preemptions that the servers reported since this was last set to None; None if they report none.
     """
 
     def __init__(self, args: Any) -> None:
@@ -198,11 +189,12 @@ class Engines:
         self._looking = asyncio.Lock()
         self.deaths = 0
         self.gone = ""
+        self.retractions: int | None = None
 
     async def death_since(self, deaths: int) -> str:
         """Returns an error message if a server has died since ``self.deaths`` was ``deaths``, or if no server is left; else ''.
 
-        Checks the health of all servers if ``self.deaths`` still has this value.
+        If no death since then is known, checks the health of all servers.
         """
         async with self._looking:  # one check at a time, because all requests of a dead server fail at once
             if self.deaths == deaths and not self.gone:
@@ -211,7 +203,7 @@ class Engines:
         return self.gone or ("its server died" if self.deaths > deaths else "")
 
     async def _remove_dead(self, client: httpx.AsyncClient) -> None:
-        """Removes dead rollout servers from slime's router, which would send more requests to them. The router checks no health."""
+        """Removes dead servers from slime's router, which checks no health and would send more requests to them."""
         try:
             workers = (await client.get(f"{self._router}/workers")).json()["workers"]
         except httpx.ConnectError as error:
@@ -219,26 +211,24 @@ class Engines:
             return
         looks = (client.get(f"{worker['url']}/health") for worker in workers)
         answers = await asyncio.gather(*looks, return_exceptions=True)
-        alive = len(workers)
-        for worker, answer in zip(workers, answers, strict=True):
-            if isinstance(answer, httpx.ConnectError):
-                logger.error("rl-accel: rollout server %s is dead, its requests go to the others", worker["url"])
-                await client.delete(f"{self._router}/workers/{worker['id']}")
-                self.deaths += 1
-                alive -= 1
-        if not alive:
+        dead = [w for w, answer in zip(workers, answers, strict=True) if isinstance(answer, httpx.ConnectError)]
+        for worker in dead:
+            logger.error("rl-accel: rollout server %s is dead, its requests go to the others", worker["url"])
+            await client.delete(f"{self._router}/workers/{worker['id']}")
+            self.deaths += 1
+        if len(dead) == len(workers):
             self.gone = f"no rollout server is left behind the router {self._router}"
 
     async def abort(self, *orders: dict[str, Any]) -> None:
         """Sends each of ``orders`` (JSON bodies for POST ``/abort_request``) to every rollout server.
 
-        A server ignores an order to abort a request that the server does not hold.
+        A server ignores the order if it does not hold the request.
         """
         urls = await self._urls()  # the router has no /abort_request
         await asyncio.gather(*(_tell(url, order) for url in urls for order in orders))
 
     async def drain(self) -> None:
-        """Tells all servers to abort all requests, until no server holds a request. Gives up after ``IDLE_SECONDS``."""
+        """Tells all servers to abort all requests, until no server holds one. Returns with a warning after ``IDLE_SECONDS``."""
         give_up = time.monotonic() + IDLE_SECONDS
         while True:
             urls = await self._urls()
@@ -283,7 +273,7 @@ class Responses:
         limit: maximum seconds of the generate function of a response; None: no limit.
     """
 
-    def __init__(self, args: Any, engines: Engines, new_index: Callable[[], int], limit: float | None = None) -> None:
+    def __init__(self, args: Any, engines: Engines, new_index: Callable[[], int], limit: float | None) -> None:
         self._args = args
         self._limit = limit
         self._engines = engines
@@ -299,13 +289,12 @@ class Responses:
         self._ending = False
         self._token_rate = TokenRate()
         self._failures = FailureLog()
-        self.retractions: int | None = None
 
     # Called from the driver's thread
 
     @property
     def prompts_launched(self) -> int:
-        """Number of prompts launched in the current rollout, including those that replace failed or rejected prompts."""
+        """Number of prompts launched in the current rollout, replacements of failed and rejected prompts included."""
         return len(self._launched)
 
     def begin_round(self) -> None:
@@ -336,7 +325,6 @@ class Responses:
         return events
 
     def outside_engines(self) -> list[int]:
-        """Returns the ids of responses whose generate function runs without a request at a server, such as during a tool call."""
         sessions = list(self._sessions.items())
         return [i for i, session in sessions if session.began and not session.requests and session.result is None]
 
@@ -367,7 +355,7 @@ class Responses:
             await self._score_group(session)
 
     async def _score_group(self, session: Session) -> None:
-        """Waits until all ``n_samples_per_prompt`` responses to the session's prompt are generated and scored as a group.
+        """Waits until all responses to the session's prompt are generated and scored as a group (slime's ``--group-rm``).
 
         The call for the last generated response computes the rewards. The other calls wait for this call.
         """
@@ -393,13 +381,9 @@ class Responses:
         scored.set_result(None)
 
     def _over(self, session: Session, task: "asyncio.Task[None]") -> None:
-        if session.retractions is not None:
-            self.retractions = (self.retractions or 0) + session.retractions
         if session.cancelled and not session.tokens:
             session.tokens = self._token_rate.estimate(session.cancelled_at - session.began if session.began else 0.0)
-        event = self._failures.event_of(
-            session.response_id, task, session.tokens, session.result, cancelled=session.cancelled
-        )
+        event = self._failures.event_of(session.response_id, task, session.tokens, session.result, session.cancelled)
         if event.kind == "scored":
             self._token_rate.add(session.tokens, time.monotonic() - session.began)
         if event.lost:
@@ -437,15 +421,15 @@ class Responses:
                     for session in stopping:
                         session.task.cancel()
             for session in stopping:
-                if now - session.cancelled_at > INSIST_SECONDS:
+                seconds = now - session.cancelled_at
+                if seconds > INSIST_SECONDS:
                     session.task.cancel()
-                if now - session.cancelled_at > 2 * INSIST_SECONDS:
-                    self._leave_behind(session)
+                # a reward function may ignore the cancellation
+                if seconds > 2 * INSIST_SECONDS and session.response_id in self._sessions:
+                    del self._sessions[session.response_id]
+                    logger.warning(
+                        "rl-accel: response %d does not stop; the round ends without it", session.response_id
+                    )
+                    self._events.put(Event("aborted", session.response_id, session.tokens))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), ABORT_AGAIN_SECONDS)
-
-    def _leave_behind(self, session: Session) -> None:
-        """Stops waiting for a cancelled response whose reward function ignores the cancellation. Reports an ``aborted`` event."""
-        if self._sessions.pop(session.response_id, None) is not None:
-            logger.warning("rl-accel: response %d does not stop; the round ends without it", session.response_id)
-            self._events.put(Event("aborted", session.response_id, session.tokens))

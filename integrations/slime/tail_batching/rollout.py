@@ -37,13 +37,13 @@ else:
 Group = list[Any]
 
 _KEPT = 3
-"""Number of latest rollouts whose state is kept in memory. slime may save the state of a rollout after the next rollout."""
+"""Number of rollouts whose state is kept in memory, because slime may save a rollout when the next one has already run."""
 
 
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Runs one rollout with tail batching (slime's ``--rollout-function-path``). Passes evaluations to slime's own function.
+    """Runs one rollout with tail batching (slime's ``--rollout-function-path``). Evaluations run slime's own function.
 
     Returns ``rollout_batch_size`` prompt groups of ``n_samples_per_prompt`` responses each.
 
@@ -107,20 +107,16 @@ class TailDataSource(RolloutDataSource):
         return int(self.sample_index - 1)
 
     def add_samples(self, samples: list[list[Any]]) -> None:
-        """Refuses samples that slime returns to the data source.
-
-        Raises:
-            RuntimeError: always, because tail batching keeps its own queue.
-        """
+        """Raises RuntimeError: slime returns no samples to the data source, because tail batching keeps its own queue."""
         raise RuntimeError("rl_accel.tail_batching keeps its own queue; samples cannot be added to its data source")
 
     def play(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """Runs the rollout ``rollout_id`` and returns the batch to train on. Waits until the rollout servers are idle."""
-        self._drops, self._rejected, self._responses.retractions = MetricGatherer(), [], None
+        """Runs the rollout ``rollout_id`` and returns the batch to train on, once the rollout servers are idle."""
+        self._drops, self._rejected, self._engines.retractions = MetricGatherer(), [], None
         result = self._driver.play(rollout_id, max(last_rollout(self.args, len(self)) - rollout_id, 1))
         async_utils.run(self._engines.drain())
         size = self.args.n_samples_per_prompt
-        groups = [_in_order(result.results[i : i + size]) for i in range(0, len(result.results), size)]
+        groups = [sorted(result.results[i : i + size], key=_index) for i in range(0, len(result.results), size)]
         groups.sort(key=_index)
         if self._log is not None:
             self._log.add(rollout_id, result)
@@ -131,15 +127,15 @@ class TailDataSource(RolloutDataSource):
             every = sorted([*groups, *self._rejected], key=_index)
             misc.load_function(self.args.rollout_all_samples_process_path)(self.args, every, self)
         metrics = result.metrics() | self._drops.collect()
-        if self._responses.retractions is not None:
-            metrics["rl_accel/preemptions"] = float(self._responses.retractions)
+        if self._engines.retractions is not None:
+            metrics["rl_accel/preemptions"] = float(self._engines.retractions)
         return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
     def _passes(self, _prompt_id: str, results: Sequence[Any]) -> bool:
-        group = _in_order(results)
+        group: Group = sorted(results, key=_index)
         verdict = base_types.call_dynamic_filter(self._filter, self.args, group)
-        # slime may keep a rejected group instead of replacing the group. Here each earlier rejected group was replaced, so both the
-        # rejected group and the replacement are subtracted.
+        # slime may keep a rejected group if too few others are left. Each group rejected before was replaced here, so that neither
+        # the group nor its replacement counts as left.
         if not base_types.should_drop_dynamic_filter_output(
             verdict,
             remaining_batch_size=self._responses.prompts_launched - 2 * len(self._rejected),
@@ -163,7 +159,7 @@ class TailDataSource(RolloutDataSource):
         """Saves the state that this data source had after rollout ``rollout_id``, even if later rollouts are already complete.
 
         Raises:
-            RuntimeError: the rollout was not made in this process, or the rollout's state is no longer in memory.
+            RuntimeError: the rollout was not run in this process, or is too long ago (:data:`_KEPT`).
         """
         if getattr(self.args, "debug_train_only", False):
             self._remember(rollout_id)
@@ -213,9 +209,6 @@ def _folder(root: str, rollout_id: int) -> Path:
     return Path(root) / "rollout" / f"tail_batching_{rollout_id}"
 
 
-def _in_order(results: Sequence[Any]) -> Group:
-    return sorted(results, key=lambda result: next(samples_of(result)).index)
-
-
-def _index(group: Group) -> int:
-    return int(next(samples_of(group)).index)
+def _index(result: Any) -> int:
+    """Returns the index of the first sample in ``result``, which is a sample or a (nested) list of samples."""
+    return int(next(samples_of(result)).index)

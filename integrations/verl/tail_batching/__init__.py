@@ -1,10 +1,9 @@
 """Tail batching on verl's V1 trainer: ``+rl_accel.tail_batching.enable=True`` on a recipe of trainer mode ``sync``.
 
 With tail batching, a rollout (a round) ends with the first prompts to complete, and the other prompts run again in a later round.
-This package uses official extension points of verl only: a trainer mode, a mixin for agent-loop workers and an LLM client. Module
-``wiring`` sets the trainer mode and the mixin in verl's configuration, and registers the trainer. ``trainer`` drives the state
-machine of the rounds in the trainer process. ``agent_loop`` defines the workers that start, cancel and report responses.
-``servers`` wraps the rollout servers.
+Module ``wiring`` registers a trainer mode, and sets it and a mixin for agent-loop workers in verl's configuration. ``trainer``
+drives the state machine of the rounds in the trainer process. ``agent_loop`` defines the workers that start, cancel and report
+responses. ``servers`` wraps the rollout servers.
 """
 
 from collections.abc import Mapping
@@ -28,10 +27,7 @@ WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoop
 def run_of(config: Any, data_id: str = "") -> TailRun:
     """Returns the parameters of tail batching, read from verl's ``config`` after ``wiring.wire`` has set the keys.
 
-    ``data_id`` is a string that identifies the data set and the order of the rows.
-
-    Raises:
-        ConfigError: the flag ``domain_quotas`` (prompts of each domain in a batch) does not add up to the batch size.
+    ``data_id`` identifies the data set and the order of its rows. Raises ConfigError as :class:`TailRun`.
     """
     return TailRun(
         config.data.train_batch_size,
@@ -43,26 +39,17 @@ def run_of(config: Any, data_id: str = "") -> TailRun:
 
 
 def check_row(run: TailRun, row: Mapping[str, Any]) -> None:
-    """Refuses a data row that asks for a number of responses other than ``run.responses_per_prompt``.
-
-    Raises:
-        ConfigError: the two numbers differ. The message names both numbers.
-    """
+    """Raises ConfigError if a data row asks for a number of responses other than ``run.responses_per_prompt``."""
     if (wanted := row.get(ROLLOUT_N, run.responses_per_prompt)) != run.responses_per_prompt:
         refuse(FLAG, f"{ROLLOUT_N} of a row of the data", f"rollout.n, {run.responses_per_prompt}", wanted)
 
 
 def check_data(run: TailRun, rows: int, frame: Any) -> None:
-    """Refuses a data set that cannot fill a batch.
-
-    Args:
-        run: parameters of the run.
-        rows: number of prompts in an epoch.
-        frame: the data set; only a ``datasets.Dataset`` is inspected.
+    """Refuses a data set of ``rows`` prompts that cannot fill a batch. ``frame`` is inspected if it is a ``datasets.Dataset``.
 
     Raises:
-        ConfigError: ``rows`` is smaller than the number of prompts in a batch, the data set has no column ``domain_key`` or other
-            domains than the flag ``domain_quotas``, or :func:`check_row` refuses a row.
+        ConfigError: a batch needs more prompts, the data set has no column ``domain_key`` or other domains than the flag
+            ``domain_quotas``, or :func:`check_row` refuses a row.
     """
     if rows < run.prompts_per_step:
         refuse(FLAG, "rows of the data set", f"at least data.train_batch_size, {run.prompts_per_step}", rows)

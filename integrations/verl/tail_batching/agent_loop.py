@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import functools
 import logging
 import secrets
 import time
@@ -33,15 +34,12 @@ logger = logging.getLogger("rl_accel")
 
 RUN = f"{secrets.token_hex(4)}/"
 """Prefix of this run's keys in TransferQueue (verl's store of trajectories), which all jobs of a Ray cluster share."""
-
 GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
-"""Length of the window in which a worker collects events before a report to the trainer process: the share ``GATHER_SHARE`` of the
-time since the worker's round began, at most ``GATHER_SECONDS`` seconds."""
-
+"""A worker collects events for a while before it reports them together, so that the trainer process gets fewer messages. The delay
+is the share GATHER_SHARE of the time since the worker's round began, at most GATHER_SECONDS."""
 ENGINES_STOP_SECONDS = 2.0
 """Seconds between checks whether the engines have ended all requests after the bulk abort at the end of a round. If no request has
 ended between two checks, the remaining requests are cancelled one by one."""
-
 DELIVERY_SECONDS = 5.0
 """Maximum seconds that the trainer process waits for the agent-loop workers to answer a call."""
 
@@ -64,7 +62,7 @@ class StoredKeys:
 class TailAgentLoopWorker(WorkerPart, _Worker):
     """Agent-loop worker mixin that runs each training response in a separate asyncio task. Validation runs as in verl.
 
-    A cancelled response is reported as aborted when nothing of it runs any more. The report includes the response's TransferQueue
+    A cancelled response is reported as aborted when nothing of it runs any more. The report names the response's TransferQueue
     entries, which the trainer process removes after the round.
     """
 
@@ -85,10 +83,10 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         self._limit: float | None = self.config.trainer.v1[MODE].agent_loop_limit
 
     async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:
-        """Starts the responses of ``jobs``, then cancels the responses whose ids are in ``cancel``. Ignores finished responses.
+        """Starts the responses of ``jobs``, then cancels the unfinished responses whose ids are in ``cancel``.
 
-        ``engines_stop`` is True if the engines are about to abort all their requests at once. Requests that go on after this bulk
-        abort are cancelled one by one.
+        ``engines_stop`` is True if the engines are about to abort all their requests at once. Only requests that go on after this
+        bulk abort are cancelled one by one.
         """
         if jobs and not self._sessions:
             self._busy_since = time.monotonic()
@@ -97,8 +95,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             self._launch(job)
         in_engines: list[Session] = []
         for response_id in cancel:
-            session = self._sessions.get(response_id)
-            if session is None or session.cancelled:
+            if (session := self._sessions.get(response_id)) is None or session.cancelled:
                 continue
             session.cancelled = True
             if engines_stop and session.generating:
@@ -107,7 +104,9 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             elif not session.storing:
                 session.task.cancel()
         if in_engines:
-            self._in_background(self._insist(in_engines))
+            task = asyncio.create_task(self._insist(in_engines))
+            self.background_tasks.add(task)  # verl's set: asyncio itself would not keep the task alive
+            task.add_done_callback(self.background_tasks.discard)
 
     async def _insist(self, in_engines: Sequence[Session]) -> None:
         before = len(in_engines) + 1
@@ -119,7 +118,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             session.task.cancel()
 
     async def next_events(self) -> list[Event]:
-        """Waits for an event (a state change of a response) and a short time for more. Returns all events since the last call.
+        """Waits for an event (a state change of a response), and then a moment for more. Returns all events since the last call.
 
         Raises:
             ServerLost: no rollout server is left, so the round cannot end.
@@ -165,20 +164,15 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
                 **prompt,
             )
             session.task = asyncio.create_task(self._within_limit(session, response), context=context)
-            self._in_background(self._watch(session))
+            session.task.add_done_callback(functools.partial(self._over, session))
 
     async def _within_limit(self, session: Session, response: Coroutine[Any, Any, Any]) -> None:
         async with agent_loop_limit(self._limit) as session.limit:
             await response
 
     def outside_engines(self) -> list[int]:
-        """Returns the ids of responses whose agent loop runs without a request in an engine, for example during a tool call."""
+        """Returns the ids of responses whose agent loop runs without a request in an engine, for example in a tool call."""
         return [i for i, session in self._sessions.items() if not (session.generating or session.keys)]
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self.background_tasks.add(task)
-        task.add_done_callback(self.background_tasks.discard)
 
     def tokens_so_far(self) -> int | None:
         session = SESSION.get()
@@ -214,18 +208,15 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         metric = output.reward_score if self._filter_metric == "reward" else others.get(self._filter_metric)
         return None if metric is None else float(np.float32(metric))
 
-    async def _watch(self, session: Session) -> None:
-        """Waits until the asyncio task of a response has ended, then reports the outcome of the response as an event."""
-        await asyncio.wait({session.task})
-        error = None if session.task.cancelled() else session.task.exception()
+    def _over(self, session: Session, task: "asyncio.Task[None]") -> None:
+        """Reports the outcome of a response, whose ``task`` has ended, as an event."""
+        error = None if task.cancelled() else task.exception()
         if isinstance(error, ServerLost):  # the round cannot end, so the trainer process gets the error
             self._servers_lost = error
             self._has_events.set()
             return
         stored = StoredKeys(session.keys, session.metric) if session.storing else None
-        event = self._failures.event_of(
-            session.response_id, session.task, session.tokens, stored, cancelled=session.cancelled
-        )
+        event = self._failures.event_of(session.response_id, task, session.tokens, stored, session.cancelled)
         del self._sessions[session.response_id]
         if not self._sessions:
             self._all_over.set()
@@ -239,10 +230,9 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
 class Workers:
     """Client of the agent-loop workers in the trainer process. Distributes responses over the workers and collects their events.
 
-    Removes dead workers from the list ``actors``, which verl's agent-loop manager also uses.
-
     Args:
-        actors: list of handles of agent-loop workers with the mixin :class:`TailAgentLoopWorker`.
+        actors: handles of agent-loop workers with the mixin :class:`TailAgentLoopWorker`. A dead worker is removed from this list,
+            which verl's agent-loop manager also uses.
         servers: the rollout servers, whose engines are stopped at the end of a round.
     """
 
@@ -258,22 +248,16 @@ class Workers:
         self._orders: list[Any] = []
 
     def begin_round(self) -> None:
-        """Resumes the engines of the rollout servers if the last round has stopped them."""
         self._servers.resume()
 
     def end_round(self) -> None:
-        """Stops the engines until the next round. Called after all unfinished responses have been cancelled."""
         if self._home:
             self._send(engines_stop=True)  # a response that is aborted before its worker knows of this counts as failed
             ray.wait(self._orders, num_returns=len(self._orders), timeout=DELIVERY_SECONDS)
             self._servers.abort()
 
     def launch(self, job: Job) -> None:
-        """Assigns the responses of ``job`` to the worker with the fewest responses. The next :meth:`wait` starts the responses.
-
-        Raises:
-            RuntimeError: no agent-loop worker is alive.
-        """
+        """Assigns the responses of ``job`` to the worker with the fewest responses. The next :meth:`wait` sends them there."""
         if not self._actors:
             raise RuntimeError(f"rl_accel.tail_batching: every agent-loop worker has died. {RESUME}")
         index = min(self._actors, key=lambda i: self._load[i])
@@ -282,17 +266,14 @@ class Workers:
         self._jobs[index].append(replace(job, prompt_id=f"{RUN}{job.prompt_id}"))  # verl derives keys from this id
 
     def cancel(self, response_ids: Iterable[int]) -> None:
-        """Cancels the responses with these ids in the next :meth:`wait`. Ignores responses that have already ended."""
         for response_id in response_ids:
             if response_id in self._home:
                 self._cancels[self._home[response_id]].append(response_id)
 
     def wait(self, seconds: float) -> list[Event]:
-        """Sends new starts and cancellations to the workers, then waits up to ``seconds`` for events (changes of responses).
+        """Sends new starts and cancellations to the workers, then waits up to ``seconds`` for events.
 
-        Returns:
-            Events of all workers, in order for each worker; [] if no event arrives in time. In that case, also ends calls to dead
-            engines.
+        If no event arrives in time, ends calls to dead engines, which might never return, and returns [].
         """
         self._send()
         for index in self._actors.keys() - self._polls.keys():
@@ -309,10 +290,7 @@ class Workers:
         return events
 
     def outside_engines(self) -> list[int]:
-        """Returns the ids of responses whose agent loop runs without a request in an engine, for example during a tool call.
-
-        Skips workers that do not answer within :data:`DELIVERY_SECONDS`.
-        """
+        """Returns the ids from all workers that answer within :data:`DELIVERY_SECONDS`."""
         asked = [actor.outside_engines.remote() for actor in self._actors.values()]
         ids: list[int] = []
         for answer in ray.wait(asked, num_returns=len(asked), timeout=DELIVERY_SECONDS)[0]:

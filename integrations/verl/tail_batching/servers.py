@@ -1,14 +1,14 @@
 """Rollout servers with cancellable requests, and with restarts of dead servers.
 
-All handling of dead servers in tail batching is in this file. In the agent-loop workers, :class:`TailLLMServerClient`
-returns servers whose calls are cancelled together with the awaiting task. A dead server gets no more requests. In the trainer
-process, :class:`RolloutServers` stops all servers at the end of a tail-batching round (a rollout), and restarts dead servers before
-the next weight update.
+In the agent-loop workers, :class:`TailLLMServerClient` returns servers whose calls are cancelled together with the awaiting task.
+Dead servers get no more requests. In the trainer process, :class:`RolloutServers` stops all servers at the end of a
+tail-batching round (a rollout), and restarts dead servers before the next weight update.
 """
 
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import time
@@ -28,7 +28,6 @@ from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import LLMServerManager, RolloutReplica, RolloutServer, TokenOutput
 from rl_accel.rollout.round_driver import ResponseLost, TokenRate
-from rl_accel.switch import forget_when_off
 
 if TYPE_CHECKING:
     LLMServerClient = interfaces.LLMServerClient
@@ -38,16 +37,11 @@ else:
 logger = logging.getLogger("rl_accel")
 
 RESUME = "Resume from the last checkpoint; no prompt is lost by that"
-
 PING_SECONDS = 30.0
 """Maximum seconds to wait for a rollout server's answer to a ping. A server that does not answer in time counts as alive."""
-
 WATCH_SECONDS = 10.0
-"""Seconds between checks for dead servers during a call to all rollout servers. A call that a dead server makes hang is ended by
-force after the same number of seconds."""
-
-TOKEN_RATE = TokenRate()
-forget_when_off.append(TOKEN_RATE.clear)
+"""Seconds between checks for dead servers during a call to all rollout servers. If a server is found dead, the call has as many
+seconds to end by itself before it is ended by force."""
 
 
 @dataclass(eq=False)
@@ -59,7 +53,7 @@ class Session:
         task: asyncio task that runs the response.
         limit: asyncio timeout of the agent loop.
         tokens: number of tokens generated so far.
-        keys: TransferQueue keys of the trajectories. Nothing is written under these keys before ``storing`` is True.
+        keys: TransferQueue keys of the trajectories, which are written once ``storing`` is True.
         metric: number by which group filtering compares the responses of a prompt; None if unknown.
         generating: True while a rollout server has a request of the response.
         storing: True once the write to TransferQueue has started.
@@ -82,21 +76,15 @@ SESSION: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
 class GenerationAborted(RuntimeError):
-    """The engine has aborted a response that the trainer had not cancelled. The response counts as failed.
-
-    A failed response is generated again, at most ``max_retries`` times.
-    """
+    """The engine has aborted a response that the trainer had not cancelled. It counts as one of the response's ``max_retries``."""
 
 
 class ServerDied(ResponseLost):
-    """A rollout server or its engine has died. The responses on this server are generated again on another server."""
+    """A rollout server or its engine has died. Its responses are generated again on another server."""
 
 
 class ServerLost(RuntimeError):
-    """Rollout servers have died, and training cannot go on.
-
-    No server is left, a dead server cannot be restarted, or a server died during a weight update.
-    """
+    """Training cannot go on: no server is left, a dead server cannot be restarted, or a server died during a weight update."""
 
 
 def _cause_of(error: BaseException) -> str:
@@ -109,8 +97,7 @@ async def find_dead(replicas: Sequence[RolloutReplica]) -> list[RolloutReplica]:
     async def is_lost(replica: RolloutReplica) -> bool:
         return any(await asyncio.gather(*map(_is_dead, replica.servers)))
 
-    verdicts = await asyncio.gather(*map(is_lost, replicas))
-    return [replica for replica, lost in zip(replicas, verdicts, strict=True) if lost]
+    return [*itertools.compress(replicas, await asyncio.gather(*map(is_lost, replicas)))]
 
 
 async def _is_dead(server: RolloutServer) -> bool:
@@ -131,7 +118,7 @@ async def _is_dead(server: RolloutServer) -> bool:
 def _engine_has_failed(server: Any) -> bool:
     """Returns True if the engine of a living server is dead. Called in the server's process.
 
-    For vLLM, reads the engine's flag ``errored``. For SGLang, looks for a child process of the server that has ended.
+    vLLM's engine then has the flag ``errored``. With SGLang, a child process of the server has ended.
     """
     # SGLang then sends SIGQUIT to the server, but the server of a run in the background of a script ignores this signal.
     pids = getattr(getattr(server, "scheduler_info", None), "all_child_pids", ())
@@ -156,22 +143,21 @@ class CancellableServer:
     Args:
         server: handle of the server, a Ray actor.
         engine: capabilities of the server's engine.
+        rate: estimates the tokens of a response that was cancelled without an answer of the engine.
         on_death: async function that takes Ray's error message. Awaited before a call to a dead server raises.
     """
 
     def __init__(
-        self, server: RolloutServer, engine: EngineSupport, on_death: Callable[[str], Awaitable[None]]
+        self, server: RolloutServer, engine: EngineSupport, rate: TokenRate, on_death: Callable[[str], Awaitable[None]]
     ) -> None:
-        self._server = server
-        self._engine = engine
-        self._on_death = on_death
+        self._server, self._engine, self._rate, self._on_death = server, engine, rate, on_death
 
     @property
     def generate(self) -> "CancellableServer":
         return self
 
     async def remote(self, **request: Any) -> TokenOutput:
-        """Sends a request to the server and returns the server's ``TokenOutput``.
+        """Sends a request to the server and returns its answer.
 
         Raises:
             GenerationAborted: the engine aborted a training response that was not cancelled.
@@ -190,7 +176,7 @@ class CancellableServer:
         except asyncio.CancelledError:
             partial = await self._stop(call, request["request_id"])
             seconds = time.perf_counter() - began
-            session.tokens += TOKEN_RATE.estimate(seconds) if partial is None else len(partial.token_ids)
+            session.tokens += self._rate.estimate(seconds) if partial is None else len(partial.token_ids)
             raise
         finally:
             session.generating = False
@@ -199,7 +185,7 @@ class CancellableServer:
             if session.cancelled:  # the engines were stopped because the round is over
                 raise asyncio.CancelledError
             raise GenerationAborted(f"the engine aborted the request after {len(output.token_ids)} tokens")
-        TOKEN_RATE.add(len(output.token_ids), time.perf_counter() - began)
+        self._rate.add(len(output.token_ids), time.perf_counter() - began)
         return output
 
     async def _output(self, call: Awaitable[TokenOutput]) -> TokenOutput:
@@ -214,30 +200,24 @@ class CancellableServer:
 
     async def _stop(self, call: Awaitable[TokenOutput], request_id: str) -> TokenOutput | None:
         """Ends the remote ``call`` of a request. Returns the partial output of the call, or None if the output is unknown."""
-        if self._engine.aborts_by_id:
-            try:
-                if (await self._server.abort_request.remote(request_id))["aborted"]:
-                    return await outcome(call)
-            except RayError:  # the server is gone, and the call with it
-                return None
-        elif self._engine.abort is not None:
-            try:
-                if await self._server.__ray_call__.remote(self._engine.abort, request_id):
-                    return await outcome(call)
-            except RayError:
-                return None
-        return await cancel(call)
+        is_aborted = False
+        try:
+            if self._engine.aborts_by_id:
+                is_aborted = (await self._server.abort_request.remote(request_id))["aborted"]
+            elif self._engine.abort is not None:
+                is_aborted = await self._server.__ray_call__.remote(self._engine.abort, request_id)
+        except RayError:  # the server is gone, and the call with it
+            return None
+        return await (outcome(call) if is_aborted else cancel(call))
 
 
 @extends(interfaces.LLMServerClient)
 class TailLLMServerClient(LLMServerClient):
-    """verl's client of the rollout servers, for a sync trainer. Removes dead servers from verl's load balancer.
-
-    After the round, the trainer process restarts a dead server, see :class:`RolloutServers`.
-    """
+    """verl's client of the rollout servers, for a sync trainer. Removes dead servers from verl's load balancer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._rate = TokenRate()
         self._dead: dict[str, str] = {}
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
@@ -252,9 +232,8 @@ class TailLLMServerClient(LLMServerClient):
                 raise
             dead = "; ".join(f"{name}: {why}" for name, why in self._dead.items())  # seen by this worker
             raise ServerLost(f"rl_accel.tail_batching: no rollout server is left ({dead}). {RESUME}") from error
-        return server_id, CancellableServer(
-            server, engine_of(self.config), on_death=functools.partial(self._remove, server_id)
-        )
+        on_death = functools.partial(self._remove, server_id)
+        return server_id, CancellableServer(server, engine_of(self.config), self._rate, on_death)
 
     async def _remove(self, server_id: str, line: str) -> None:
         """Removes a dead server from the load balancer, which would send it every retry because it has the fewest requests."""
@@ -286,32 +265,25 @@ class RolloutServers:
     def abort(self) -> None:
         """Aborts all running requests, which then return their partial outputs. New requests wait until :meth:`resume`."""
         self._aborted = True
-        self._tell_all("abort_all_requests", instead=self._engine.pause)
+        if (pause := self._engine.pause) is None:
+            self._tell_all("abort_all_requests", lambda replica: replica.abort_all_requests())
+        else:
+            self._tell_all("abort_all_requests", lambda replica: replica.servers[0].__ray_call__.remote(pause))
 
     def resume(self) -> None:
         """Resumes generation on all servers after :meth:`abort`. Does nothing if generation was not aborted."""
         if self._aborted:
-            self._tell_all("resume_generation")
+            self._tell_all("resume_generation", lambda replica: replica.resume_generation())
             self._aborted = False
 
     def end_calls_of_dead(self) -> None:
         """Kills servers with a dead engine. Otherwise, calls that wait for the engine might never end."""
         if dead := self._find_dead():
-            names = ", ".join(replica.server_address for replica in dead)
-            logger.error("rl-accel: rollout server %s is dead; calls that still wait for it are ended", names)
+            logger.error("rl-accel: rollout server %s is dead; calls that still wait for it are ended", _names(dead))
             _end_servers(dead)
 
-    def _tell_all(self, name: str, instead: Callable[[Any], None] | None = None) -> None:
-        """Calls the method ``name`` of every replica, or runs ``instead(server)`` in the process of each replica's first server.
-
-        Errors of dead replicas are only logged.
-        """
-
-        def call(replica: RolloutReplica) -> Awaitable[Any]:
-            answer: Awaitable[Any] = (
-                getattr(replica, name)() if instead is None else replica.servers[0].__ray_call__.remote(instead)
-            )
-            return answer
+    def _tell_all(self, name: str, call: Callable[[RolloutReplica], Awaitable[Any]]) -> None:
+        """Runs ``call`` for every replica. Errors of dead replicas are only logged, with ``name``."""
 
         async def tell() -> list[Any]:
             calls = [call(replica) for replica in self._manager.get_replicas()]
@@ -328,9 +300,7 @@ class RolloutServers:
     def reach_all(self, call: Callable[[], None]) -> None:
         """Restarts dead servers, then runs ``call``, which calls all servers. Repeats both steps if a server dies meanwhile.
 
-        Raises:
-            ServerLost: a dead server cannot be restarted; see :meth:`revive`.
-            RayError: ``call`` failed although every server is alive.
+        Raises ServerLost as :meth:`revive`, and RayError if ``call`` failed although every server is alive.
         """
         self.revive()
         while True:
@@ -346,7 +316,7 @@ class RolloutServers:
 
         Raises:
             ServerLost: a dead server cannot be restarted (see :meth:`revive`), or a server died during ``call``. Training workers
-                that wait for a dead server are killed.
+                that wait for it are killed, because nothing else ends their calls.
             RayError: ``call`` failed although every server is alive.
         """
         self.revive()
@@ -357,16 +327,15 @@ class RolloutServers:
             dead = asyncio.run(find_dead(self._manager.get_replicas()))
             if not dead:
                 raise
-            names = ", ".join(replica.server_address for replica in dead)
             raise ServerLost(
-                f"rl_accel.tail_batching: rollout server {names} died while it was given new weights. {RESUME}"
+                f"rl_accel.tail_batching: rollout server {_names(dead)} died while it was given new weights. {RESUME}"
             ) from error
 
     @contextlib.contextmanager
     def _watched(self, end: Callable[[list[RolloutReplica]], None]) -> Iterator[None]:
-        """Context manager for code that calls all servers. Runs ``end(dead_replicas)`` if a server dies and the code hangs.
+        """Context manager for code that calls all servers. If a server dies and the code hangs, ``end`` must end the pending calls.
 
-        ``end`` must end the pending calls.
+        ``end`` is a function that takes the dead replicas.
         """
         over = threading.Event()
 
@@ -386,7 +355,7 @@ class RolloutServers:
             over.set()
 
     def _find_dead(self) -> list[RolloutReplica]:
-        """Returns the dead replicas; [] after an error, which is only logged."""
+        """Returns the dead replicas; [] after an error, which is logged."""
         try:
             return asyncio.run(find_dead(self._manager.get_replicas()))
         except Exception:
@@ -398,16 +367,13 @@ class RolloutServers:
             ray.kill(worker)
 
     def revive(self) -> list[str]:
-        """Restarts dead servers. Afterwards, the load balancer lists exactly the living servers.
+        """Restarts dead servers, and returns their addresses. Afterwards, the load balancer lists exactly the living servers.
 
         Call this method while nothing is generated and before the next weight update. Until that update, a new server has the
         weights of the model's files.
 
-        Returns:
-            Addresses of the restarted servers.
-
         Raises:
-            ServerLost: a server's engine cannot be restarted, or the restart failed. The message names the server.
+            ServerLost: a server's engine cannot be restarted, or the restart failed.
         """
         replicas = self._manager.get_replicas()
         balancer = self._manager.global_load_balancer
@@ -441,6 +407,10 @@ class RolloutServers:
                 f"rl_accel.tail_batching: {name} has died and could not be started again: {error}. {RESUME}"
             ) from error
         logger.warning("rl-accel: %s had died and was started again; it joins with the next weights", name)
+
+
+def _names(dead: list[RolloutReplica]) -> str:
+    return ", ".join(replica.server_address for replica in dead)
 
 
 def _end_servers(dead: list[RolloutReplica]) -> None:

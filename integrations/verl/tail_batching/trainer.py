@@ -53,10 +53,7 @@ def require_own_queue() -> None:
 
 @extends(SyncTrainer)
 class TailBatchingTrainer(PPOTrainerSync):
-    """verl's sync trainer, with batches from tail-batching rounds (rollouts that end with the first prompts to complete).
-
-    Checkpoints include the state of the rounds. Training is strictly on-policy.
-    """
+    """verl's sync trainer, with batches from tail-batching rounds. Checkpoints include the state of the rounds."""
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         # verl's constructor calls this method first. With another mode than "sync", the base class would use its buffer for
@@ -101,12 +98,12 @@ class TailBatchingTrainer(PPOTrainerSync):
         return f"{names} {len(self.train_dataset)} shuffle={data.get('shuffle')} seed={data.get('seed')}"
 
     def get_llm_client(self) -> TailLLMServerClient:
-        """Returns the client of the rollout servers for agent loops. This client stops requests of cancelled tasks."""
+        """Returns the agent loops' client of the rollout servers, which stops requests of cancelled tasks."""
         client: TailLLMServerClient = self.llm_server_manager.get_client(client_cls=TailLLMServerClient)
         return client
 
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
-        """Trains as the base class does. The workers of ``agent_loop_manager`` must have the mixin ``TailAgentLoopWorker``.
+        """Trains. The workers of ``agent_loop_manager`` must have the mixin ``TailAgentLoopWorker``.
 
         Raises:
             RlAccelError: another job of the Ray cluster has entries in TransferQueue's partition ``train``.
@@ -119,11 +116,8 @@ class TailBatchingTrainer(PPOTrainerSync):
         workers = Workers(agent_loop_manager.agent_loop_workers, self._servers)
         self._driver = RolloutDriver(self._core, self._supply, workers, clear, varies)
         super().fit(agent_loop_manager)
-        untrained = len(self._supply.payloads)
-        if untrained:
-            logger.warning(
-                "rl-accel: %d prompts that were taken from the data are not trained; checkpoints hold them", untrained
-            )
+        if untrained := len(self._supply.payloads):
+            logger.warning("rl-accel: %d prompts taken from the data are not trained; checkpoints hold them", untrained)
 
     def prepare_step(self) -> dict[str, Any]:
         """Returns {} and submits no prompts, because each round fetches its prompts itself."""
@@ -170,7 +164,7 @@ class TailBatchingTrainer(PPOTrainerSync):
 
 
 def _stored_tags() -> dict[str, Any]:
-    """Returns the tags (metadata) of all entries in TransferQueue's partition ``train``, by key. Includes entries of other jobs."""
+    """Returns the tags (metadata) of all entries in TransferQueue's partition ``train``, other jobs' included, by key."""
     stored: dict[str, Any] = (tq.kv_list("train") or {}).get("train", {})
     return stored
 
@@ -181,9 +175,9 @@ def clear(results: Sequence[StoredKeys]) -> None:
 
 
 def varies(prompt_id: str, group: Sequence[StoredKeys]) -> bool:
-    """Returns True if the metric differs between the responses of a prompt group, or if the group has a single response.
+    """Returns True if a prompt ``group`` passes the group filter: its metric is not the same for all responses, or it has only one.
 
-    Other groups are filtered out, as in verl's ``_dapo_filtered_keys``.
+    This is the rule of verl's ``_dapo_filtered_keys``.
 
     Raises:
         RuntimeError: a response of ``group`` has no metric.

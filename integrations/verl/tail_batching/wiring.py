@@ -68,7 +68,7 @@ def check(run: VerlRun) -> None:
 
 
 def _modes() -> dict[str, type]:
-    """Returns verl's registry of trainer classes, by trainer mode; {} before verl's trainer module is imported. Imports nothing."""
+    """Returns verl's registry of trainer classes, by trainer mode; {} before verl's trainer module is imported."""
     # No import here, because another thread may be importing the module.
     modes: dict[str, type] = getattr(sys.modules.get("verl.trainer.ppo.v1.trainer_base"), "TRAINER_REGISTRY", {})
     return modes

@@ -26,7 +26,7 @@ from rl_accel.integrations.verl.tail_batching import servers as servers_module
 from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, StoredKeys, Workers
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, ServerDied, ServerLost, Session
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, require_own_queue, varies
-from rl_accel.rollout.round_driver import Event, Job, StepResult
+from rl_accel.rollout.round_driver import Event, Job, StepResult, TokenRate
 
 pytestmark = pytest.mark.slow
 
@@ -172,7 +172,7 @@ async def start_and_cancel(call, running):
 def start_server(engine):
     """Return a new server, and what a session generates with."""
     actor = start(Server)
-    return actor, servers_module.CancellableServer(actor, engine, on_death=nobody_dies)
+    return actor, servers_module.CancellableServer(actor, engine, TokenRate(), on_death=nobody_dies)
 
 
 class TestCancelling:
