@@ -46,10 +46,8 @@ class _Prompt:
     """Executions of one prompt.
 
     Attributes:
-        held: number of slots that its executions hold.
-        late: number of these executions that are late (see :class:`FairScheduler`).
-        waiting: heap of its waiting executions: (arrival time plus expected seconds, sequence number, future that is resolved when
-            the execution gets a slot).
+        held, late: number of executions that hold a slot, and number of these that are late (see :class:`FairScheduler`).
+        waiting: heap of waiting executions: (arrival time plus expected seconds, sequence number, future that gets the slot).
     """
 
     held: int = 0
@@ -83,10 +81,9 @@ class FairScheduler:
 
     @contextlib.asynccontextmanager
     async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
-        """Context manager that waits for a free slot and holds this slot for ``prompt`` (a prompt key) within the block.
+        """Context manager that waits for a free slot and holds it within the block, which is to last ``expected`` seconds.
 
-        Yields a function that marks the execution in the block as late, to be called at most once. ``expected`` is the expected
-        duration of the block in seconds.
+        Yields a function that marks the execution in the block as late, to be called at most once.
         """
         late = 0
 
@@ -120,7 +117,7 @@ class FairScheduler:
             del self._prompts[name]
 
     def _give_out(self, changed: str) -> None:
-        """Gives free slots to waiting executions. ``changed`` is a prompt whose queue or number of slots has just changed."""
+        """Gives free slots to waiting executions, after the queue or the number of slots of the prompt ``changed`` has changed."""
         self._offer(changed)
         while self._free and self._offers:
             standing, _, number, name = heapq.heappop(self._offers)
@@ -137,7 +134,7 @@ class FairScheduler:
 
 @dataclass
 class _Running:
-    """A running execution of ``key`` (a prompt and test case), and its current limit."""
+    """A running execution of ``key`` (a prompt and test case), its current limit, and a function that marks it as late."""
 
     key: str
     limit: Limit
@@ -177,8 +174,7 @@ class LimitedExecutor:
         self.scheduler = FairScheduler(slots)
         self._maximum = maximum or anchors.timeout.maximum
         self._adapts, self._queues = adapts, queues
-        self._ended = 0  # number of executions that no limit has stopped
-        self._timeouts_in_a_row: int | None = 0  # None once an execution has ended otherwise
+        self._ended = self._timed_out = 0  # numbers of executions
 
     async def execute(
         self,
@@ -223,8 +219,7 @@ class LimitedExecutor:
                     following.cancel()
                 if limit.reason == "adaptive" and not tells_about_limits:
                     timeout.forget_limit()
-        self._ended += result.verdict != "timeout"
-        self._warn_if_none_finishes(result)
+        self._note_end(result)
         is_correct = correct(result)
         if result.prove and is_correct:
             result.prove()
@@ -282,16 +277,17 @@ class LimitedExecutor:
         ):
             self.anchors.count(name, float(amount))
 
-    def _warn_if_none_finishes(self, latest: ExecutionResult) -> None:
-        """Logs a warning if every execution so far, the ``latest`` included, has timed out."""
-        if self._timeouts_in_a_row is None:
+    def _note_end(self, result: ExecutionResult) -> None:
+        """Counts an execution as ended or timed out. Logs a warning if every execution so far has timed out."""
+        if result.verdict != "timeout":
+            self._ended += 1
             return
-        self._timeouts_in_a_row = self._timeouts_in_a_row + 1 if latest.verdict == "timeout" else None
-        if self._timeouts_in_a_row in _WARN_AFTER_EXECUTIONS:
+        self._timed_out += 1
+        if not self._ended and self._timed_out in _WARN_AFTER_EXECUTIONS:
             logger.warning(
                 "rl-accel: none of the first %d answers could be graded within %g s, and all get timeout_score; if they only"
                 " take long, raise rl_accel.reward_timeout.maximum",
-                self._timeouts_in_a_row,
+                self._timed_out,
                 self._maximum,
             )
 

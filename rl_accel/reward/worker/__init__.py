@@ -34,19 +34,15 @@ class Start:
     Its payload is empty, or a pickled pair: the keyword arguments of the function that returns the grader (None if ``target`` is
     the grader itself), and the keyword arguments of the grader that are the same in all calls.
 
-    The worker replies with two keys. ``problem`` is the reason why the worker cannot serve, or "". ``shared`` lists what untrusted
-    code shares with the trainer process: "network", "processes", "files".
+    The reply of the worker has two keys, and ``forks`` if the worker is a template. ``problem`` is the reason why it cannot serve,
+    or "". ``shared`` lists what untrusted code shares with the trainer process: "network", "processes", "files".
 
-    Attributes:
+    Attributes: as in :class:`rl_accel.reward.sandbox.Graders`, and
         isolation: "process" or "bubblewrap" for untrusted code; "" for a trusted grader, which has time limits only.
-        folder: for untrusted code, parent folder of its temporary folder. For a trusted grader, working folder during the import;
-            "" for that of the trainer process.
-        target: import path of the grader, "module:function" or "/path/file.py:function"; "" to run programs.
+        folder: for untrusted code, parent folder of its temporary folder.
+        target: "" to run programs.
         path: ``sys.path`` of the worker; None keeps the default.
-        in_thread: True to call a trusted grader outside the main thread.
-        environment: environment variables for a trusted grader, in addition to those of the trainer process.
         reseed: True to seed random numbers anew, so that they differ from those of earlier processes of the same grader.
-        setup: name of a function, "module:function", that is called with ``environment`` before the import of a trusted grader.
         logging: arguments of ``logging.basicConfig`` for a process of a trusted grader; {} leaves Python's logging as it is.
     """
 
@@ -74,7 +70,7 @@ class WorkerRequest:
     Attributes:
         limits: resource limits by name, see :class:`rl_accel.reward.execution.Limits`.
         code: source code of the program; "" for a grader.
-        case: fields of the test case, see :class:`rl_accel.reward.sandbox.Case`; {} for a grader.
+        case: fields of a :class:`rl_accel.reward.sandbox.Case`; {} for a grader.
     """
 
     limits: dict[str, float]
@@ -89,8 +85,7 @@ class PeerClosed(Exception):
 class Channel:
     """The worker's end of the socket to the trainer process, which sends the requests.
 
-    Args:
-        reaper: pidfd (file descriptor) of the supervising process. If that process ends, the socket counts as closed.
+    ``reaper`` is a pidfd (file descriptor) of the supervising process. If that process ends, the socket counts as closed.
     """
 
     def __init__(self, control: socket.socket, reaper: int | None = None) -> None:
@@ -135,11 +130,7 @@ def wait_for(descriptors: Iterable[int], seconds: float | None = None) -> set[in
 
 
 def dumps(value: Any) -> bytes:
-    """Returns ``value`` pickled. Uses cloudpickle if pickle fails or if ``value`` refers to this process's ``__main__``.
-
-    Raises:
-        Exception: cloudpickle cannot pickle ``value`` either.
-    """
+    """Returns ``value`` pickled: by cloudpickle if pickle fails or if ``value`` refers to this process's ``__main__``."""
     with contextlib.suppress(Exception):  # cloudpickle says why, if it fails as well
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         if b"__main__" not in data:

@@ -60,8 +60,7 @@ class Keeper:
     def _serve_with_one_process(self, may_be_template: bool) -> None:
         """Starts a grader process and passes requests to it. Returns once it is stopped or dies during a call.
 
-        Raises:
-            PeerClosed: the trainer process or the reaper has ended, the grader could not be imported, or the template has ended.
+        Raises PeerClosed if the trainer process or the reaper ends, if the grader cannot be imported, or if the template ends.
         """
         ours, theirs = socket.socketpair()
         child = os.fork()
@@ -118,10 +117,7 @@ class Keeper:
         return False
 
     def _run_grader_process(self, calls: Channel, may_be_template: bool) -> NoReturn:
-        """Body of the grader process: imports the grader if necessary, reports success or an error to the keeper, serves calls.
-
-        If this process becomes the template, it forks keepers instead of serving calls.
-        """
+        """Body of the grader process: imports the grader if necessary, reports to the keeper, serves calls or forks keepers."""
         try:
             os.setsid()
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

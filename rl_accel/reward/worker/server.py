@@ -39,7 +39,7 @@ _REPORT = 200
 
 
 def main(descriptor: int) -> None:
-    """Runs a worker: serves requests from the socket with the file descriptor ``descriptor`` until the other end is closed."""
+    """Runs a worker until the other end of the socket with this file descriptor is closed."""
     control = socket.socket(fileno=descriptor)
     channel = Channel(control)
     try:

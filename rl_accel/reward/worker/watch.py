@@ -1,4 +1,4 @@
-"""Watches one execution until the execution ends, answers or exceeds a limit. Then kills what is left of the execution."""
+"""Watches one execution until it ends, answers or exceeds a limit. Then kills what is left of it."""
 
 import contextlib
 import math
@@ -18,12 +18,9 @@ WAITED_FACTOR = 10.0
 """Maximum wall seconds of an execution as a multiple of its wall limit, which does not count waits for a processor."""
 LATE_SECONDS = 0.1
 """Delay of a check above which the machine is taken to be busy. Such a delay does not count against the wall limit."""
-ALIVE_SECONDS = 1.0
-"""Seconds between the messages that an execution still runs. They are sent once its wall limit has passed, so that the trainer
-process does not take this worker for dead."""
-TELL_SECONDS = 0.1
-"""Seconds after the start of a call until the trainer process is told whether the grader mostly waits; told again after twice, four
-times, ... this time."""
+TELL_FIRST_SECONDS, TELL_SECONDS = 0.1, 1.0
+"""Seconds after the start until the trainer process is first told that the execution still runs and whether it mostly waits, and
+maximum seconds between such messages, without which the trainer process would take this worker for dead."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -74,13 +71,11 @@ class Watch:
     """Watches one execution (a program under test, or a call of a grader), which starts when this object is created.
 
     Args:
-        limits: "wall" in seconds; optionally "cpu" in seconds, "memory" (bytes of resident memory) and "processes" (number of
-            threads). Messages from ``channel`` change this dict in place.
+        limits: "wall" in seconds; optionally "cpu" in seconds, "memory" (resident bytes) and "processes" (number of threads).
         channel: socket from which messages come that stop the execution or set new limits.
         spared: pids of children of this process that do not belong to the execution.
         report: buffer for the result of the execution.
-        output: buffer for the text that the execution prints. None for a grader whose process answers and then continues
-            to run.
+        output: buffer for the text that the execution prints. None for a grader whose process answers and continues to run.
     """
 
     limits: dict[str, float]
@@ -90,36 +85,32 @@ class Watch:
     output: Sink | None = None
     _began: float = field(default_factory=time.monotonic, init=False)
     _cpu_before: float = field(default_factory=cpu_of_ended, init=False)
-    """CPU seconds that do not count: of earlier executions, and of a grader's process before this call."""
+    """CPU seconds of earlier executions, and of a grader's process before this call."""
     _waited: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds that each thread of the execution has waited for a processor, by the thread's folder in /proc."""
     _waited_before: float = field(default=0.0, init=False)
-    """Sum of the waits of a grader's threads before this call."""
+    """Sum of these seconds before this call of a grader."""
     _paused: float = field(default=0.0, init=False)
     """Sum of the seconds by which checks of the limits came late (:data:`LATE_SECONDS`)."""
     _looked: bool = field(default=False, init=False)
-    _alive_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._tell_at = self._began + TELL_SECONDS
+        self._tell_at = self._began + TELL_FIRST_SECONDS
         self._lives_on = self.output is None
         self._sinks = [self.report] if self.output is None else [self.report, self.output]
 
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
         """Waits until the execution ends, answers or exceeds a limit. Then kills its processes, unless a grader has answered.
 
-        Args:
-            child: pid of the first process of the execution.
+        ``child`` is the pid of the first process of the execution.
 
         Returns:
-            A tuple ``(stopped, status, seconds)``.
-            stopped: name of the limit that stopped the execution ("cancelled" if a message did), or "".
-            status: status of ``child`` from ``os.waitpid``; -1 if the execution was stopped; None if ``child`` has answered.
-            seconds: ``wall``: duration. ``cpu``: CPU time of all processes. ``waited``: part of ``wall`` without a processor.
-                ``cpu`` and ``waited`` are 0 after an answer before the first check of the limits.
+            Name of the limit that stopped the execution ("cancelled" if a message did), or "".
+            Status of ``child`` from ``os.waitpid``; -1 if the execution was stopped; None if ``child`` has answered.
+            Seconds by name: ``wall``, ``cpu`` (of all processes) and ``waited`` (part of ``wall`` without a processor). The last
+            two are 0 after an answer before the first check of the limits.
 
-        Raises:
-            PeerClosed: the trainer process no longer waits for the result. Nothing is killed then.
+        Raises PeerClosed, and kills nothing, if the trainer process no longer waits for the result.
         """
         stopped, status = self._until_end(child)
         wall = time.monotonic() - self._began
@@ -176,18 +167,15 @@ class Watch:
             os.close(ended)
 
     def _exceeded(self, child: int) -> str:
-        """Returns the name of a limit that the execution exceeds now, or "". Sends the messages that are due."""
+        """Returns the name of a limit that the execution exceeds now, or "". Sends a message if one is due."""
         used, now = self._use(child), time.monotonic()
         wall = now - self._began
         counted = wall - self._waited_of(wall, used["cpu"])
-        if self._lives_on and now > self._tell_at:
+        if now > self._tell_at:
             self.channel.send({"alive": True, "waits": used["cpu"] + wall - counted < wall / 2})
-            self._tell_at = self._began + 2 * wall
+            self._tell_at = now + min(wall, TELL_SECONDS)
         if counted > self.limits["wall"] or wall > self.limits["wall"] * WAITED_FACTOR:
             return "wall"
-        if now > max(self._alive_at, self._began + self.limits["wall"]):
-            self.channel.send({"alive": True})
-            self._alive_at = now + ALIVE_SECONDS
         return next((name for name, amount in used.items() if amount > self.limits.get(name, amount)), "")
 
     def _use(self, child: int) -> dict[str, float]:
@@ -226,7 +214,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _threads(pid: int) -> list[str]:
-    """Returns the folders in /proc of all threads of the process ``pid``; [] if this process no longer exists."""
+    """Returns the folders in /proc of all threads of a process; [] if it no longer exists."""
     try:
         return [f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -241,10 +229,7 @@ def seconds_waited(folder: str) -> float:
 
 
 def descendants(spared: Collection[int] = ()) -> list[int]:
-    """Returns the pids of all descendants of this process, except the children in ``spared`` and their descendants.
-
-    The result includes orphaned processes.
-    """
+    """Returns the pids of all descendants of this process, orphans included, except the children in ``spared`` and theirs."""
     below: list[int] = []
     parents = [os.getpid()]
     while parents and len(below) < _MOST_PROCESSES:
@@ -257,7 +242,7 @@ def descendants(spared: Collection[int] = ()) -> list[int]:
 
 
 def kill_all(spared: Collection[int] = ()) -> None:
-    """Kills and reaps all descendants of this process, except the children in ``spared`` and their descendants."""
+    """Kills and reaps all :func:`descendants`."""
     # a killed process cannot fork any more, so a few repetitions suffice
     pause = 0.0002
     while True:
