@@ -12,8 +12,7 @@ from typing import Any, Literal
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.files import BAD_RECORD
 
-_FORMAT = "rl_accel.adaptive_timeout"
-_VERSION = 1
+_FORMAT, _VERSION = "rl_accel.adaptive_timeout", 1
 
 AnchorTuple = tuple[float, float, int]
 """Anchor of a prompt and test case: longest wall seconds and longest CPU seconds of correct executions, and their number."""
@@ -22,31 +21,26 @@ Reason = Literal["learning", "adaptive", "probe"]
 
 learning: the full budget, because too few correct results are known or adaptive limits are in doubt.
 adaptive: derived from the anchor (the longest correct execution so far).
-probe: the full budget, to detect correct answers that are slower than all previous correct answers."""
+probe: the full budget, to detect correct answers that are slower than all previous ones."""
 
 FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
 """Default full budgets in seconds: of a grader, and of a program under test."""
 _MAX_UNPROVEN = 4
-"""Maximum number of executions that get an adaptive limit before their results show that adaptive limits fit."""
+"""Maximum number of executions that get an adaptive limit before their results show that adaptive limits fit. Chosen by hand."""
 _MAX_RECENT_RECORDS = 64
-"""Maximum number of test cases in the list of those whose anchor rose last."""
-_SUSPEND_AT = 12.0  # chance alone reaches this at most once in 160,000 correct executions
-"""Evidence (log likelihood ratio) that adaptive limits no longer fit, at which these limits are suspended."""
+"""Number of test cases, those whose anchors rose last, that the test for slower executions leaves out. Chosen by hand."""
+_SUSPEND_AT = 12.0
+"""Evidence for slower executions (a log likelihood ratio) at which all adaptive limits are suspended. Chance alone reaches this
+value at most once in exp(12) = 160,000 correct executions."""
 _EVIDENCE_BEYOND_LIMIT = 4.0
-"""Evidence (log likelihood ratio) that is added if a new longest correct execution of a key takes longer than its limit."""
+"""Evidence for slower executions if a correct one took longer than the limit of its test case. Three of them suspend all limits."""
 _RECORD_SHARE_WHEN_SLOWER = 0.7
-"""Assumed probability that a correct execution is the longest of its key so far, if executions have become slower."""
+"""Assumed probability that a correct execution is the longest of its test case so far, if executions have become slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Time limits of one execution. An execution that exceeds either limit is stopped.
-
-    Attributes:
-        wall: maximum number of wall seconds.
-        cpu: maximum number of CPU seconds of all its processes together, at least ``wall``.
-        reason: reason for these limits, see :data:`Reason`.
-    """
+    """Wall seconds and CPU seconds of all processes (at least ``wall``) at which an execution is stopped, with their reason."""
 
     wall: float
     cpu: float
@@ -54,7 +48,7 @@ class Limit:
 
 
 def longest(one: AnchorTuple, other: AnchorTuple, correct: int) -> AnchorTuple:
-    """Merges two anchors: the longer wall seconds and the longer CPU seconds of both. ``correct``: number of correct executions."""
+    """Merges two anchors into one of the longer wall seconds, the longer CPU seconds, and ``correct`` correct executions."""
     return max(one[0], other[0]), max(one[1], other[1]), correct
 
 
@@ -65,18 +59,17 @@ class AdaptiveTimeout:
     executions, the limit is ``maximum`` (the full budget). A share ``probe_share`` of adaptive limits is replaced by the full
     budget, so that slow but correct answers can raise the anchor.
 
-    A statistical test detects that executions have become slower, for example because the machine is busy. All limits are then
-    learned anew. The test counts records: correct executions that take longer than all earlier ones of their key, and more than
-    half of the limit. If nothing has changed, the n-th correct execution of a key is a record with probability 1/n at most.
+    A statistical test (CUSUM) detects that executions have become slower, for example because the machine is busy. All limits are
+    then learned anew. The test counts records: correct executions that take longer than all earlier ones of their key, and more
+    than half of the limit. If nothing has changed, the n-th correct execution of a key is a record with probability 1/n at most.
 
     At first, at most four executions get an adaptive limit, so that wrong limits stop few answers. Each execution that ends by
     itself and is no record allows two further adaptive limits.
 
     Args:
         flags: values of the parameters above; None: the default values.
-        capacity: maximum number of keys; the least recently used keys are evicted.
-        caution: amount by which limits based on few executions are widened: ``scale`` is multiplied by ``1 + caution / n`` after n
-            correct executions.
+        capacity: maximum number of keys; the least recently used are evicted.
+        caution: widens limits that rest on few executions: ``scale`` is multiplied by ``1 + caution / n`` after n correct ones.
     """
 
     def __init__(self, flags: RewardTimeoutFlags | None = None, capacity: int = 200_000, caution: float = 2.0) -> None:
@@ -99,7 +92,7 @@ class AdaptiveTimeout:
         return self.flags.maximum or FULL_BUDGET
 
     def limit(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the time limits of the next execution of ``key`` (a prompt and test case), which may be a probe.
+        """Returns the time limits of the next execution of ``key``, which may be a probe.
 
         ``maximum`` is the full budget in seconds; None: the attribute :attr:`maximum`.
         """
@@ -115,33 +108,31 @@ class AdaptiveTimeout:
         return limit
 
     def learned(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the time limits learned for ``key`` (a prompt and test case). Unlike :meth:`limit`, never returns a probe."""
+        """Returns the time limits learned for ``key``. Unlike :meth:`limit`, never returns a probe."""
         full = maximum or self.maximum
         if key in self._anchors:
             self._anchors.move_to_end(key)
         *anchor, correct = self.get(key)
         if correct < self.flags.min_correct:
             return Limit(full, full, "learning")
-        wall, cpu = (self._from(seconds, correct, full) for seconds in anchor)
+        scale = self.flags.scale * (1 + self._caution / correct)
+        wall, cpu = (min(max(scale * each + self.flags.slack, self.flags.minimum), full) for each in anchor)
         # The CPU limit is not below the wall limit, because one answer may compute where another answer only waited.
         return Limit(wall, max(wall, cpu), "adaptive")
 
     def expected(self, key: str, maximum: float | None = None) -> float:
-        """Returns the wall seconds of the longest correct execution of ``key``; if none is known, the full budget ``maximum``."""
+        """Returns the wall seconds of the longest correct execution of ``key``; the full budget ``maximum`` if none is known."""
         wall, _, correct = self.get(key)
         return wall if correct else maximum or self.maximum
 
     def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> bool:
         """Records an ended execution of ``key``. Limits are learned from correct executions only. Do not record evaluations.
 
-        Args:
-            key: prompt and test case.
-            wall, cpu: wall seconds and CPU seconds of the execution.
-            correct: True if the result was correct.
-            stopped: True if the duration says nothing about limits, for example because a time limit stopped the execution.
+        Returns True if this execution shows that the learned limits no longer fit. All limits are then suspended.
 
-        Returns:
-            True if this execution shows that the learned limits no longer fit. All limits are then suspended.
+        Args:
+            wall, cpu: wall seconds and CPU seconds of the execution.
+            stopped: True if the duration says nothing about limits, for example because a time limit stopped the execution.
 
         Raises:
             ValueError: ``wall`` or ``cpu`` is negative or not finite.
@@ -159,24 +150,23 @@ class AdaptiveTimeout:
         return suspends
 
     def forget_limit(self) -> None:
-        """Allows one more adaptive limit, because an execution with such a limit was cancelled or says nothing about limits."""
+        """Allows one more adaptive limit, because the result of an execution with such a limit says nothing about limits."""
         self._unproven = max(0, self._unproven - 1)
 
     def suspend(self, era: int) -> None:
-        """Suspends all adaptive limits: every key has the full budget until enough new correct executions are known.
+        """Suspends all adaptive limits: every key has the full budget until enough new correct executions are known. Keeps anchors.
 
-        Anchors are kept. ``era`` is the number of this suspension, the same in all processes.
+        ``era`` is the number of this suspension, the same in all processes.
         """
         self.era, self._evidence, self._unproven = era, 0.0, 0
         self._recent_records.clear()
         self._anchors = OrderedDict((key, (wall, cpu, 0)) for key, (wall, cpu, _) in self._anchors.items())
 
     def _update_evidence(self, key: str, wall: float, correct: bool) -> None:
-        """Updates the evidence that time limits no longer fit, after an execution that ended by itself."""
+        """Updates the evidence that executions have become slower, after an execution that ended by itself."""
         limit, (longest_before, _, known) = self.learned(key), self.get(key)
         if limit.reason == "learning" or key in self._recent_records:
             return
-        # CUSUM test: a cumulative sum of log likelihood ratios, which never falls below 0
         by_chance = 1 / (known + 1)
         if correct and wall > longest_before and wall > limit.wall / 2:
             expected = max(0.0, math.log(_RECORD_SHARE_WHEN_SLOWER / by_chance))
@@ -189,11 +179,11 @@ class AdaptiveTimeout:
                 self._evidence = max(0.0, self._evidence + math.log((1 - _RECORD_SHARE_WHEN_SLOWER) / (1 - by_chance)))
 
     def get(self, key: str) -> AnchorTuple:
-        """Returns the anchor of ``key`` (a prompt and test case); zeros if ``key`` is unknown."""
+        """Returns the anchor of ``key``; zeros if ``key`` is unknown."""
         return self._anchors.get(key, (0.0, 0.0, 0))
 
     def merge(self, anchors: Mapping[str, AnchorTuple]) -> None:
-        """Merges anchors of other processes by key. Keeps the larger values."""
+        """Merges anchors of other processes by key: keeps the larger values."""
         for key, received in anchors.items():
             own = self.get(key)
             self._anchors[key] = longest(own, received, max(own[2], received[2]))
@@ -202,11 +192,11 @@ class AdaptiveTimeout:
             self._anchors.popitem(last=False)
 
     def anchors(self) -> dict[str, AnchorTuple]:
-        """Returns the anchors of all keys, the most recently used key last."""
+        """Returns the anchors by key, the most recently used key last."""
         return dict(self._anchors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the anchors of all keys as a JSON-serialisable dict for :meth:`load_state_dict`."""
+        """Returns the anchors as a JSON-serialisable dict for :meth:`load_state_dict`."""
         return {"format": _FORMAT, "version": _VERSION, "anchors": self.anchors()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,7 +218,3 @@ class AdaptiveTimeout:
             raise ValueError(f"state is damaged: {type(error).__name__}: {error}") from error
         self._anchors.clear()
         self.merge(anchors)
-
-    def _from(self, anchor: float, correct: int, full: float) -> float:
-        wanted = self.flags.scale * (1 + self._caution / correct) * anchor + self.flags.slack
-        return min(max(wanted, self.flags.minimum), full)

@@ -1,15 +1,16 @@
 """Anchors (the longest correct execution of each prompt and test case) that many processes share through one store.
 
-Each process reads and updates its own replica of the anchors. Each replica exchanges changes with the store. No function in this
-file waits for another process. A replica that cannot reach the store continues with its own anchors. A restarted store receives all
-anchors from every replica.
+Each process reads and updates its own replica of the anchors, and exchanges changes with the store. A replica that cannot reach the
+store continues with its own anchors. A restarted store receives all anchors from every replica. No function in this file waits for
+another process.
 """
 
+import itertools
 import json
 import logging
 import time
 import uuid
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,12 @@ from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple, longe
 logger = logging.getLogger("rl_accel")
 
 SAVE_SECONDS = 30.0
+"""Least seconds between two saves of the store, of which one rewrites the whole file. Chosen by hand."""
 
 
 @dataclass
 class AnchorDelta:
-    """Changes to one process's anchors since the last exchange with the central store.
+    """Changes to one process's anchors since its last exchange with the central store.
 
     Attributes:
         incarnation: random id of the store process at the last exchange; "" before the first exchange.
@@ -45,13 +47,10 @@ class AnchorDelta:
 
 @dataclass
 class Update:
-    """Reply of the central store to the changes (:class:`AnchorDelta`) of a process.
+    """Reply of the central store to an :class:`AnchorDelta`, with fields of the same meaning.
 
     Attributes:
-        incarnation: random id of the store process; a restarted store has another id.
-        version: version number of the store.
-        anchors: anchors that have changed since the version in the delta, by key (a prompt and test case).
-        era: number of the last suspension of limits, see :meth:`AdaptiveTimeout.suspend`.
+        anchors: anchors that have changed since the version in the delta, by key.
     """
 
     incarnation: str
@@ -61,7 +60,7 @@ class Update:
 
 
 class LocalAnchors:
-    """One process's copy of the anchors, and the changes that the central store does not have yet."""
+    """One process's replica of the anchors, and the changes that the central store does not have yet."""
 
     def __init__(self, timeout: AdaptiveTimeout | None = None) -> None:
         self.timeout = AdaptiveTimeout() if timeout is None else timeout
@@ -86,14 +85,14 @@ class LocalAnchors:
         _add(self._counts, {name: amount})
 
     def take_delta(self) -> AnchorDelta:
-        """Returns the changes since the last call, to send them to the store. If sending fails, pass them to :meth:`put_back`."""
+        """Returns the changes since the last call, to be sent to the store. If sending fails, pass them to :meth:`put_back`."""
         everything = self.timeout.anchors() if self._tell_everything else {}
         delta = AnchorDelta(self._incarnation, self._version, self._learned, everything, self._counts, self.timeout.era)
         self._learned, self._counts, self._tell_everything = {}, {}, False
         return delta
 
     def put_back(self, delta: AnchorDelta) -> None:
-        """Takes back ``delta``, which could not be sent. Its changes are sent in the next exchange with the store."""
+        """Takes back ``delta``, which could not be sent, so that the next exchange sends its changes."""
         for key, anchor in delta.learned.items() if delta.era == self.timeout.era else ():
             self._learn(key, anchor)
         _add(self._counts, delta.counts)
@@ -125,16 +124,16 @@ class AnchorStore:
     def __init__(self, path: Path | None = None, timeout: AdaptiveTimeout | None = None) -> None:
         self._timeout = AdaptiveTimeout() if timeout is None else timeout
         self.incarnation = uuid.uuid4().hex
-        self._version = self._saved = 0
-        self._changed: OrderedDict[str, int] = OrderedDict()
+        self._version = self._saved = 0  # numbers of keys that were ever merged, with repetitions
+        self._merged: deque[str] = deque(maxlen=self._timeout.capacity)
         self._counts: dict[str, float] = {}
         self._path = path
         self._saved_at = time.monotonic()
         try:
             if path is not None and path.exists():
                 self._timeout.load_state_dict(json.loads(path.read_text()))
-                self._touch(self._timeout.anchors())
-                self._saved = self._version
+                self._merged.extend(self._timeout.anchors())
+                self._version = self._saved = len(self._timeout)
         except (OSError, *BAD_RECORD) as error:
             # If this were raised, Ray would restart the actor of this store endlessly.
             logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
@@ -144,32 +143,28 @@ class AnchorStore:
         return len(self._timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
-        """Merges the changes ``delta`` of one process. Returns the anchors that changed since the last exchange with this process.
-
-        Saves the store at most every :data:`SAVE_SECONDS`.
-        """
+        """Merges the changes of one process, and returns the changes since its last exchange. Saves the store now and then."""
         if delta.era > self._timeout.era:
             self._timeout.suspend(delta.era)
         if delta.era == self._timeout.era:
             for key, (wall, cpu, correct) in delta.learned.items():
                 self._timeout.merge({key: (wall, cpu, self._timeout.get(key)[2] + correct)})
             self._timeout.merge(delta.everything)
-            if delta.learned or delta.everything:
-                self._touch({**delta.learned, **delta.everything})
+            keys = [*delta.learned, *delta.everything]
+            self._merged.extend(keys)
+            self._version += len(keys)
         _add(self._counts, delta.counts)
-        since = delta.version if delta.incarnation == self.incarnation else 0
-        anchors = {}
-        for key in reversed(self._changed):
-            if self._changed[key] <= since:
-                break
-            anchors[key] = self._timeout.get(key)
+        new = self._version - (delta.version if delta.incarnation == self.incarnation else 0)
+        if new > len(self._merged):
+            anchors = self._timeout.anchors()
+        else:
+            anchors = {key: self._timeout.get(key) for key in itertools.islice(reversed(self._merged), new)}
         if time.monotonic() - self._saved_at > SAVE_SECONDS:
             self.save()
         return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
     def take_counts(self) -> tuple[str, dict[str, float]]:
-        """Saves the store. Returns two values: its random id, and the counts since the last call, by name, summed over all
-        processes.
+        """Saves the store. Returns its random id, and by name the counts of all processes since the last call.
 
         The count "anchors" is the current number of anchors.
         """
@@ -187,14 +182,6 @@ class AnchorStore:
             self._saved = self._version
         except OSError as error:  # such as a full disk
             logger.warning("rl-accel: reward anchors could not be saved: %s", error)
-
-    def _touch(self, keys: "dict[str, AnchorTuple]") -> None:
-        self._version += 1
-        for key in keys:
-            self._changed[key] = self._version
-            self._changed.move_to_end(key)
-        while len(self._changed) > self._timeout.capacity:
-            self._changed.popitem(last=False)
 
 
 def _add(counts: dict[str, float], more: Mapping[str, float]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 import types
@@ -17,12 +18,12 @@ from rl_accel.reward.grader_threads import threads_of_execution
 T = TypeVar("T")
 
 HELD_SECONDS = 1.0
-"""Seconds between two awaits of a coroutine grader above which a warning is logged, because the grader blocks the event loop."""
+"""Seconds between two awaits of a coroutine grader above which a warning says that the grader blocks the event loop."""
 _running: set["asyncio.Task[Any]"] = set()
 """Running tasks of coroutine graders. Kept here because asyncio itself has only weak references to tasks."""
 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
-"""Outcome of an execution (a program under test, or a call of a grader).
+"""Outcome of an execution.
 
 passed, wrong: the result of a program is the expected one, or another one.
 done: a grader returned a value.
@@ -47,10 +48,7 @@ class LimitUpdates:
 
     @contextlib.contextmanager
     def subscribed(self, set_limits: Callable[[float, float], None]) -> Iterator[None]:
-        """Context manager that calls ``set_limits(wall, cpu)`` for all limits that are published within the block.
-
-        First calls ``set_limits`` with the latest limits published before the block, if any.
-        """
+        """Context manager that calls ``set_limits(wall, cpu)`` for the latest limits, if any, and for all new ones in the block."""
         self._set_limits = set_limits
         try:
             if self._latest is not None:
@@ -62,20 +60,19 @@ class LimitUpdates:
 
 @dataclass(frozen=True)
 class Limits:
-    """Resource limits of one execution (a program under test, or a call of a grader).
+    """Resource limits of one execution.
 
     Args:
         wall: wall seconds from start to end, without waits for a processor.
-        cpu: CPU seconds of all processes of the execution together.
-        memory: bytes of address space of each process (in addition to that of its worker), and of resident memory of all processes
-            together.
+        cpu: CPU seconds of all processes together.
+        memory: bytes of address space of each process (beyond that of its worker), and of resident memory of all together.
         processes: number of processes and threads that exist at the same time.
         file_bytes: size in bytes of a file that the execution writes.
         output_bytes: size in bytes of the printed text. More text stops the execution.
         updates: source of new values of ``wall`` and ``cpu`` during the execution.
-        full: full budget in seconds, up to which a call in a new process may exceed ``wall`` and ``cpu``, see
-            :class:`~rl_accel.reward.worker_pool.EarlyCall`. None: no call may exceed them.
-        kind: name of a group of calls for which a grader loads the same things, such as a model. Example: the data source.
+        full: full budget in seconds, up to which a call in a new process of a grader may exceed ``wall`` and ``cpu``, because it
+            may first have to load something, such as a model. None: no call may exceed them.
+        kind: name of a group of calls for which a grader loads the same things. Example: the data source.
 
     Raises:
         ValueError: a limit is not above 0.
@@ -97,26 +94,25 @@ class Limits:
                 raise ValueError(f"{name} must be above 0, found {value!r}")
 
     def numbers(self) -> dict[str, float]:
-        """Returns the limits that a worker enforces, by name: all fields except ``updates``, ``full`` and ``kind``."""
+        """Returns the limits that a worker enforces, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("updates", "full", "kind")}
 
 
 @dataclass(frozen=True)
 class ExecutionResult:
-    """Result of an execution (a program under test, or a call of a grader).
+    """Result of an execution.
 
     Attributes:
-        verdict: outcome of the execution, see :data:`Verdict`.
+        verdict: outcome, see :data:`Verdict`.
         value: return value of a grader; None unless ``verdict`` is "done".
         wall, cpu: wall seconds of the execution, and CPU seconds of all its processes. ``cpu`` is 0 for a coroutine grader, and
             for a very short call of a grader without isolation.
-        waited: seconds in which the execution was ready to run but had no processor, summed over its threads, at most ``wall -
-            cpu``; 0 if unknown.
+        waited: seconds in which the execution was ready to run but had no processor, summed over its threads; at most
+            ``wall - cpu``, and 0 if unknown.
         reason: short text that names the exception or the exceeded limit; "" if there is none.
         output: beginning of the text that a program or an isolated grader printed.
         error: exception that a grader without isolation raised; None if there is none.
-        prove: None, or a function to call if the result is correct. The function records that the grader's process is no longer
-            new, see :class:`~rl_accel.reward.worker_pool.EarlyCall`.
+        prove: None, or a function to call if the result is correct. It records that the grader's process is no longer new.
     """
 
     verdict: Verdict
@@ -131,15 +127,15 @@ class ExecutionResult:
 
 
 async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:
-    """Awaits a coroutine grader until the wall limit. Returns the result of this execution.
+    """Awaits a coroutine grader until the wall limit, the only one that is enforced. Returns the result of this execution.
 
     At the limit, or if this call is cancelled, cancels the coroutine and does not wait for its end. Also kills the processes that
-    the coroutine has started, and their descendants, but no processes that other tasks or threads have started for the coroutine.
+    the coroutine has started, and their descendants, but no processes that other tasks or threads have started for it.
 
     Args:
         coroutine: the call of the grader, not yet awaited.
-        limits: resource limits. Only ``wall`` is enforced, and new values of ``wall`` from ``limits.updates``.
-        name: name of the grader, printed in the warning that the grader blocks the event loop.
+        limits: resource limits, of which ``wall`` and ``updates`` are used.
+        name: name of the grader in the warning that it blocks the event loop.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -147,7 +143,8 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
     with threads_of_execution(loop) as give_up_threads:
         task = asyncio.ensure_future(_steps(coroutine, name, started))
     _running.add(task)
-    task.add_done_callback(_forget)
+    task.add_done_callback(_running.discard)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio would log the exception
     deadline = asyncio.timeout(limits.wall)
 
     def move(wall: float, _cpu: float) -> None:
@@ -179,8 +176,8 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
 async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:
     """Awaits all ``awaitables`` concurrently and returns their results in order.
 
-    If ``ends(result)`` is true for a result, cancels the unfinished awaitables and returns the results of the others.
-    If an awaitable raises an exception, cancels the unfinished awaitables and raises the exception.
+    Once ``ends(result)`` is true or an awaitable raises an exception, cancels the unfinished ones. Then returns the results of the
+    others, or raises the exception.
     """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
@@ -197,14 +194,13 @@ async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], b
 def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) -> Generator[Any, Any, Any]:
     """Runs the ``coroutine`` of the grader ``name`` step by step; a step is the code between two awaits.
 
-    Logs a warning if a step takes longer than :data:`HELD_SECONDS`. Adds the pids of child processes that the steps start to
-    ``started``.
+    Warns if a step takes longer than :data:`HELD_SECONDS`. Adds to ``started`` the pids of child processes that the steps start.
     """
-    value, error = None, None
+    step = functools.partial(coroutine.send, None)
     while True:
         began, before = time.monotonic(), _children()
         try:
-            awaited = coroutine.send(value) if error is None else coroutine.throw(error)
+            awaited = step()
         except StopIteration as end:
             return end.value
         except SystemExit as exit_:  # SystemExit would end the thread of the event loop
@@ -220,11 +216,10 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) ->
                     name,
                     seconds,
                 )
-        value, error = None, None
         try:
-            value = yield awaited
+            step = functools.partial(coroutine.send, (yield awaited))
         except BaseException as thrown:
-            error = thrown
+            step = functools.partial(coroutine.throw, thrown)
 
 
 def _children() -> set[int]:
@@ -237,7 +232,6 @@ def _children() -> set[int]:
 
 
 def _kill(started: set[int]) -> None:
-    """Kills the processes in ``started`` (pids) and their descendants."""
     parents = started & _children()  # other pids may belong to new processes by now
     stopped: list[psutil.Process] = []
     while parents:
@@ -250,9 +244,3 @@ def _kill(started: set[int]) -> None:
     for process in stopped:
         with contextlib.suppress(psutil.Error):
             process.kill()
-
-
-def _forget(task: "asyncio.Task[Any]") -> None:
-    _running.discard(task)
-    if not task.cancelled():
-        task.exception()  # marks the exception as retrieved, or asyncio would log it

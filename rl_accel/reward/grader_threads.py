@@ -15,14 +15,11 @@ _OURS: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, GraderThreads]" = w
 
 
 class GraderThreads(ThreadPoolExecutor):
-    """Thread pool that adds a thread for each thread that hangs.
+    """Thread pool that grows by one thread for each call that still runs when its execution is stopped, until the call returns.
 
-    A thread cannot be stopped, and a few hung threads would leave no thread for later calls. The pool therefore grows by one thread
-    for each call that is still running when its execution is stopped. It shrinks again when the call returns.
+    It begins with as many threads as asyncio's own pool. A thread cannot be stopped. Without this growth, a few hung threads would
+    leave no thread for later calls.
     """
-
-    def __init__(self) -> None:
-        super().__init__(thread_name_prefix="rl_accel_grader")  # as many threads as in asyncio's own pool
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         call = super().submit(function, *args, **kwargs)
@@ -46,15 +43,14 @@ class GraderThreads(ThreadPoolExecutor):
 def threads_of_execution(loop: asyncio.AbstractEventLoop) -> Iterator[Callable[[], None]]:
     """Context manager that assigns all asyncio tasks created within the block, and their calls in threads, to one execution.
 
-    Yields a function to call when the execution is stopped. This function adds one thread to the thread pool for each thread that
-    the execution still occupies, and cancels calls that have not begun.
+    Yields a function to call when the execution is stopped: :meth:`GraderThreads.replace` with the calls of the execution.
 
     Makes a :class:`GraderThreads` the default executor of ``loop``. If the program has set another default executor, that executor
     stays, and the yielded function does nothing.
     """
     current = getattr(loop, "_default_executor", _OURS.get(loop))
     if current is None or getattr(current, "_thread_name_prefix", "") == "asyncio":
-        current = _OURS[loop] = GraderThreads()
+        current = _OURS[loop] = GraderThreads(thread_name_prefix="rl_accel_grader")
         loop.set_default_executor(current)
     calls: list[Future[Any]] = []
     before = _CALLS.set(calls)

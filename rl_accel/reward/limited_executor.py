@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -21,14 +21,14 @@ from rl_accel.reward.sandbox import Case, Sandbox
 
 logger = logging.getLogger("rl_accel")
 
-_Waiting = tuple[float, int, "asyncio.Future[None]"]
-"""Waiting execution: arrival time plus expected seconds, sequence number, and a future that is resolved when it gets a slot."""
-_CHECKS_PER_MINIMUM = 4
-"""Number of checks for a new time limit within ``minimum`` seconds, the shortest adaptive limit."""
-_SHORTEST_CHECK_SECONDS = 0.02
+_CHECKS_PER_MINIMUM, _SHORTEST_CHECK_SECONDS = 4, 0.02
+"""Number of checks for a new limit of a running execution within ``minimum`` seconds (the shortest adaptive limit), and the least
+seconds between two checks. Chosen by hand: a hang ends at most a quarter of ``minimum`` late."""
 _CHECKS_PER_BUDGET, _MOST_BUDGETS = 8, 10
+"""Number of checks within a full budget for whether other executions have ended in time, and number of full budgets after which an
+execution is stopped even so. Chosen by hand."""
 _WARN_AFTER_EXECUTIONS = (8, 64, 512, 4096)
-"""Numbers of executions after which a warning is logged if every execution so far has exceeded its time limit."""
+"""Numbers of executions after which a warning is logged if all of them have exceeded their time limits."""
 
 
 def prompt_key(*parts: Any) -> str:
@@ -41,11 +41,30 @@ def prompt_key(*parts: Any) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
+@dataclass
+class _Prompt:
+    """Executions of one prompt.
+
+    Attributes:
+        held, late: number of executions that hold a slot, and number of these that are late (see :class:`FairScheduler`).
+        waiting: heap of waiting executions: (arrival time plus expected seconds, sequence number, future that gets the slot).
+    """
+
+    held: int = 0
+    late: int = 0
+    waiting: list[tuple[float, int, "asyncio.Future[None]"]] = field(default_factory=list)
+
+    @property
+    def standing(self) -> int:
+        """Number of slots that the prompt counts as holding."""
+        return self.held - (2 if self.late else 0)
+
+
 class FairScheduler:
     """Scheduler that shares ``slots`` execution slots fairly among prompts. Use this class from one event loop.
 
     A free slot goes to the prompt that holds the fewest slots. Among prompts with equally many slots, the execution with the
-    smallest ``expected seconds - seconds waited`` gets the slot.
+    smallest ``expected seconds - seconds waited`` gets the slot, so that none waits forever.
 
     An execution is late if it runs for long and still has no adaptive limit. A prompt with a late execution counts as holding two
     slots fewer, so that its other executions start sooner. Their results may give the late execution a limit.
@@ -55,91 +74,67 @@ class FairScheduler:
         if slots < 1:
             raise ValueError(f"slots must be at least 1, found {slots!r}")
         self._free = slots
-        self._held: Counter[str] = Counter()
-        self._late: Counter[str] = Counter()
-        self._queues: dict[str, list[_Waiting]] = {}
-        # Heap of (standing, expected end, sequence number, prompt). The standing is the number of slots that the prompt counts as
-        # holding. Entries that are out of date are dropped when they are popped.
+        self._prompts: defaultdict[str, _Prompt] = defaultdict(_Prompt)
+        # Heap of (standing, expected end, sequence number, prompt). Entries that are out of date are dropped when they are popped.
         self._offers: list[tuple[int, float, int, str]] = []
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
     async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
-        """Context manager that waits for a free slot and holds this slot for ``prompt`` (a prompt key) within the block.
+        """Context manager that waits for a free slot and holds it within the block, which is to last ``expected`` seconds.
 
-        Yields a function that marks the execution in the block as late (see :class:`FairScheduler`), to be called at most once.
-        ``expected`` is the expected duration of the block in seconds.
+        Yields a function that marks the execution in the block as late, to be called at most once.
         """
-        await self._take(prompt, expected)
-        late = []
+        late = 0
 
         def is_late() -> None:
-            late.append(True)
-            self._late[prompt] += 1
+            nonlocal late
+            late = 1
+            self._prompts[prompt].late += 1
             self._give_out(prompt)
 
-        try:
-            yield is_late
-        finally:
-            if late:
-                self._late[prompt] -= 1
-                if not self._late[prompt]:
-                    del self._late[prompt]
-            self._give_back(prompt)
-
-    async def _take(self, prompt: str, expected: float) -> None:
         granted = asyncio.get_running_loop().create_future()
-        # in this order, no execution waits forever
-        waiting = (monotonic() + expected, next(self._numbers), granted)
-        heapq.heappush(self._queues.setdefault(prompt, []), waiting)
+        heapq.heappush(self._prompts[prompt].waiting, (monotonic() + expected, next(self._numbers), granted))
         self._give_out(prompt)
         try:
             await granted
-        except asyncio.CancelledError:
-            if not granted.cancelled():  # the slot was granted, but the caller was cancelled before it ran
-                self._give_back(prompt)
-            raise
+            yield is_late
+        finally:
+            if granted.done() and not granted.cancelled():  # the caller may be cancelled before it runs with its slot
+                self._free += 1
+                self._prompts[prompt].held -= 1
+                self._prompts[prompt].late -= late
+                self._give_out(prompt)
 
-    def _give_back(self, prompt: str) -> None:
-        self._free += 1
-        self._held[prompt] -= 1
-        if not self._held[prompt]:
-            del self._held[prompt]
-        self._give_out(prompt)
-
-    def _offer(self, prompt: str) -> None:
-        """Makes the first execution in the queue of ``prompt`` a candidate for a free slot."""
-        queue = self._queues.get(prompt, [])
-        while queue and queue[0][2].done():
-            heapq.heappop(queue)
-        if queue:
-            heapq.heappush(self._offers, (self._standing(prompt), *queue[0][:2], prompt))
-        else:
-            self._queues.pop(prompt, None)
-
-    def _standing(self, prompt: str) -> int:
-        return self._held[prompt] - (2 if prompt in self._late else 0)
+    def _offer(self, name: str) -> None:
+        """Makes the first waiting execution of the prompt ``name`` a candidate for a free slot."""
+        prompt = self._prompts[name]
+        while prompt.waiting and prompt.waiting[0][2].done():
+            heapq.heappop(prompt.waiting)
+        if prompt.waiting:
+            heapq.heappush(self._offers, (prompt.standing, *prompt.waiting[0][:2], name))
+        elif not prompt.held:
+            del self._prompts[name]
 
     def _give_out(self, changed: str) -> None:
-        """Gives free slots to waiting executions. ``changed`` is a prompt whose queue or number of slots has just changed."""
+        """Gives free slots to waiting executions, after the queue or the number of slots of the prompt ``changed`` has changed."""
         self._offer(changed)
         while self._free and self._offers:
-            standing, _, number, prompt = heapq.heappop(self._offers)
-            queue = self._queues.get(prompt, [])
-            if not queue or standing != self._standing(prompt) or number != queue[0][1]:
+            standing, _, number, name = heapq.heappop(self._offers)
+            prompt = self._prompts.get(name)
+            if not (prompt and prompt.waiting) or (standing, number) != (prompt.standing, prompt.waiting[0][1]):
                 continue
-            granted = queue[0][2]
+            granted = prompt.waiting[0][2]
             if not granted.done():
-                heapq.heappop(queue)
                 granted.set_result(None)
                 self._free -= 1
-                self._held[prompt] += 1
-            self._offer(prompt)
+                prompt.held += 1
+            self._offer(name)
 
 
 @dataclass
 class _Running:
-    """A running execution of ``key`` (a prompt and test case), and its current limit."""
+    """A running execution of ``key`` (a prompt and test case), its current limit, and a function that marks it as late."""
 
     key: str
     limit: Limit
@@ -153,21 +148,16 @@ class LimitedExecutor:
     The policy (:class:`~rl_accel.reward.adaptive_timeout.AdaptiveTimeout`) gives each execution the full budget or an adaptive
     limit. A running execution with the full budget gets an adaptive limit, counted from its start, as soon as enough other
     executions of its test case were correct. A probe keeps the full budget. If the policy suspends limits, running executions have
-    the full budget again.
-
-    An execution that has run for ``minimum`` seconds and still has no adaptive limit is late. Its prompt then gains priority.
-
-    ``docs/metrics.md`` describes the counts that are added to ``anchors``.
+    the full budget again. ``docs/metrics.md`` describes the counts that are added to ``anchors``.
 
     Args:
         anchors: anchors and counts of this process.
         slots: maximum number of executions that run at once.
         limits: resource limits of an execution. The policy replaces the wall and CPU seconds.
         maximum: full budget in seconds; None: the full budget of the policy.
-        adapts: False gives each execution the full budget, for graders whose time depends on other services.
+        adapts: False to give each execution the full budget, for graders whose time depends on other services.
         queues: for ``adapts=False``: True if a grader may wait for a resource that others hold, such as one of a few connections. A
-            running execution then gets a new full budget whenever other executions have ended in time, up to :data:`_MOST_BUDGETS`
-            budgets.
+            running execution then gets a new full budget whenever other executions have ended in time, up to ten budgets.
     """
 
     def __init__(
@@ -184,8 +174,7 @@ class LimitedExecutor:
         self.scheduler = FairScheduler(slots)
         self._maximum = maximum or anchors.timeout.maximum
         self._adapts, self._queues = adapts, queues
-        self._ended = 0  # number of executions that no limit has stopped
-        self._timeouts_in_a_row: int | None = 0  # None once an execution has ended otherwise
+        self._ended = self._timed_out = 0  # numbers of executions
 
     async def execute(
         self,
@@ -210,46 +199,41 @@ class LimitedExecutor:
         async with self.scheduler.slot(prompt, timeout.expected(key, self._maximum)) as is_late:
             waited = loop.time() - came
             full = Limit(self._maximum, self._maximum, "learning")
-            running = _Running(key, timeout.limit(key, self._maximum) if self._adapts else full, is_late)
-            limit, updates = running.limit, running.updates
-            limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=updates, full=self._maximum)
-            begins_adaptive = limit.reason == "adaptive"
+            limit = timeout.limit(key, self._maximum) if self._adapts else full
+            running = _Running(key, limit, is_late)
+            limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=running.updates, full=self._maximum)
             # Most executions that hang begin before a limit is known: all responses of a prompt are graded at about the same time.
             following = None
             if limit.reason != "probe" and (self._adapts or self._queues):
                 follow = self._follow_limit if self._adapts else self._renew_budget
                 following = asyncio.create_task(follow(running))
+            tells_about_limits = False
             try:
                 result = await run(limits)
+                tells_about_limits = teach and result.prove is None
             except asyncio.CancelledError:
                 self.anchors.count("cancelled")
-                if begins_adaptive:
-                    timeout.forget_limit()
                 raise
             finally:
                 if following:
                     following.cancel()
-        self._ended += result.verdict != "timeout"
-        self._warn_if_none_finishes(result)
+                if limit.reason == "adaptive" and not tells_about_limits:
+                    timeout.forget_limit()
+        self._note_end(result)
         is_correct = correct(result)
         if result.prove and is_correct:
             result.prove()
-        if teach:
-            if self._adapts:
-                says_nothing = result.verdict == "timeout" or result.prove is not None
-                self.anchors.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, says_nothing)
-                if result.prove and begins_adaptive:
-                    timeout.forget_limit()
-            self._count(result, running.limit, is_correct, waited)
-        else:
+        if not teach:
             self.anchors.count("eval_executions")
-            if begins_adaptive:
-                timeout.forget_limit()
+            return result
+        if self._adapts:
+            says_nothing = result.verdict == "timeout" or not tells_about_limits
+            self.anchors.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, says_nothing)
+        self._count(result, running.limit, is_correct, waited)
         return result
 
     async def _follow_limit(self, running: _Running) -> None:
-        """Asks the policy repeatedly for the limit of a running execution, and applies changed limits. Stops when the limit is a
-        probe.
+        """Asks the policy repeatedly for the limit of a running execution, and applies changed limits, until the limit is a probe.
 
         Marks the execution as late if it has run for ``minimum`` seconds without an adaptive limit.
         """
@@ -277,7 +261,7 @@ class LimitedExecutor:
             await asyncio.sleep(self._maximum / _CHECKS_PER_BUDGET)
 
     def _count(self, result: ExecutionResult, limit: Limit, is_correct: bool, waited: float) -> None:
-        """Adds an ended execution to the counts. ``limit``: its last time limit; ``waited``: seconds that it waited for a slot."""
+        """Adds an ended execution to the counts. ``limit`` is its last limit, ``waited`` the seconds that it waited for a slot."""
         timed_out = result.verdict == "timeout"
         was_early = timed_out and limit.reason == "adaptive"
         for name, amount in (
@@ -293,16 +277,17 @@ class LimitedExecutor:
         ):
             self.anchors.count(name, float(amount))
 
-    def _warn_if_none_finishes(self, latest: ExecutionResult) -> None:
-        """Logs a warning if every execution so far, the ``latest`` included, has timed out."""
-        if self._timeouts_in_a_row is None:
+    def _note_end(self, result: ExecutionResult) -> None:
+        """Counts an execution as ended or timed out. Logs a warning if every execution so far has timed out."""
+        if result.verdict != "timeout":
+            self._ended += 1
             return
-        self._timeouts_in_a_row = self._timeouts_in_a_row + 1 if latest.verdict == "timeout" else None
-        if self._timeouts_in_a_row in _WARN_AFTER_EXECUTIONS:
+        self._timed_out += 1
+        if not self._ended and self._timed_out in _WARN_AFTER_EXECUTIONS:
             logger.warning(
                 "rl-accel: none of the first %d answers could be graded within %g s, and all get timeout_score; if they only"
                 " take long, raise rl_accel.reward_timeout.maximum",
-                self._timeouts_in_a_row,
+                self._timed_out,
                 self._maximum,
             )
 

@@ -1,7 +1,4 @@
-"""Runs untrusted programs and graders in worker processes.
-
-These processes cannot stall the trainer process, exhaust the resources of the trainer process, or outlive the trainer process.
-"""
+"""Runs untrusted programs and graders in worker processes, which can neither stall nor exhaust nor outlive the trainer process."""
 
 import json
 import logging
@@ -55,17 +52,15 @@ class Case:
 class Sandbox(WorkerPool):
     """Pool of worker processes for untrusted programs. Each program runs in a newly forked process. Use it from one event loop.
 
-    Isolation "process": a program has its own session, resource limits, a minimal environment and a private folder. If this process
-    is root, the program also runs as another user. If the kernel allows it, the program also has its own PID and network
-    namespaces.
+    Isolation "process": a program has its own session, resource limits, a minimal environment and a private folder. It also runs as
+    another user if this process is root, and in its own PID and network namespaces if the kernel allows it.
     Isolation "bubblewrap": also a private /tmp and a read-only file system with only the interpreter and the system's programs.
 
     A warning lists what is not protected from programs: network, processes or files of this process's user. Without root, "process"
     does not protect files.
 
     Args:
-        workers: maximum number of programs that run at once; further programs wait in order. None: number of cores that this
-            process may use.
+        workers: maximum number of programs that run at once; further ones wait in order. None: number of cores of this process.
         isolation: "process", "bubblewrap", or "auto" (bubblewrap if it works on this machine, else process).
 
     Raises:
@@ -77,9 +72,9 @@ class Sandbox(WorkerPool):
         super().__init__(workers, Start(choose_isolation(isolation)))
 
     async def run(self, code: str, case: Case, limits: Limits | None = None) -> ExecutionResult:
-        """Runs the program ``code`` on the test case ``case``. Cancelling this call stops the program at once.
+        """Runs the program ``code`` on a test case. Cancelling this call stops the program at once.
 
-        If the worker process dies, the program runs again on another worker. If that worker dies too, the verdict is "killed".
+        If the worker process dies, the program runs again on another worker. If that one dies too, the verdict is "killed".
 
         Raises:
             SandboxError: no worker can be started, or the sandbox is closed.
@@ -92,39 +87,36 @@ class Sandbox(WorkerPool):
 class Graders(WorkerPool):
     """Pool of worker processes that call a grader (a function that computes the reward of a response). Use it from one event loop.
 
-    Without isolation, the grader is trusted. A worker process imports the grader once and serves call after call. If a call exceeds
-    the limit ``wall``, the only one that is enforced, its process and all processes started by it are killed, and a new process
-    replaces it. Concurrent calls run in several processes, which share no state. These processes have the environment,
-    ``sys.path``, working folder, output and log format of this process. Arguments and return values are pickled.
+    Without isolation, the grader is trusted. A worker process imports it once and serves call after call. If a call exceeds the
+    limit ``wall``, the only one that is enforced, its process and all that this has started are killed, and a new process takes its
+    place. Concurrent calls run in several processes, which share no state. They have the environment, ``sys.path``, working folder,
+    output and log format of this process. Arguments and return values are pickled.
 
     Isolation is for a grader that executes the code that it grades. Each call runs in its own forked process, and all limits are
     enforced. The grader is imported with a minimal environment, and sees only installed packages and ``readable``. Text that a call
-    prints becomes ``output`` of the result. A call may return numbers, text, lists and dicts only. Threads that the grader's module
+    prints becomes ``output`` of the result. A call may return only numbers, text, lists and dicts. Threads that the grader's module
     starts at import do not exist in the calls. Example, with verl's judge of programs::
 
         Graders("/path/of/prime_code/testing_util.py:run_test", isolation="auto")
 
     Args:
         target: import path of the grader, "module:function" or "/path/file.py:function". The file is added to ``readable``.
-        workers: maximum number of calls that run at once; further calls wait in order. None: number of cores that this process may
-            use.
-        arguments: None if ``target`` is the grader. Else ``target`` is a function that returns the grader; each worker calls
-            ``target`` once with these keyword arguments.
-        isolation: None for a trusted grader; else "auto", "process" or "bubblewrap", as for a
-            :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read or, without root,
-            files of this user.
+        workers: maximum number of calls that run at once; further ones wait in order. None: number of cores of this process.
+        arguments: None if ``target`` is the grader. Else ``target`` is a function that returns the grader; each worker calls it
+            once with these keyword arguments.
+        isolation: None for a trusted grader; else "auto", "process" or "bubblewrap", as for a :class:`Sandbox`. "process" does not
+            hide files that every user may read or, without root, files of this user.
         readable: files and folders that the grader reads at import or in a call.
-        in_thread: True calls a trusted grader in a thread other than the main thread, as stock verl does.
+        in_thread: True to call a trusted grader in a thread other than the main thread, as stock verl does.
         computing: maximum number of worker processes of a trusted grader while its calls mostly compute. While they mostly wait,
             for example for a server, up to ``workers`` processes are started. None: as many as ``workers``.
-        constants: keyword arguments that are the same objects in all calls, by name. Each process gets them once, when it starts.
+        environment: environment variables for a trusted grader, in addition to those of this process.
+        setup: function, "module:function", that is called with ``environment`` before the import of a trusted grader.
+        constants: keyword arguments that are the same objects in all calls, by name. Each process gets them once, at its start.
         folder: working folder during the import of a trusted grader; "" for the folder of this process, which calls always have.
-        environment, setup: environment variables and setup function for a trusted grader, see
-            :class:`~rl_accel.reward.worker.Start`.
 
     Raises:
-        SandboxError: ``isolation`` is "bubblewrap", and bubblewrap does not work on this machine.
-        ValueError: ``target`` has another form, ``workers`` is below 1, or ``isolation`` is unknown.
+        SandboxError, ValueError: as :class:`Sandbox`. Also ValueError if ``target`` has another form.
     """
 
     def __init__(
@@ -163,10 +155,9 @@ class Graders(WorkerPool):
     ) -> ExecutionResult:
         """Calls the grader with the keyword arguments ``kwargs`` and the positional arguments ``args``.
 
-        If a grader without isolation changes an argument that is a dict or a list, the caller's object changes too.
-
-        Cancelling this call stops the grader, and all processes started by the grader, at once. If the worker process dies, the
-        grader is called again on another worker. If that worker dies too, the verdict is "killed".
+        If a trusted grader changes an argument that is a dict or a list, the caller's object changes, too. Cancelling this call
+        stops the grader, and all processes that it started, at once. If the worker process dies, the grader is called again on
+        another worker. If that one dies too, the verdict is "killed".
 
         Raises:
             SandboxError: the grader cannot be imported, an argument cannot be pickled, no worker can be started, or this pool is
@@ -180,22 +171,19 @@ class Graders(WorkerPool):
         result, pickled = await self._run(limits, WorkerRequest(limits.numbers()), payload)
         if not pickled:
             return result
+        failed = result.verdict == "error"
         try:
-            value = pickle.loads(pickled) if self._trusted else _Plain(BytesIO(pickled)).load()
-            if result.verdict != "error":
-                value, changes = value
+            content = pickle.loads(pickled) if self._trusted else _Plain(BytesIO(pickled)).load()
+            value, changes = (content, {}) if failed else content
         except Exception as error:
-            if result.verdict == "error":  # the exception's class cannot be imported here
-                return result
             reason = f"its value cannot be read: {type(error).__name__}: {error}"
-            return replace(result, verdict="error", reason=reason)
-        if result.verdict == "error":
-            return replace(result, error=value)
+            # that of a failed call is an exception whose class cannot be imported here
+            return result if failed else replace(result, verdict="error", reason=reason)
         for name, changed in changes.items():
             argument = args[name] if isinstance(name, int) else kwargs[name]
             argument.clear()
             (argument.update if isinstance(argument, dict) else argument.extend)(changed)
-        return replace(result, value=value)
+        return replace(result, error=value) if failed else replace(result, value=value)
 
     def _packed(self, arguments: Any) -> bytes:
         try:
@@ -215,7 +203,7 @@ def _logging_here() -> dict[str, Any]:
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler that accepts only plain values, such as numbers, text and lists. Other values from untrusted code are unsafe."""
+    """Unpickler for values from untrusted code: refuses all but plain ones, because unpickling others can execute code."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"an isolated grader returns plain values, found {module}.{name}")

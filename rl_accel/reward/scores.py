@@ -25,10 +25,7 @@ _SCORE = object()
 
 
 class GraderError(RlAccelError, RuntimeError):
-    """A grader ended without a result and without an exception.
-
-    Either the process of the grader died, or a limit other than the time limit stopped the grader.
-    """
+    """A grader ended without result and exception: its process died, or a limit other than the time limit stopped it."""
 
 
 @dataclass
@@ -63,10 +60,10 @@ class Scores:
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
     def is_correct(self, result: ExecutionResult, size: int | None = None) -> bool:
-        """True if the grader judged the answer, or at least one of several answers, correct. Arguments as for :meth:`reward_of`."""
+        """True if the grader judged the answer, or one of several answers, correct. Arguments as for :meth:`reward_of`."""
         if self.problem(result, size):
             return False
-        numbers = [_number_in(reward, self.correct_keys) for reward in _rewards(result, size) or ()]
+        numbers = [_number_in(reward, self.correct_keys) for reward in _rewards(result, size)]
         return any(number is not None and number > self.flags.correct_above for number in numbers)
 
     def problem(self, result: ExecutionResult, size: int | None = None, teach: bool = True) -> str:
@@ -74,7 +71,7 @@ class Scores:
         if result.verdict != "done":
             return result.reason or result.verdict
         rewards = _rewards(result, size)
-        if rewards is None or len(rewards) != (size or 1):
+        if len(rewards) != (size or 1):
             return f"it returned no list of {size} rewards"
         return next((problem for reward in rewards if (problem := self._problem_of_one(reward, teach))), "")
 
@@ -94,8 +91,11 @@ class Scores:
         """
         problem = self.problem(result, size, teach)
         if not problem:
-            for reward in _rewards(result, size) or ():
-                self._learn(reward, source)
+            for reward in _rewards(result, size):
+                self._forms[source] = _form_of(reward)
+                number = _number_in(reward, self.number_keys)
+                if number is not None:
+                    self._worst[source] = min(number, self._worst.get(source, math.inf))
             return result.value
         if result.verdict == "timeout":
             self._compare(source)
@@ -121,12 +121,6 @@ class Scores:
             return f"it returned {reprlib.repr(reward)}, which is no score" if self.numbers_only else ""
         return "" if math.isfinite(number) else f"it returned {number}"
 
-    def _learn(self, reward: Any, source: str) -> None:
-        self._forms[source] = _form_of(reward)
-        number = _number_in(reward, self.number_keys)
-        if number is not None:
-            self._worst[source] = min(number, self._worst.get(source, math.inf))
-
     def _compare(self, source: str) -> None:
         """Logs a warning if ``timeout_score`` is higher than the lowest score of a graded answer from ``source`` so far."""
         worst, score = self._worst.get(source, math.inf), self.flags.timeout_score
@@ -149,19 +143,14 @@ class Scores:
             logger.warning("rl-accel: %s", text)
 
 
-def _rewards(result: ExecutionResult, size: int | None) -> list[Any] | None:
-    """Returns the rewards in ``result`` as a list; None if ``size`` is given and the grader returned no list.
-
-    Without ``size``, the list has one item: the reward.
-    """
+def _rewards(result: ExecutionResult, size: int | None) -> list[Any]:
+    """Returns the rewards in ``result``: one without ``size``, else the items of the list; [] if the grader returned no list."""
     if size is None:
         return [result.value]
-    if isinstance(result.value, str | bytes | Mapping) or not isinstance(result.value, Collection):
-        return None
-    try:
-        return list(result.value)
-    except TypeError:  # an array of dimension 0
-        return None
+    if isinstance(result.value, Collection) and not isinstance(result.value, str | bytes | Mapping):
+        with contextlib.suppress(TypeError):  # an array of dimension 0
+            return list(result.value)
+    return []
 
 
 def _number_in(reward: Any, keys: Sequence[str]) -> float | None:
@@ -176,7 +165,7 @@ def _number_in(reward: Any, keys: Sequence[str]) -> float | None:
 
 
 def _form_of(reward: Any) -> Any:
-    """Returns a template for stand-ins in the form of ``reward``: a dict, list or tuple with empty values; None for a number."""
+    """Returns a template for stand-ins: a dict, list or tuple like ``reward`` with empty values; None for any other reward."""
     if isinstance(reward, Mapping):
         return {key: _empty(value) for key, value in reward.items()}
     if type(reward) in (list, tuple):

@@ -1,7 +1,4 @@
-"""Pool of warm worker processes that execute programs or call graders. Each request takes a free worker from the pool.
-
-This file also starts the worker processes, and sends the requests to them through sockets.
-"""
+"""Pool of warm worker processes that execute programs or call graders. Each request goes to a free worker, through a socket."""
 
 import asyncio
 import contextlib
@@ -10,7 +7,6 @@ import json
 import logging
 import math
 import os
-import select
 import shutil
 import socket
 import statistics
@@ -18,15 +14,15 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rl_accel.errors import RlAccelError
 from rl_accel.reward import worker as worker_files
-from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates
-from rl_accel.reward.worker import SIZES, Message, Start, WorkerRequest, encode
+from rl_accel.reward.execution import ExecutionResult, Limits
+from rl_accel.reward.worker import SIZES, Message, Start, WorkerRequest, encode, wait_for
 
 logger = logging.getLogger("rl_accel")
 
@@ -35,27 +31,25 @@ _LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
 _GRACE_SECONDS = 10.0
 """Seconds after the time limit of an execution by which the worker must have sent a message. Otherwise, the worker is killed."""
 _END_SECONDS = 8.0
-"""Seconds that :meth:`Worker.kill` waits until a worker has ended by itself."""
+"""Seconds that :meth:`Worker.kill` waits until a worker has ended by itself. Longer than a worker's own ``END_SECONDS``."""
 _START_SECONDS = 300.0
-"""Maximum seconds from the start of a worker until it is ready, including all imports of its grader."""
+"""Maximum seconds from the start of a worker until it is ready, including all imports of its grader. Chosen by hand."""
 _RETRY_PAUSE_SECONDS = 1.0
 """Seconds to wait before a request whose worker died is sent to another worker."""
 _WAIT_SECONDS = 0.1
 """Seconds that a call of a grader without isolation waits for a busy worker before the pool starts another worker."""
 _EARLY_FACTOR, _EARLY_PROCESSES = 2.0, 9
-"""Constants of :meth:`WorkerPool._extra_seconds`: the result is ``_EARLY_FACTOR`` times the median over the last
-``_EARLY_PROCESSES`` processes."""
+"""A new process of a grader may exceed its limits by ``_EARLY_FACTOR`` times the median, over the last ``_EARLY_PROCESSES``
+processes, of their longest call up to the first correct answer. The median ignores calls that were slow for other reasons."""
 _SCRIPT = Path(worker_files.__file__)
 
 
 class SandboxError(RlAccelError, RuntimeError):
-    """Raised if untrusted code cannot run with the requested isolation, or if no worker process can be started."""
+    """Untrusted code cannot run with the requested isolation, or no worker process can be started."""
 
 
 def choose_isolation(wanted: str) -> str:
-    """Returns the isolation to use, "bubblewrap" or "process".
-
-    For "auto", returns "bubblewrap" if bubblewrap works on this machine, else "process". Otherwise returns ``wanted``.
+    """Returns ``wanted``, or for "auto" the best isolation that works on this machine: "bubblewrap", else "process".
 
     Raises:
         ValueError: ``wanted`` is not "auto", "process" or "bubblewrap".
@@ -93,7 +87,7 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
     shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
     shown += [sys.base_prefix, sys.prefix, *installed_path(), *_library_folders(), str(_SCRIPT.parent), *readable]
     return [
-        "bwrap",
+        shutil.which("bwrap") or "bwrap",  # the environment of workers has another PATH
         *("--dev", "/dev", "--proc", "/proc", "--tmpfs", "/dev/shm", "--tmpfs", "/tmp", "--tmpfs", "/var/tmp"),
         *(word for path in shown for word in ("--ro-bind-try", path, path)),  # last: an interpreter may lie below /tmp
         *("--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--as-pid-1"),
@@ -102,16 +96,11 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
 
 
 def _library_folders() -> list[str]:
-    """Returns the folders in the environment variable ``LD_LIBRARY_PATH``."""
     return [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
 
 
 def _temporary_folder(isolation: str) -> str:
-    """Returns the folder for temporary files of workers.
-
-    This is /tmp for bubblewrap, and if this process is root and other users cannot enter Python's default folder. Otherwise it is
-    Python's default folder.
-    """
+    """Returns Python's folder for temporary files, or /tmp if programs under test could not enter that folder."""
     folder = Path(tempfile.gettempdir()).resolve()
     is_closed = os.geteuid() == 0 and not all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
     return "/tmp" if is_closed or isolation == "bubblewrap" else str(folder)
@@ -124,10 +113,11 @@ class Worker:
     Attributes:
         process: process that supervises the worker (its reaper, or bubblewrap). None for a worker that was forked from a template.
         channel, reader, writer: this process's end of the socket to the worker, and the streams of this socket.
-        forks: True for the template of a grader, which forks workers and takes no other requests.
         renews: True until the worker is ready, both after its start and while it replaces its process.
         waits: True if recent executions mostly waited for something other than a processor, by the worker's last message.
-        history: record of the calls that the worker's current process has answered.
+        proven, longest: kinds of calls (``Limits.kind``) to which the worker's current process has given a correct answer, and the
+            seconds of its longest call by kind.
+        refresh_limits: function that sends the limits of the latest execution again, see :meth:`run`.
         answer: future with the return value of :meth:`run` for the latest execution; None before the first execution.
         due: time by which the worker must send its next message, in seconds of the event loop's clock.
     """
@@ -136,10 +126,11 @@ class Worker:
     channel: socket.socket
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    forks: bool = False
     renews: bool = True
     waits: bool = False
-    history: "History" = field(default_factory=lambda: History(), init=False)
+    proven: set[str] = field(default_factory=set, init=False)
+    longest: dict[str, float] = field(default_factory=dict, init=False)
+    refresh_limits: Callable[[], None] = field(default=lambda: None, init=False)
     answer: "asyncio.Future[tuple[ExecutionResult, bytes]] | None" = field(default=None, init=False)
     due: float = field(default=0.0, init=False)
 
@@ -147,41 +138,28 @@ class Worker:
     def launch(
         start: Start, payload: bytes, readable: Sequence[str]
     ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-        """Starts a worker process.
-
-        The arguments are those of :class:`WorkerPool`.
-
-        Returns:
-            The process that supervises the worker, and our end of the socket to the worker.
-
-        Raises:
-            SandboxError: the new process cannot be started.
-        """
+        """Starts a worker process. Returns the process that supervises it, and our end of the socket to it."""
         ours, theirs = socket.socketpair()
         ours.setblocking(True)  # code of the user may have called socket.setdefaulttimeout
         command, environment = [sys.executable, str(_SCRIPT), str(theirs.fileno())], None
         if start.isolation:
             command.insert(1, "-I")
-            libraries = {"LD_LIBRARY_PATH": ":".join(_library_folders())} if _library_folders() else {}
-            environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **libraries}
+            libraries = ":".join(_library_folders())
+            environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "LD_LIBRARY_PATH": libraries}
         if start.isolation == "bubblewrap":
             command = [*_bubblewrap(readable), *command]
         shown = subprocess.DEVNULL if start.isolation else None
         with theirs:
-            try:
-                process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
-                    env=environment,
-                    cwd="/" if start.isolation else None,
-                    stdin=subprocess.DEVNULL,
-                    stdout=shown,
-                    stderr=shown,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                ours.close()
-                raise SandboxError(f"a worker cannot be started: {error}") from error
+            process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                cwd="/" if start.isolation else None,
+                stdin=subprocess.DEVNULL,
+                stdout=shown,
+                stderr=shown,
+                start_new_session=True,
+            )
         with contextlib.suppress(ConnectionError):  # the worker has died, which wait_ready says
             ours.sendall(encode(asdict(start), payload))
         return process, ours
@@ -192,29 +170,17 @@ class Worker:
         return cls(process, channel, *await asyncio.open_connection(sock=channel))
 
     async def fork(self) -> "Worker":
-        """Forks a new worker from this template and returns it. Call :meth:`wait_ready` of the new worker next.
-
-        Raises:
-            SandboxError: the template has died.
-        """
+        """Forks a new worker from this template and returns it. Raises OSError if the template has died."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._send({"fork": True})  # sent at once: a template gets no other messages, so the buffer is empty
-            try:
-                socket.send_fds(self.channel, [b"f"], [theirs.fileno()])
-            except OSError as error:
-                ours.close()
-                raise SandboxError(f"a worker cannot be forked: {error}") from error
+            socket.send_fds(self.channel, [b"f"], [theirs.fileno()])
         return await Worker.of(None, ours)
 
-    async def wait_ready(self) -> list[str]:
-        """Waits until the worker is ready for requests.
+    async def wait_ready(self) -> Message:
+        """Waits until the worker is ready. Returns its reply to :class:`~rl_accel.reward.worker.Start`.
 
-        Returns:
-            Names of the resources ("network", "processes", "files") that untrusted code in the worker shares with this process.
-
-        Raises:
-            SandboxError: the worker cannot start, for example because an import fails. Call :meth:`kill` next.
+        Raises SandboxError if the worker cannot start, for example because an import fails. Call :meth:`kill` then.
         """
         try:
             message, _ = await asyncio.wait_for(self._read(), _START_SECONDS)
@@ -222,36 +188,42 @@ class Worker:
             raise SandboxError(f"a worker was not ready within {_START_SECONDS:g} s, or died") from error
         if message["problem"]:
             raise SandboxError(message["problem"])
-        self.forks, self.renews = "forks" in message, False
-        shared: list[str] = message["shared"]
-        return shared
+        self.renews = False
+        return message
 
     @property
     def gone(self) -> bool:
         """True if the worker has died, or its supervising process has ended."""
         return self.reader.at_eof() or (self.process is not None and self.process.poll() is not None)
 
-    async def run(self, limits: Limits, request: WorkerRequest, payload: bytes) -> tuple[ExecutionResult, bytes]:
-        """Sends a request to the worker and waits for the answer. If cancelled, call :meth:`stop` or :meth:`kill` next.
+    async def run(
+        self, limits: Limits, request: WorkerRequest, payload: bytes, extra: Callable[[], float] = lambda: 0.0
+    ) -> tuple[ExecutionResult, bytes]:
+        """Sends a request to the worker. Returns the result, and the pickled value or exception of the grader, or b"".
 
-        Returns:
-            The result of the execution, and the pickled value or exception of the grader (b"" if there is none).
-
-        Raises:
-            ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died or does not answer.
+        If cancelled, call :meth:`stop` or :meth:`kill` next. ``extra`` returns the seconds by which the time limits are now to be
+        raised, up to ``limits.full``. Call :attr:`refresh_limits` when they have changed. Raises an exception of :data:`_LOST` if
+        the worker has died or does not answer.
         """
-        self._send(asdict(request), payload)
         began = asyncio.get_running_loop().time()
-        self.due = began + limits.wall + _GRACE_SECONDS
+        given = {"wall": limits.wall, "cpu": limits.cpu}
+
+        def raised_limits() -> dict[str, float]:
+            full = limits.full or 0.0
+            raised = {name: max(seconds, min(seconds + extra(), full)) for name, seconds in given.items()}
+            self._expect_message(by=began + raised["wall"])
+            return raised
+
+        def set_limits(wall: float, cpu: float) -> None:
+            given.update(wall=wall, cpu=cpu)
+            self._send(raised_limits())
+
+        self._send(asdict(replace(request, limits=request.limits | raised_limits())), payload)
+        self.refresh_limits = lambda: self._send(raised_limits())
         self.answer = asyncio.ensure_future(self._wait())
-
-        def change(wall: float, cpu: float) -> None:
-            self._send({"wall": wall, "cpu": cpu})
-            self._expect_message(by=began + wall)
-
         # Reads an exception of the future. A cancelled caller would not read it, and asyncio logs exceptions that nobody reads.
         self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
-        with limits.updates.subscribed(change):
+        with limits.updates.subscribed(set_limits):
             return await asyncio.shield(self.answer)
 
     async def stop(self) -> None:
@@ -267,7 +239,6 @@ class Worker:
             # template closes its end of the socket when all its processes have ended.
             self.channel.shutdown(socket.SHUT_RDWR if self.process else socket.SHUT_WR)
         if self.process:
-            self.writer.close()
             try:
                 await asyncio.wait_for(asyncio.to_thread(self.process.wait), _END_SECONDS)
             except TimeoutError:
@@ -279,7 +250,7 @@ class Worker:
             if not self.answer or self.answer.done():
                 with contextlib.suppress(*_LOST):
                     await asyncio.wait_for(self.reader.read(), _END_SECONDS)
-            self.writer.close()
+        self.writer.close()
         with contextlib.suppress(ConnectionError):
             await self.writer.wait_closed()
 
@@ -297,7 +268,7 @@ class Worker:
             if "alive" not in message:
                 self.renews = message.pop("renews", False)
                 if self.renews:
-                    self.history = History()
+                    self.proven, self.longest = set(), {}
                 return ExecutionResult(**message), payload
             self._expect_message(by=self.due - _GRACE_SECONDS)
 
@@ -318,47 +289,6 @@ class Worker:
         return json.loads(await self.reader.readexactly(head_size)), await self.reader.readexactly(size)
 
 
-@dataclass
-class History:
-    """Record of the calls that one process of a grader has answered. The kind of a call is ``Limits.kind``.
-
-    Attributes:
-        proven: kinds of calls to which the process has given a correct answer.
-        longest: seconds of the longest call of each kind.
-    """
-
-    proven: set[str] = field(default_factory=set)
-    longest: dict[str, float] = field(default_factory=dict)
-
-
-class EarlyCall:
-    """Raised time limits of a call in a new process of a grader, which may first have to load something, such as a model.
-
-    A process is new until it has given a correct answer to a call of the same kind (``Limits.kind``).
-
-    Args:
-        limits: normal limits of the call. Only ``wall``, ``cpu`` and ``full`` are used.
-        extra: seconds by which ``wall`` and ``cpu`` are raised, up to ``full``.
-    """
-
-    def __init__(self, limits: Limits, extra: float) -> None:
-        self._seconds, self._full, self._extra = (limits.wall, limits.cpu), limits.full or 0.0, extra
-        self.updates = LimitUpdates()
-
-    def raised(self) -> tuple[float, float]:
-        """Returns the raised limits: wall seconds and CPU seconds."""
-        wall, cpu = (max(seconds, min(seconds + self._extra, self._full)) for seconds in self._seconds)
-        return wall, cpu
-
-    def set_limits(self, wall: float, cpu: float) -> None:
-        self._seconds = wall, cpu
-        self.updates.publish(*self.raised())
-
-    def set_extra(self, extra: float) -> None:
-        self._extra = extra
-        self.updates.publish(*self.raised())
-
-
 class WorkerPool:
     """Pool of at most ``size`` worker processes for one grader, or for programs under test. Use it from one event loop only.
 
@@ -367,16 +297,13 @@ class WorkerPool:
 
     Args:
         size: maximum number of workers; None: number of cores that this process may use.
-        computing: maximum number of workers for a grader without isolation that computes. More workers, up to ``size``, are started
-            only while all workers mostly wait for something other than a processor. None: ``size``.
         start, payload: first message to each worker, and the payload of this message; see :class:`~rl_accel.reward.worker.Start`.
         readable: files and folders that bubblewrap shows read-only, in addition to the interpreter and the system's programs.
+        computing: maximum number of workers for a grader without isolation that computes. More workers, up to ``size``, are started
+            only while all workers mostly wait for something other than a processor. None: ``size``.
 
     Attributes:
         deaths: number of workers that died, or that were killed because they did not answer.
-
-    Raises:
-        ValueError: ``size`` is below 1.
     """
 
     def __init__(
@@ -403,7 +330,6 @@ class WorkerPool:
         self._waiting: deque[asyncio.Future[Worker]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting = 0
-        self._early_calls: list[tuple[str, EarlyCall]] = []
         self._early_seconds: dict[str, deque[float]] = {}
         self._growth: asyncio.TimerHandle | None = None
         self._closed = False
@@ -411,26 +337,22 @@ class WorkerPool:
 
     def warm_up(self) -> None:
         """Starts the first worker and waits until it is ready or has failed. Needs no event loop."""
-        self._launched = Worker.launch(self._start, self._payload, self._readable)
-        poll = select.poll()
-        poll.register(self._launched[1], select.POLLIN)
-        poll.poll(_START_SECONDS * 1000)
+        try:
+            self._launched = Worker.launch(self._start, self._payload, self._readable)
+        except OSError as error:
+            raise SandboxError(f"a worker cannot be started: {error}") from error
+        wait_for([self._launched[1].fileno()], _START_SECONDS)
 
     async def _run(self, limits: Limits, request: WorkerRequest, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
         """Runs a request on the next free worker. Returns the same as :meth:`Worker.run`.
 
-        If the worker dies, runs the request on another worker. If this worker dies, too, the verdict is "killed".
-
-        Raises:
-            SandboxError: no worker can be started, or the pool is closed.
+        If the worker dies, runs the request on another one. If that dies too, the verdict is "killed". Raises SandboxError if no
+        worker can be started, or if the pool is closed.
         """
         for attempt in (1, 2):
             worker = await self._take()
             try:
-                if limits.kind in worker.history.proven or self._start.isolation:
-                    answer = await worker.run(limits, request, payload)
-                else:
-                    answer = await self._run_early(worker, limits, request, payload)
+                answer = await self._run_on(worker, limits, request, payload)
             except _LOST as error:
                 self.deaths += 1
                 await self._end(worker)
@@ -449,42 +371,30 @@ class WorkerPool:
                 return answer
         return ExecutionResult("killed", reason="two workers died while running it"), b""
 
-    async def _run_early(
+    async def _run_on(
         self, worker: Worker, limits: Limits, request: WorkerRequest, payload: bytes
     ) -> tuple[ExecutionResult, bytes]:
-        """Runs a request with the higher time limits of an :class:`EarlyCall`. Returns the same as :meth:`Worker.run`."""
-        kind, history = limits.kind, worker.history
-        call = EarlyCall(limits, self._extra_seconds(kind))
-        wall, cpu = call.raised()
-        raised = replace(limits, wall=wall, cpu=cpu, updates=call.updates)
-        self._early_calls.append((kind, call))
-        try:
-            with limits.updates.subscribed(call.set_limits):
-                result, body = await worker.run(raised, replace(request, limits=raised.numbers()), payload)
-        finally:
-            self._early_calls.remove((kind, call))
-        history.longest[kind] = max(result.wall - result.waited, history.longest.get(kind, 0.0))
-        return replace(result, prove=functools.partial(self._prove, kind, history)), body
+        """Runs a request on ``worker``, with more time in a new process of a grader, which may first have to load a model.
 
-    def _prove(self, kind: str, history: History) -> None:
-        """Records that a process has given its first correct answer to a call of ``kind``.
-
-        Also updates the time limits of all running :class:`EarlyCall` of this kind.
+        A process is new until it has given a correct answer to a call of the same kind.
         """
-        history.proven.add(kind)
-        self._early_seconds.setdefault(kind, deque(maxlen=_EARLY_PROCESSES)).append(history.longest[kind])
-        for other, call in self._early_calls:
-            if other == kind:
-                call.set_extra(self._extra_seconds(kind))
+        kind, proven, longest = limits.kind, worker.proven, worker.longest
+        if self._start.isolation or kind in proven:
+            return await worker.run(limits, request, payload)
+        seconds_of_others = self._early_seconds.setdefault(kind, deque(maxlen=_EARLY_PROCESSES))
 
-    def _extra_seconds(self, kind: str) -> float:
-        """Returns the extra seconds for a call in a new process, see :class:`EarlyCall`; infinity before the first correct answer.
+        def prove() -> None:
+            proven.add(kind)
+            seconds_of_others.append(longest[kind])
+            for running in self._workers:
+                running.refresh_limits()
 
-        The result is twice the median, over earlier processes, of the longest call up to the first correct answer.
-        """
-        # Loading happens in one of these calls. The median ignores a few calls that were slow for another reason.
-        seconds = self._early_seconds.get(kind)
-        return _EARLY_FACTOR * statistics.median(seconds) if seconds else math.inf
+        def extra() -> float:
+            return _EARLY_FACTOR * statistics.median(seconds_of_others) if seconds_of_others else math.inf
+
+        result, body = await worker.run(limits, request, payload, extra)
+        longest[kind] = max(result.wall - result.waited, longest.get(kind, 0.0))
+        return replace(result, prove=prove), body
 
     async def close(self) -> None:
         """Ends all workers. Stops running executions, whose callers get a SandboxError."""
@@ -509,7 +419,7 @@ class WorkerPool:
                 channel.shutdown(socket.SHUT_RDWR)
 
     async def _stop(self, worker: Worker) -> None:
-        """Stops the execution of a worker and frees the worker. Kills the worker if the execution does not stop in time."""
+        """Stops the execution of a worker and frees the worker, or kills the worker if that takes too long."""
         try:
             await worker.stop()
         except _LOST:
@@ -518,7 +428,6 @@ class WorkerPool:
             self._free(worker)
 
     async def _take(self) -> Worker:
-        """Returns a free worker. Waits for one if all are busy."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         while self._idle:
@@ -538,14 +447,10 @@ class WorkerPool:
             raise
 
     def _free(self, worker: Worker) -> None:
-        """Gives a worker to the call that has waited longest. If no call waits, the worker becomes idle.
-
-        If the worker is replacing its process, does so when the new process is ready.
-        """
+        """Gives a worker to the call that has waited longest, or keeps it idle. First waits for its new process if it has none."""
         if worker.renews:
             self._do(self._welcome(worker))
-            return
-        if waiter := self._next_waiting():
+        elif waiter := self._next_waiting():
             waiter.set_result(worker)
         else:
             self._idle.append(worker)
@@ -558,22 +463,16 @@ class WorkerPool:
         return None
 
     def _handle_failed_start(self, error: SandboxError) -> None:
-        """Handles the ``error`` of a worker that cannot start.
-
-        If a grader without isolation has other workers, their number does not grow from now on. Otherwise raises ``error`` in the
-        call that has waited longest.
-        """
+        """Stops the growth of a grader that has other workers, or raises ``error`` in the call that has waited longest."""
         if self._workers and not self._start.isolation:  # for example, a second import cannot bind the same port
             self.size = len(self._workers)
-            text = "rl-accel: the number of grader processes stays at %d, because another cannot start: %s"
-            logger.warning(text, self.size, error)
+            message = "rl-accel: the number of grader processes stays at %d, because another cannot start: %s"
+            logger.warning(message, self.size, error)
         elif waiter := self._next_waiting():
             waiter.set_exception(error)
 
     def _grow_soon(self) -> None:
-        """Starts workers for the waiting calls: at once, or for a grader without isolation that has a worker, after
-        :data:`_WAIT_SECONDS`.
-        """
+        """Starts workers for the waiting calls: at once, or after :data:`_WAIT_SECONDS` if a trusted grader has a worker."""
         if self._starting + len(self._workers) == 0 or self._start.isolation:
             self._grow()
         elif self._growth is None:
@@ -620,19 +519,19 @@ class WorkerPool:
                 self._grow_soon()
 
     async def _welcome(self, worker: Worker) -> None:
-        """Waits until a new worker is ready. Keeps a template for later forks, and adds any other worker to the pool."""
+        """Waits until a worker is ready, then adds it to the pool, or keeps it as the template, which takes no calls."""
         try:
-            shared = await worker.wait_ready()
+            ready = await worker.wait_ready()
         except BaseException as error:
             await self._end(worker)
             if not isinstance(error, SandboxError):
                 raise
             return self._handle_failed_start(error)
-        if shared and not self._warned:
+        if ready["shared"] and not self._warned:
             self._warned = True
-            logger.warning("rl-accel: untrusted programs share this user's %s", " and ".join(shared))
+            logger.warning("rl-accel: untrusted programs share this user's %s", " and ".join(ready["shared"]))
         self._unready.discard(worker)
-        if worker.forks:
+        if "forks" in ready:
             self._template = worker
         else:
             self._workers.add(worker)

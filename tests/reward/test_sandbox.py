@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl_accel.reward import worker_pool
 from rl_accel.reward.execution import Limits
 from rl_accel.reward.sandbox import Case, Sandbox, SandboxError, bubblewrap_problem
 
@@ -294,6 +295,14 @@ def test_a_wrong_order_is_named(order, message):
 def test_bubblewrap_that_does_not_work_is_refused_where_it_is_asked_for():
     with pytest.raises(SandboxError, match="bubblewrap does not work here"):
         Sandbox(1, "bubblewrap")
+
+
+async def test_bubblewrap_may_lie_anywhere_on_the_path_of_this_process(tmp_path, monkeypatch, closed_later):
+    (tmp_path / "bwrap").write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done; shift; exec "$@"\n')
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(worker_pool, "bubblewrap_problem", worker_pool.bubblewrap_problem.__wrapped__)
+    assert (await closed_later(Sandbox(1, "bubblewrap")).run("print(1)", PRINT)).verdict == "passed"
 
 
 LONG = Limits(wall=600, cpu=600)

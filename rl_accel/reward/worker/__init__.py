@@ -1,17 +1,16 @@
-"""Worker process: watches an execution, and at a limit kills the execution with all processes that the execution has started.
+"""Worker process: watches an execution, and at a limit kills it with all processes that it has started.
 
 An execution is a run of a program under test, or a call of a grader. For untrusted code, the worker forks one process per execution
 (see ``server``). A trusted grader stays in one process, which serves call after call and is replaced after a limit has stopped it
 (see ``keeper``).
 
-This file defines the messages between the worker and the trainer process, which sends the requests. A message is JSON followed by
-raw bytes (the payload). This file is also the script that starts a worker: ``python <this file> <socket descriptor>``. A worker
-imports the standard library only. A fork of the worker thus has the modules that programs usually import, and no module of the
-trainer process.
+This file defines the messages between the worker and the trainer process, which sends the requests. It is also the script that
+starts a worker: ``python <this file> <socket descriptor>``. A worker imports the standard library only, so that a program under
+test finds the modules that programs usually import, and no module of the trainer process.
 """
 
+import contextlib
 import importlib
-import importlib.util
 import json
 import os
 import pickle
@@ -19,12 +18,13 @@ import select
 import socket
 import struct
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
 SIZES = struct.Struct("!QQ")
-"""Header of a message: length of the JSON text and length of the payload, both in bytes."""
+"""Header of a message, which is JSON text followed by raw bytes (the payload): the lengths of both in bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,15 @@ class Start:
     Its payload is empty, or a pickled pair: the keyword arguments of the function that returns the grader (None if ``target`` is
     the grader itself), and the keyword arguments of the grader that are the same in all calls.
 
-    The worker replies with a message of two keys. ``problem`` is the reason why the worker cannot serve, or "". ``shared`` lists
-    what untrusted code shares with the trainer process: "network", "processes", "files".
+    The reply of the worker has two keys, and ``forks`` if the worker is a template. ``problem`` is the reason why it cannot serve,
+    or "". ``shared`` lists what untrusted code shares with the trainer process: "network", "processes", "files".
 
-    Attributes:
+    Attributes: as in :class:`rl_accel.reward.sandbox.Graders`, and
         isolation: "process" or "bubblewrap" for untrusted code; "" for a trusted grader, which has time limits only.
-        folder: for untrusted code, parent folder of its temporary folder. For a trusted grader, working folder during the import;
-            "" for that of the trainer process.
-        target: import path of the grader, "module:function" or "/path/file.py:function"; "" to run programs.
+        folder: for untrusted code, parent folder of its temporary folder.
+        target: "" to run programs.
         path: ``sys.path`` of the worker; None keeps the default.
-        in_thread: True calls a trusted grader outside the main thread.
-        environment: environment variables for a trusted grader, in addition to those of the trainer process.
-        reseed: True seeds random numbers anew, so that they differ from those of earlier processes of the same grader.
-        setup: name of a function, "module:function", that is called with ``environment`` before the import of a trusted grader.
+        reseed: True to seed random numbers anew, so that they differ from those of earlier processes of the same grader.
         logging: arguments of ``logging.basicConfig`` for a process of a trusted grader; {} leaves Python's logging as it is.
     """
 
@@ -63,10 +59,9 @@ class Start:
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """Request to a worker: execute a program on a test case, or call the grader.
+    """Request to a worker: execute a program on a test case, or call the grader with the pickled arguments in the payload.
 
-    The payload holds the pickled arguments of the grader. During the execution, the message ``{"stop": True}`` stops the execution,
-    and ``{"wall": ..., "cpu": ...}`` sets new time limits in seconds.
+    During the execution, the message ``{"stop": True}`` stops it, and ``{"wall": ..., "cpu": ...}`` sets new limits in seconds.
 
     The worker's answer has the fields of an :class:`rl_accel.reward.execution.ExecutionResult`. Its payload is the pickled value or
     exception of the grader. If the answer contains ``renews``, the worker is replacing the process of the grader: it sends the
@@ -75,7 +70,7 @@ class WorkerRequest:
     Attributes:
         limits: resource limits by name, see :class:`rl_accel.reward.execution.Limits`.
         code: source code of the program; "" for a grader.
-        case: fields of the test case, see :class:`rl_accel.reward.sandbox.Case`; {} for a grader.
+        case: fields of a :class:`rl_accel.reward.sandbox.Case`; {} for a grader.
     """
 
     limits: dict[str, float]
@@ -98,13 +93,10 @@ class Channel:
         control.setblocking(True)  # code of the user may have called socket.setdefaulttimeout
         self.descriptors = {control.fileno()} if reaper is None else {control.fileno(), reaper}
         self.reaper = reaper
-        self._poll = select.poll()
-        for descriptor in self.descriptors:
-            self._poll.register(descriptor, select.POLLIN)
 
     def next(self) -> tuple[Message, bytes]:
         """Returns the next message and its payload. Raises PeerClosed if the other end is closed or the reaper has ended."""
-        if self.reaper in {descriptor for descriptor, _ in self._poll.poll()}:
+        if self.reaper in wait_for(self.descriptors):
             raise PeerClosed
         head_size, size = SIZES.unpack(self._receive(SIZES.size))
         return json.loads(self._receive(head_size)), self._receive(size)
@@ -129,18 +121,20 @@ class Channel:
         return bytes(data)
 
 
-def dumps(value: Any) -> bytes:
-    """Returns ``value`` pickled. Uses cloudpickle if pickle fails or if ``value`` refers to this process's ``__main__``.
+def wait_for(descriptors: Iterable[int], seconds: float | None = None) -> set[int]:
+    """Waits until a file descriptor can be read or is closed by its peer. Returns all such descriptors; none after ``seconds``."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if seconds is None else seconds * 1000)}
 
-    Raises:
-        Exception: cloudpickle cannot pickle ``value`` either.
-    """
-    try:
+
+def dumps(value: Any) -> bytes:
+    """Returns ``value`` pickled: by cloudpickle if pickle fails or if ``value`` refers to this process's ``__main__``."""
+    with contextlib.suppress(Exception):  # cloudpickle says why, if it fails as well
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         if b"__main__" not in data:
             return data
-    except Exception:
-        pass  # cloudpickle says why, if it fails as well
     import cloudpickle
 
     plain: bytes = cloudpickle.dumps(value)
@@ -148,29 +142,18 @@ def dumps(value: Any) -> bytes:
 
 
 def encode(message: Message, payload: bytes) -> bytes:
-    """Returns a message and its payload as bytes: header, JSON text, payload."""
     head = json.dumps(message).encode()
     return SIZES.pack(len(head), len(payload)) + head + payload
 
 
 def decode(data: bytearray) -> tuple[Message, bytes]:
-    """Returns the message and the payload that ``data`` holds. ``data`` must be one complete result of :func:`encode`."""
+    """Returns message and payload from one complete result of :func:`encode`."""
     end = SIZES.size + SIZES.unpack_from(data)[0]
     return json.loads(data[SIZES.size : end]), bytes(memoryview(data)[end:])
 
 
-def _main() -> None:
-    """Runs the worker until the socket is closed. The first command-line argument is the file descriptor of the socket."""
-    # loaded as a package, or ``import watch`` in a program might find our ``watch.py``
-    folder = os.path.dirname(os.path.abspath(__file__))
-    spec = importlib.util.spec_from_file_location("rl_accel_worker", __file__, submodule_search_locations=[folder])
-    if spec is None or spec.loader is None:
-        raise ImportError(f"no worker in {folder}")
-    package = importlib.util.module_from_spec(spec)
-    sys.modules["rl_accel_worker"] = package
-    spec.loader.exec_module(package)
-    importlib.import_module("rl_accel_worker.server").main(int(sys.argv[1]))
-
-
 if __name__ == "__main__":
-    _main()
+    # The worker's files become a package, or ``import watch`` in a program might find our ``watch.py``.
+    __path__ = [os.path.dirname(os.path.abspath(__file__))]
+    sys.modules["rl_accel_worker"] = sys.modules["__main__"]
+    importlib.import_module("rl_accel_worker.server").main(int(sys.argv[1]))

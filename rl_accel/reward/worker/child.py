@@ -27,9 +27,8 @@ class Grader:
     """A grader as this process has imported it.
 
     Attributes:
-        function: the grader itself.
         constants: keyword arguments of the grader that are the same in all calls, by name.
-        random_state: state of Python's random numbers after the import. A fork seeds them anew, also if the import has seeded them.
+        random_state: state of Python's random numbers after the import, which every fork but the first replaces by a new seed.
     """
 
     function: Callable[..., Any]
@@ -38,7 +37,7 @@ class Grader:
 
 
 def run_program(code: str, case: dict[str, str]) -> bytes:
-    """Runs the program ``code`` on a test case. Returns the report: a JSON object with the keys ``verdict`` and ``reason``."""
+    """Runs the program ``code`` on a test case. Returns its report: a JSON object with the keys ``verdict`` and ``reason``."""
     verdict, reason = "passed", ""
     try:
         sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8", errors="surrogateescape")
@@ -67,16 +66,12 @@ def _call(namespace: dict[str, Any], case: dict[str, str]) -> tuple[str, str]:
 def verdict_of(
     stopped: str, status: int, report: bytes, printed: str, case: dict[str, str], grader: Grader | None
 ) -> tuple[str, str, bytes]:
-    """Returns three values: verdict on an execution, reason for the verdict, and pickled return value of a grader (or b"").
+    """Returns the verdict on an execution, the reason for the verdict, and the pickled return value of a grader (or b"").
 
     Args:
         stopped: name of the limit that stopped the execution, or "".
         status: status of the child process from ``os.waitpid``, if no limit stopped the execution.
-        report: bytes from the child process: the result of :func:`run_program` or :func:`grade`, or anything else that untrusted
-            code wrote.
-        printed: text that the execution printed.
-        case: test case of the program.
-        grader: the grader; None for a program.
+        report: result of :func:`run_program` or :func:`grade` in the child process, or anything else that untrusted code wrote.
     """
     if stopped:
         verdicts = {"wall": "timeout", "cpu": "timeout", "memory": "memory"}
@@ -102,13 +97,9 @@ def _lines(text: str) -> list[str]:
 
 
 def find_grader(start: Start, payload: bytes) -> Grader:
-    """Sets ``sys.path`` and environment as ``start`` says. Then imports and returns the grader that ``start.target`` names.
+    """Prepares this process as ``start`` (with its ``payload``) says, then imports and returns the grader.
 
-    ``payload`` is the payload of the message ``start``. If it holds arguments, ``start.target`` names a function that is called
-    with them and returns the grader.
-
-    Raises:
-        BaseException: any error of the import or of the call. A TypeError if the result is not callable.
+    Raises any error of the import, and TypeError if the result is not callable.
     """
     if start.path is not None:
         sys.path[:] = start.path
@@ -134,7 +125,6 @@ def find_grader(start: Start, payload: bytes) -> Grader:
 
 
 def _load(path: str) -> Any:
-    """Executes the Python file ``path`` and returns the resulting module, which is not added to ``sys.modules``."""
     spec = importlib.util.spec_from_file_location(f"grader_{abs(hash(path))}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
@@ -168,7 +158,7 @@ def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], 
 
 
 def _changes(given: dict[Any, Any], before: dict[Any, bytes]) -> dict[Any, Any]:
-    """Returns the arguments in ``given`` that the call has changed. ``before`` holds pickled copies from before the call."""
+    """Returns the arguments in ``given`` that differ from their pickled copies in ``before``."""
     changed = {}
     for name, data in before.items():
         with contextlib.suppress(Exception):  # the grader has added something that cannot be pickled
@@ -178,10 +168,7 @@ def _changes(given: dict[Any, Any], before: dict[Any, bytes]) -> dict[Any, Any]:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Returns the exception ``error`` pickled, with its traceback as a note.
-
-    An error that is no Exception, such as SystemExit, is replaced by a RuntimeError with the same text.
-    """
+    """Returns ``error`` pickled, with its traceback as a note. Replaces an error that is no Exception by a RuntimeError."""
     try:
         trace = "".join(traceback.format_exception(error))
         # SystemExit would end the thread of the trainer process that raises it again
@@ -198,10 +185,9 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _with_text(error: Exception) -> Any:
-    """Returns what pickle needs (see :mod:`copyreg`) to restore an exception that it cannot restore otherwise.
+    """Reduces an exception that pickle cannot restore otherwise to what :mod:`copyreg` wants.
 
-    The restored exception has the same text, and its type is a subclass of the original type. Parts that cannot be pickled are
-    missing.
+    The restored exception has the same text and a subclass of the type, but lacks parts that cannot be pickled.
     """
     kind, text = type(error), str(error)
     state = {name: value for name, value in vars(error).items() if _survives(value)}
@@ -210,7 +196,7 @@ def _with_text(error: Exception) -> Any:
 
 
 def _survives(value: Any) -> bool:
-    """Returns whether ``value`` can be pickled and unpickled. For an exception, also requires that its text stays the same."""
+    """Returns whether ``value`` can be pickled and unpickled; an exception, with the same text."""
     try:
         copy = pickle.loads(dumps(value))
     except Exception:
@@ -219,11 +205,7 @@ def _survives(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Converts ``value`` to plain numbers, text, bytes, lists, tuples, sets and dicts; an array becomes a list of numbers.
-
-    Raises:
-        TypeError: ``value`` contains another type.
-    """
+    """Converts ``value`` to plain numbers, text, bytes, lists, tuples, sets and dicts. Raises TypeError if it has other parts."""
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return value
     if isinstance(value, dict):
@@ -240,7 +222,7 @@ def _plain(value: Any) -> Any:
 
 
 def problem_of(error: BaseException) -> str:
-    """Returns type and text of an error in an import, with the file and the line that raised the error."""
+    """Returns type and text of ``error``, with the file and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
     return f"{_describe(error)}{place}"

@@ -1,4 +1,4 @@
-"""Isolation of untrusted code: Linux namespaces, a separate user if the worker is root, and removal of this user's files."""
+"""Isolation of untrusted code: Linux namespaces, and if the worker is root a separate user, whose files are removed."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ _WRITABLE_BY_ALL = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def prctl(option: int, value: int) -> None:
-    """Sets an attribute of this process, such as "no new privileges". Ignores attributes that the kernel does not know."""
+    """Sets an attribute of this process, if the kernel knows it."""
     _LIBC.prctl(option, value, 0, 0, 0)
 
 
@@ -35,7 +35,7 @@ def drop_capabilities() -> None:
 
 
 def pid_namespace_works() -> bool:
-    """True if :func:`enter_pid_namespace` and :func:`mount_own_proc` work on this machine. Tries both functions in a fork."""
+    """True if :func:`enter_pid_namespace` and :func:`mount_own_proc` work on this machine, by a trial in a fork."""
     if trial := os.fork():
         return os.waitpid(trial, 0)[1] == 0
     with contextlib.suppress(BaseException):
@@ -48,12 +48,9 @@ def pid_namespace_works() -> bool:
 
 
 def enter_pid_namespace() -> None:
-    """Makes the next fork of this process the first process of a new PID namespace.
+    """Makes the next fork of this process the first process of a new PID namespace, whose processes all end with it.
 
-    All processes in the namespace are killed when this first process ends.
-
-    Raises:
-        OSError: the kernel does not allow this.
+    Raises OSError if the kernel forbids it.
     """
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
@@ -81,8 +78,8 @@ def leave_network() -> bool:
 def let_interpreter_be_read() -> str:
     """Lets other users read the interpreter and the folders in ``sys.path``. Returns the reason why this failed, or "".
 
-    If they lie in a folder that is closed to other users, such as /root, this process and its children see an open folder in its
-    place, which contains only the interpreter and the folders in ``sys.path``.
+    In place of a folder that is closed to other users, such as /root, this process and its children see an open one with only the
+    interpreter and the folders in ``sys.path``.
     """
     roots = (sys.base_prefix, sys.prefix, *sys.path)
     interpreter = tuple(map(os.path.realpath, roots[:2]))
@@ -143,7 +140,7 @@ class Identity:
 
     Attributes:
         uid: the user id, also used as group id.
-        claim: socket that reserves the user id: its name contains the id, and only one socket on the machine can have this name.
+        claim: socket that reserves the user id: only one socket on the machine can have its name, which contains the id.
     """
 
     uid: int
@@ -152,10 +149,9 @@ class Identity:
 
     @classmethod
     def take(cls) -> "Identity | None":
-        """Reserves and returns the first free user id. Returns None if this process may not run code as another user.
+        """Reserves and returns the first free user id; None if this process may not run code as another user.
 
-        Raises:
-            OSError: all user ids in :data:`UIDS` are taken.
+        Raises OSError if all user ids in :data:`UIDS` are taken.
         """
         if not _may_change_user():
             return None
@@ -184,16 +180,11 @@ class Identity:
                 changed = os.stat(folder).st_mtime_ns
                 if self._cleaned.get(folder) != changed:
                     for entry in os.scandir(folder):
-                        self._remove(entry)
+                        with contextlib.suppress(OSError):
+                            if entry.stat(follow_symlinks=False).st_uid == self.uid:
+                                is_folder = entry.is_dir(follow_symlinks=False)
+                                (remove if is_folder else os.unlink)(entry.path)
                     self._cleaned[folder] = changed  # time before the scan, so that the next call sees later changes
-
-    def _remove(self, entry: "os.DirEntry[str]") -> None:
-        with contextlib.suppress(OSError):
-            if entry.stat(follow_symlinks=False).st_uid == self.uid:
-                if entry.is_dir(follow_symlinks=False):
-                    remove(entry.path)
-                else:
-                    os.unlink(entry.path)
 
 
 def _may_change_user() -> bool:
@@ -212,7 +203,7 @@ def _may_change_user() -> bool:
 
 
 def remove(folder: str) -> None:
-    """Removes ``folder``, even if its permissions forbid access or it is nested too deeply for Python. Ignores a missing folder."""
+    """Removes ``folder``, even if it is missing, closed by its permissions, or nested too deeply for Python."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Long-lived processes for a trusted grader. One process serves call after call.
 
-A keeper (a process that supervises the grader process) replaces the grader process after a limit has stopped it.
+A keeper supervises the grader process, and replaces it after a limit has stopped it.
 
 The first process that imports a grader becomes the grader's template if forking this process is safe. All keepers are then forks of
 the template, and grader processes are forks of their keeper, so that the import costs time and memory once. If the import leaves
@@ -12,31 +12,31 @@ import fcntl
 import gc
 import os
 import random
-import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from . import Channel, Message, PeerClosed, Start, WorkerRequest, decode, encode
+from . import Channel, Message, PeerClosed, Start, WorkerRequest, decode, encode, wait_for
 from .child import Grader, find_grader, grade, problem_of
 from .isolation import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from .watch import Sink, Watch, cpu_of_ended, descendants, kill_all, seconds_waited
 
 _DECAY = 0.9
-"""Factor by which earlier calls count less at each new call, in the sums of wall seconds and busy seconds."""
+"""Weight that earlier calls keep at each new call when wall seconds and busy seconds are summed up. Chosen by hand: the last ten
+calls decide whether a grader mostly waits."""
 
 
 @dataclass
 class Keeper:
     """Supervises one process that calls the grader, and replaces this process if it was stopped or died.
 
-    ``start`` is the first message to the worker, ``arguments`` its payload. ``grader`` is None, or the imported grader if this
-    keeper is a fork of the template.
+    Attributes:
+        start, arguments: first message to the worker, and its payload.
+        grader: imported grader if this keeper is a fork of the template; else None.
     """
 
     channel: Channel
@@ -44,38 +44,35 @@ class Keeper:
     arguments: bytes
     grader: Grader | None = None
 
-    def __post_init__(self) -> None:
-        self._may_be_template = self.grader is None
-
     def serve(self) -> NoReturn:
         """Answers requests, one at a time, until the trainer process or the reaper (supervising process) has ended. Then exits."""
+        may_be_template = self.grader is None
         try:
             while True:
-                self._serve_with_one_process()
-                self.start, self._may_be_template = replace(self.start, reseed=True), False
+                self._serve_with_one_process(may_be_template)
+                self.start, may_be_template = replace(self.start, reseed=True), False
         except PeerClosed:
             with contextlib.suppress(BaseException):
                 kill_all()
         finally:
             os._exit(0)
 
-    def _serve_with_one_process(self) -> None:
-        """Starts a grader process and answers requests until the grader process is stopped or dies.
+    def _serve_with_one_process(self, may_be_template: bool) -> None:
+        """Starts a grader process and passes requests to it. Returns once it is stopped or dies during a call.
 
-        Raises:
-            PeerClosed: the trainer process or the reaper (supervising process) has ended, or the grader process cannot serve.
+        Raises PeerClosed if the trainer process or the reaper ends, if the grader cannot be imported, or if the template ends.
         """
         ours, theirs = socket.socketpair()
         child = os.fork()
         if child == 0:
             ours.close()
-            self._run_grader_process(Channel(theirs))
+            self._run_grader_process(Channel(theirs), may_be_template)
         theirs.close()
         with ours:
             ready = self._wait_until_ready(ours, child)
             self.channel.send(ready)
             if ready.get("forks"):  # the process is a template, which reads the messages to the worker itself
-                _wait_for([os.pidfd_open(child), *self.channel.descriptors - {self.channel.control.fileno()}])
+                wait_for([os.pidfd_open(child), *self.channel.descriptors - {self.channel.control.fileno()}])
             elif not ready["problem"]:
                 while True:
                     request, payload = self.channel.next()
@@ -84,16 +81,17 @@ class Keeper:
         raise PeerClosed
 
     def _wait_until_ready(self, process: socket.socket, child: int) -> Message:
-        """Waits for the first message of the new grader process (socket ``process``, pid ``child``) and returns it."""
+        """Returns the first message of the new grader process (socket ``process``, pid ``child``)."""
         report, ended = Sink(process.fileno()), os.pidfd_open(child)
-        while not report.whole:
-            found = _wait_for([report.descriptor, ended, *self.channel.descriptors])
-            if found & self.channel.descriptors:
-                self.channel.next()  # raises PeerClosed, or returns a message for an ended execution
-            elif (not report.read() or ended in found) and not report.whole:  # a child of it may hold the pipe open
-                os.close(ended)
-                return {"problem": "the process of the grader ended while it was imported", "shared": []}
-        os.close(ended)
+        try:
+            while not report.whole:
+                found = wait_for([report.descriptor, ended, *self.channel.descriptors])
+                if found & self.channel.descriptors:
+                    self.channel.next()  # raises PeerClosed, or returns a message for an ended execution
+                elif (not report.read() or ended in found) and not report.whole:  # a child of it may hold the pipe open
+                    return {"problem": "the process of the grader ended while it was imported", "shared": []}
+        finally:
+            os.close(ended)
         return decode(report.data)[0]
 
     def _call(self, request: WorkerRequest, payload: bytes, process: socket.socket, child: int) -> bool:
@@ -101,9 +99,9 @@ class Keeper:
 
         Returns False if the grader process was stopped or died, else True.
         """
-        limits = {"wall": request.limits["wall"]}  # a grader may compute on all cores
         report = Sink(process.fileno())
-        watch = Watch(limits, self.channel, (), report)
+        # no limit on CPU seconds: a grader may compute on all cores
+        watch = Watch({"wall": request.limits["wall"]}, self.channel, (), report)
         process.setblocking(True)
         with contextlib.suppress(OSError):  # the process has died, which the watch notices
             process.sendall(encode({}, payload))
@@ -118,18 +116,15 @@ class Keeper:
         self.channel.send({"verdict": verdict, "reason": reason, **seconds, "renews": True})
         return False
 
-    def _run_grader_process(self, calls: Channel) -> NoReturn:
-        """Body of the grader process: imports the grader if necessary, reports success or an error to the keeper, serves calls.
-
-        If this process becomes the template, it forks keepers instead of serving calls.
-        """
+    def _run_grader_process(self, calls: Channel, may_be_template: bool) -> NoReturn:
+        """Body of the grader process: imports the grader if necessary, reports to the keeper, serves calls or forks keepers."""
         try:
             os.setsid()
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("1000")  # out of memory, the kernel kills this process before the trainer process
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if not self._may_be_template:
+            if not may_be_template:
                 self.channel.control.close()
             if self.grader is None:
                 connections = _connections()
@@ -138,7 +133,7 @@ class Keeper:
                 except BaseException as error:
                     calls.send({"problem": problem_of(error), "shared": []})
                     os._exit(0)
-                if self._may_be_template and _fork_is_safe(connections):
+                if may_be_template and _fork_is_safe(connections):
                     calls.send({"problem": "", "shared": [], "forks": True})
                     self._serve_forks(self.grader)
             if self.start.reseed:
@@ -178,8 +173,8 @@ class Keeper:
 
 def _serve_calls(calls: Channel, grader: Grader) -> None:
     process, wall, busy = os.getpid(), 0.0, 0.0
-    while True:
-        try:
+    with contextlib.suppress(PeerClosed):
+        while True:
             _, payload = calls.next()
             began, busy_before = time.monotonic(), _seconds_busy()
             head, body = grade(grader, payload, plain=False)
@@ -191,8 +186,6 @@ def _serve_calls(calls: Channel, grader: Grader) -> None:
             if os.getpid() != process:  # this process is a fork that the grader has made
                 os._exit(0)
             calls.send({**head, "waits": busy < wall / 2}, body)
-        except PeerClosed:
-            os._exit(0)
 
 
 def _seconds_busy() -> float:
@@ -200,15 +193,8 @@ def _seconds_busy() -> float:
     return time.process_time() + cpu_of_ended() + seconds_waited("/proc/thread-self")
 
 
-def _wait_for(descriptors: Iterable[int]) -> set[int]:
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in poll.poll()}
-
-
 def _fork_is_safe(connections_before: set[str]) -> bool:
-    """True if the import of the grader has left a single thread, no child process, no new connection and no SIGCHLD handler."""
+    """True if the import of the grader has left one thread, no child process, no new connection and no SIGCHLD handler."""
     if signal.getsignal(signal.SIGCHLD) != signal.SIG_DFL:  # a keeper would not learn how its processes end
         return False
     # The trial fork makes OpenBLAS, which numpy loads, end its threads, so that they are not counted. They restart later.
@@ -220,8 +206,7 @@ def _fork_is_safe(connections_before: set[str]) -> bool:
 
 
 def _connections() -> set[str]:
-    """Returns each open file descriptor that a fork must not share, as text "number target". Leaves out files open for
-    reading only."""
+    """Returns the open file descriptors that a fork must not share (all but files open for reading), as text "number target"."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -233,7 +218,7 @@ def _connections() -> set[str]:
 
 
 def _reseed() -> None:
-    """Reseeds the random number generators, so that processes forked after the same import draw different numbers."""
+    """Seeds random numbers anew, so that processes forked after the same import draw different ones."""
     random.seed()
     if numbers := sys.modules.get("numpy.random"):
         numbers.seed()

@@ -1,7 +1,6 @@
-"""Start of a worker process, request loop of the worker, and reaper (the process that supervises and outlives the worker).
+"""Start of a worker process, its reaper (the process that supervises and outlives it), and its request loop for untrusted code.
 
-The request loop forks one process per request and sends one answer. A trusted grader needs no fork per request; ``keeper`` then
-replaces the request loop.
+The request loop forks one process per request and sends one answer. For a trusted grader, ``keeper`` replaces it.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NoReturn
 
-from . import Channel, PeerClosed, Start, WorkerRequest, isolation
+from . import Channel, PeerClosed, Start, WorkerRequest, isolation, wait_for
 from .child import REPORT_BYTES, Grader, find_grader, grade, problem_of, run_program, verdict_of
 from .keeper import Keeper
 from .watch import Sink, Watch, descendants, kill_all, threads_of_user
@@ -29,17 +28,18 @@ from .watch import Sink, Watch, descendants, kill_all, threads_of_user
 END_SECONDS = 3.0
 """Seconds that a worker has to end itself after the trainer process has ended. Then the worker is killed."""
 OUTPUT_KEPT = 10_000
+"""Maximum number of characters of printed text in a result."""
 PRELOAD = (
     "bisect collections copy datetime decimal fractions functools heapq importlib io itertools json math operator os random re"
     " shutil string sys tempfile time traceback typing"
 )
-"""Modules that programs usually import. The worker imports these modules once, before it forks a process for each program."""
+"""Modules that programs usually import. The worker imports them once, before it forks a process for each program."""
 _REPORT = 200
-"""Lowest file descriptor for the pipe of the report, so that a program that closes low file descriptors leaves it open."""
+"""Lowest file descriptor for the pipe of a program's report. A program that closes low file descriptors leaves it open."""
 
 
 def main(descriptor: int) -> None:
-    """Runs a worker: serves requests from the socket with the file descriptor ``descriptor`` until the other end is closed."""
+    """Runs a worker until the other end of the socket with this file descriptor is closed."""
     control = socket.socket(fileno=descriptor)
     channel = Channel(control)
     try:
@@ -83,7 +83,7 @@ def main(descriptor: int) -> None:
 
 
 def _reap(worker: int, control: socket.socket, folder: str, identity: isolation.Identity | None) -> NoReturn:
-    """Runs in the reaper, the parent process of the worker. Waits until the worker or the trainer process has ended.
+    """Body of the reaper, the parent process of the worker: waits until the worker or the trainer process has ended.
 
     Then kills all remaining descendants and removes the temporary folder of the worker.
     """
@@ -95,9 +95,7 @@ def _reap(worker: int, control: socket.socket, folder: str, identity: isolation.
         poll.register(os.pidfd_open(os.getppid()), select.POLLIN)  # another process may hold the socket open
     if ended not in {descriptor for descriptor, _ in poll.poll()}:
         control.shutdown(socket.SHUT_RDWR)
-        last = select.poll()
-        last.register(ended, select.POLLIN)
-        last.poll(END_SECONDS * 1000)
+        wait_for([ended], END_SECONDS)
     with contextlib.suppress(OSError):
         os.kill(worker, signal.SIGKILL)
     kill_all()
@@ -112,11 +110,9 @@ class Server:
     """Request loop of a worker for untrusted code.
 
     Attributes:
-        start: first message to the worker, with its settings.
         folder: temporary folder of the worker.
         identity: user under which untrusted code runs; None: the user of the worker.
-        unseen_threads: number of threads of the worker's user outside the PID namespace of the worker. They count against the limit
-            on processes.
+        unseen_threads: number of threads of the worker's user outside its PID namespace. The kernel counts them as processes, too.
     """
 
     channel: Channel
@@ -161,7 +157,7 @@ class Server:
     def _execute(self, request: WorkerRequest, payload: bytes, grader: Grader | None, spared: Collection[int]) -> None:
         """Executes a request and sends the result once all processes of the execution have ended.
 
-        ``spared`` holds the pids of children of the worker that do not belong to the execution.
+        ``spared``: pids of children of the worker that do not belong to the execution.
         """
         limits = request.limits
         with contextlib.ExitStack() as stack:
@@ -171,8 +167,10 @@ class Server:
             if self.identity:
                 stack.callback(self.identity.remove_files)
                 os.chown(folder, self.identity.uid, self.identity.uid)
-            report, to_report = _pipe(stack)
-            output, to_output = _pipe(stack)
+            report, to_report = os.pipe2(os.O_CLOEXEC)
+            output, to_output = os.pipe2(os.O_CLOEXEC)
+            for reading_end in (report, output):
+                stack.callback(os.close, reading_end)
             stack.callback(kill_all, spared)  # before the pipes are closed and the folder is removed
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
@@ -188,13 +186,12 @@ class Server:
             stopped, status, seconds = watch.until_over(child)
             text = printed.data.decode(errors="replace")
             verdict, reason, value = verdict_of(stopped, status or 0, bytes(said.data), text, request.case, grader)
-            result = {"verdict": verdict, "reason": reason, "output": text[:OUTPUT_KEPT], **seconds}
-            self.channel.send(result, value)
+            self.channel.send({"verdict": verdict, "reason": reason, "output": text[:OUTPUT_KEPT], **seconds}, value)
 
     def _run_child(
         self, request: WorkerRequest, payload: bytes, grader: Grader | None, folder: str, output: int, report: int
     ) -> NoReturn:
-        """Runs in the forked process: executes the request, writes the report, and exits without the program's cleanup handlers."""
+        """Body of the forked process: executes the request, writes the report, and exits without the program's cleanup handlers."""
         try:
             try:
                 os.setsid()
@@ -245,8 +242,10 @@ class Server:
         os.environ.update({"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"})
         tempfile.tempdir = None
         limits = request.limits
+        with open("/proc/self/statm") as file:  # address space that this process has inherited from the worker
+            inherited = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_AS, limits["memory"] + _address_space())
+        _limit(resource.RLIMIT_AS, limits["memory"] + inherited)
         _limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
         _limit(resource.RLIMIT_NOFILE, 256)
         _limit(resource.RLIMIT_CPU, math.ceil(limits["cpu"]) + 1)
@@ -265,16 +264,3 @@ def _limit(which: int, value: float) -> None:
     most = resource.getrlimit(which)[1]
     bounded = int(value) if most == resource.RLIM_INFINITY else min(int(value), most)
     resource.setrlimit(which, (bounded, bounded))
-
-
-def _address_space() -> int:
-    """Bytes of address space that this process uses already, inherited from the worker."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
-    """Creates a pipe. Returns its reading end, which ``stack`` closes, and its writing end, which the caller must close."""
-    reading, writing = os.pipe2(os.O_CLOEXEC)
-    stack.callback(os.close, reading)
-    return reading, writing

@@ -1,4 +1,4 @@
-"""Watches one execution until the execution ends, answers or exceeds a limit. Then kills what is left of the execution."""
+"""Watches one execution until it ends, answers or exceeds a limit. Then kills what is left of it."""
 
 import contextlib
 import math
@@ -13,22 +13,18 @@ from dataclasses import dataclass, field
 from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
+"""Seconds between two checks of the limits."""
 WAITED_FACTOR = 10.0
-"""Maximum wall seconds of an execution, including waits for a processor, as a multiple of its wall limit."""
+"""Maximum wall seconds of an execution as a multiple of its wall limit, which does not count waits for a processor."""
 LATE_SECONDS = 0.1
-"""Delay in seconds above which a check of the limits counts as late. Such a delay does not count against the wall limit."""
-ALIVE_SECONDS = 1.0
-"""Seconds between messages to the trainer process that an execution still runs, sent after the time of its wall limit."""
-TELL_SECONDS = 0.1
-"""Seconds after the start of a call at which the trainer process is first told whether the grader mostly waits.
-
-Later messages follow after about 2, 4, 8, ... times these seconds."""
+"""Delay of a check above which the machine is taken to be busy. Such a delay does not count against the wall limit."""
+TELL_FIRST_SECONDS, TELL_SECONDS = 0.1, 1.0
+"""Seconds after the start until the trainer process is first told that the execution still runs and whether it mostly waits, and
+maximum seconds between such messages, without which the trainer process would take this worker for dead."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MOST_PROCESSES = 100_000
-_waits_before: dict[str, float] = {}
-"""Seconds that each thread had waited for a processor before the current execution, by the thread's folder in /proc."""
 _TIMES, _RESIDENT, _STACK = slice(11, 15), 21, 25
 """Indices into the result of :func:`_stat`: CPU ticks (with those of ended children), resident pages, address of the stack."""
 
@@ -75,13 +71,11 @@ class Watch:
     """Watches one execution (a program under test, or a call of a grader), which starts when this object is created.
 
     Args:
-        limits: "wall" in seconds; optionally "cpu" in seconds, "memory" (bytes of resident memory) and "processes" (number of
-            threads). Messages from ``channel`` change this dict in place.
+        limits: "wall" in seconds; optionally "cpu" in seconds, "memory" (resident bytes) and "processes" (number of threads).
         channel: socket from which messages come that stop the execution or set new limits.
         spared: pids of children of this process that do not belong to the execution.
         report: buffer for the result of the execution.
-        output: buffer for the text that the execution prints. None for a grader whose process answers and then continues
-            to run.
+        output: buffer for the text that the execution prints. None for a grader whose process answers and continues to run.
     """
 
     limits: dict[str, float]
@@ -89,75 +83,51 @@ class Watch:
     spared: Collection[int]
     report: Sink
     output: Sink | None = None
+    _began: float = field(default_factory=time.monotonic, init=False)
+    _cpu_before: float = field(default_factory=cpu_of_ended, init=False)
+    """CPU seconds of earlier executions, and of a grader's process before this call."""
     _waited: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds that each thread of the execution has waited for a processor, by the thread's folder in /proc."""
+    _waited_before: float = field(default=0.0, init=False)
+    """Sum of these seconds before this call of a grader."""
     _paused: float = field(default=0.0, init=False)
     """Sum of the seconds by which checks of the limits came late (:data:`LATE_SECONDS`)."""
-    _cpu_before: float = field(default=0.0, init=False)
-    _began: float = field(default_factory=time.monotonic, init=False)
     _looked: bool = field(default=False, init=False)
-    _tell_at: float = field(default_factory=lambda: time.monotonic() + TELL_SECONDS, init=False)
-    _alive_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        _waits_before.clear()
-        self._cpu_before = cpu_of_ended()
+        self._tell_at = self._began + TELL_FIRST_SECONDS
         self._lives_on = self.output is None
-
-    def _record_earlier_use(self) -> None:
-        """Records the CPU seconds and waits of the grader's processes so far, to subtract them later."""
-        self._looked = True  # at the first check of the limits: most calls end before it and avoid this cost
-        living = descendants(self.spared)
-        self._cpu_before = cpu_of_ended() + _cpu_of(living)
-        _waits_before.update({thread: seconds_waited(thread) for pid in living for thread in _threads(pid)})
-
-    def _tell_whether_it_waits(self) -> None:
-        """Tells the trainer process whether the execution has mostly waited for something other than a processor."""
-        wall, cpu = time.monotonic() - self._began, self._cpu()
-        self.channel.send({"alive": True, "waits": cpu + self._waited_of(wall, cpu) < wall / 2})
-        self._tell_at = self._began + 2 * wall
-
-    def _cpu(self) -> float:
-        """Returns the CPU seconds of the execution's processes so far, living and ended."""
-        return max(0.0, cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before)
+        self._sinks = [self.report] if self.output is None else [self.report, self.output]
 
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
         """Waits until the execution ends, answers or exceeds a limit. Then kills its processes, unless a grader has answered.
 
-        Args:
-            child: pid of the first process of the execution.
+        ``child`` is the pid of the first process of the execution.
 
         Returns:
-            A tuple ``(stopped, status, seconds)``.
-            stopped: name of the limit that stopped the execution ("cancelled" if a message did), or "".
-            status: status of ``child`` from ``os.waitpid``; -1 if the execution was stopped; None if ``child`` has answered.
-            seconds: dict of seconds. ``wall``: duration. ``cpu``: CPU time of all processes. ``waited``: part of ``wall`` without a
-                processor. ``cpu`` and ``waited`` are 0 after an answer before the first check of the limits.
+            Name of the limit that stopped the execution ("cancelled" if a message did), or "".
+            Status of ``child`` from ``os.waitpid``; -1 if the execution was stopped; None if ``child`` has answered.
+            Seconds by name: ``wall``, ``cpu`` (of all processes) and ``waited`` (part of ``wall`` without a processor). The last
+            two are 0 after an answer before the first check of the limits.
 
-        Raises:
-            PeerClosed: the trainer process no longer waits for the result. Nothing is killed then.
+        Raises PeerClosed, and kills nothing, if the trainer process no longer waits for the result.
         """
         stopped, status = self._until_end(child)
         wall = time.monotonic() - self._began
         if status is not None:
             kill_all(self.spared)
-            for sink in self._sinks():
+            for sink in self._sinks:
                 sink.read()  # the bytes that are still in the pipe
-        elif self._looked:
-            self._exceeded(child)  # updates the waits of the threads
-        else:
+        elif not self._looked:
             return "", None, {"wall": wall, "cpu": 0.0, "waited": 0.0}
-        cpu = self._cpu()
+        cpu = self._use(child)["cpu"]
         if not (stopped or self._lives_on) and os.WIFSIGNALED(status or 0) and cpu > self.limits["cpu"]:
             stopped = "cpu"  # the kernel's limit acted first, because this process had no processor
         return stopped, status, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
 
-    def _sinks(self) -> list[Sink]:
-        return [self.report] if self.output is None else [self.report, self.output]
-
     def _until_end(self, child: int) -> tuple[str, int | None]:
         """Waits until the execution ends, answers or must be stopped. Returns ``(stopped, status)`` as :meth:`until_over` does."""
-        sinks = {sink.descriptor: sink for sink in self._sinks()}
+        sinks = {sink.descriptor: sink for sink in self._sinks}
         ended = os.pidfd_open(child)
         poll = select.poll()
         for descriptor in (*self.channel.descriptors, *sinks, ended):
@@ -186,39 +156,44 @@ class Watch:
                 if late >= 0:
                     self._paused += late if late > LATE_SECONDS else 0.0
                     if self._lives_on and not self._looked:
-                        self._record_earlier_use()
-                    elif self._lives_on and time.monotonic() > self._tell_at:
-                        self._tell_whether_it_waits()
+                        # only now, because most calls end before the first check and avoid this cost
+                        self._cpu_before += self._use(child)["cpu"]
+                        self._waited_before = sum(self._waited.values())
                     elif exceeded := self._exceeded(child):
                         return exceeded, -1
+                    self._looked = True
                     look_at = time.monotonic() + LOOK_SECONDS
         finally:
             os.close(ended)
 
     def _exceeded(self, child: int) -> str:
-        """Returns the name of a limit that the execution exceeds now, or ""."""
+        """Returns the name of a limit that the execution exceeds now, or "". Sends a message if one is due."""
+        used, now = self._use(child), time.monotonic()
+        wall = now - self._began
+        counted = wall - self._waited_of(wall, used["cpu"])
+        if now > self._tell_at:
+            self.channel.send({"alive": True, "waits": used["cpu"] + wall - counted < wall / 2})
+            self._tell_at = now + min(wall, TELL_SECONDS)
+        if counted > self.limits["wall"] or wall > self.limits["wall"] * WAITED_FACTOR:
+            return "wall"
+        return next((name for name, amount in used.items() if amount > self.limits.get(name, amount)), "")
+
+    def _use(self, child: int) -> dict[str, float]:
+        """Returns CPU seconds, resident bytes and number of threads of the execution. Updates the waits of its threads."""
         _reap_orphans(child)
-        used = {"cpu": cpu_of_ended() - self._cpu_before, "memory": 0, "processes": 0}
+        cpu, memory, count = cpu_of_ended() - self._cpu_before, 0, 0
         own = _stat(os.getpid())
         for pid in descendants(self.spared):
             with contextlib.suppress(OSError, IndexError, ValueError):
                 stat = _stat(pid)
-                used["cpu"] += sum(map(int, stat[_TIMES])) / _TICKS
+                cpu += sum(map(int, stat[_TIMES])) / _TICKS
                 is_fork = stat[_STACK] == own[_STACK] and int(stat[_STACK]) > 0  # False after an exec
                 pages = int(stat[_RESIDENT]) - (int(own[_RESIDENT]) if is_fork else 0)
-                used["memory"] += max(0, pages) * _PAGE  # a page shared by two processes counts twice
+                memory += max(0, pages) * _PAGE  # a page shared by two processes counts twice
             threads = _threads(pid)
-            used["processes"] += len(threads)
+            count += len(threads)
             self._look_at_waits(threads)
-        now = time.monotonic()
-        wall = now - self._began
-        counted = wall - self._waited_of(wall, used["cpu"])
-        if counted > self.limits["wall"] or wall > self.limits["wall"] * WAITED_FACTOR:
-            return "wall"
-        if now > max(self._alive_at, self._began + self.limits["wall"]):
-            self.channel.send({"alive": True})
-            self._alive_at = now + ALIVE_SECONDS
-        return next((name for name, amount in used.items() if amount > self.limits.get(name, amount)), "")
+        return {"cpu": max(0.0, cpu), "memory": memory, "processes": count}
 
     def _look_at_waits(self, threads: Collection[str]) -> None:
         for thread in threads:
@@ -228,7 +203,8 @@ class Watch:
         """Returns the seconds of ``wall`` in which the execution was ready to run and had no processor; at most ``wall - cpu``."""
         # Threads may wait one after the other, such as a grader and the program that it starts. If they wait at the same time,
         # the sum is too large.
-        return max(0.0, min(sum(self._waited.values()) + self._paused, wall - cpu))
+        waited = sum(self._waited.values()) - self._waited_before
+        return max(0.0, min(waited + self._paused, wall - cpu))
 
 
 def _stat(pid: int) -> list[str]:
@@ -238,7 +214,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _threads(pid: int) -> list[str]:
-    """Returns the folders in /proc of all threads of the process ``pid``; [] if this process no longer exists."""
+    """Returns the folders in /proc of all threads of a process; [] if it no longer exists."""
     try:
         return [f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -246,29 +222,14 @@ def _threads(pid: int) -> list[str]:
 
 
 def seconds_waited(folder: str) -> float:
-    """Returns the seconds that a thread has waited for a processor, minus its seconds in :data:`_waits_before`; 0 if unknown.
-
-    ``folder`` is the folder of the thread in /proc.
-    """
+    """Returns the seconds that the thread with this ``folder`` in /proc has waited for a processor; 0 if unknown."""
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"{folder}/schedstat") as file:
-        return int(file.read().split()[1]) / 1e9 - _waits_before.get(folder, 0.0)
+        return int(file.read().split()[1]) / 1e9
     return 0.0
 
 
-def _cpu_of(processes: Collection[int]) -> float:
-    """Returns the CPU seconds of living processes (pids) and of their ended children."""
-    ticks = 0
-    for pid in processes:
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            ticks += sum(map(int, _stat(pid)[_TIMES]))
-    return ticks / _TICKS
-
-
 def descendants(spared: Collection[int] = ()) -> list[int]:
-    """Returns the pids of all descendants of this process, except the children in ``spared`` and their descendants.
-
-    The result includes orphaned processes.
-    """
+    """Returns the pids of all descendants of this process, orphans included, except the children in ``spared`` and theirs."""
     below: list[int] = []
     parents = [os.getpid()]
     while parents and len(below) < _MOST_PROCESSES:
@@ -281,7 +242,7 @@ def descendants(spared: Collection[int] = ()) -> list[int]:
 
 
 def kill_all(spared: Collection[int] = ()) -> None:
-    """Kills and reaps all descendants of this process, except the children in ``spared`` and their descendants."""
+    """Kills and reaps all :func:`descendants`."""
     # a killed process cannot fork any more, so a few repetitions suffice
     pause = 0.0002
     while True:
