@@ -162,7 +162,7 @@ def _estimated_savings(run: Profile, estimate: Estimate) -> list[Saving]:
             f" {rollouts.responses} responses, in rounds with {per}. A token of the longest takes {pace}, all else {base}."
             " The engine is assumed as fast with 1.6 times the requests."
             f" With the polls and the training of shorter responses {format_seconds(max(whole, 0.0))} a step"
-            f"{'' if rollouts.is_v1 else ', with the V1 trainer of verl 0.9'}"
+            f"{'' if run.is_v1 else ', with the V1 trainer of verl 0.9'}"
         )
     return [*savings, _saving(run, WAITING, estimate.waiting.mean, (estimate.tail, how), "tail_batching")]
 
