@@ -5,8 +5,8 @@ model of a rollout is ``seconds = base + pace * longest + noise``, rounded up to
 distribution of lengths is a published one (RollPacker, NSDI'26, Fig. 2a). It is stretched on a logarithmic scale until its mean,
 the mean of its maximum over a batch, and its share at the length limit are those of the run.
 
-Each estimate is made :data:`DRAWS` times. Each draw has other steps (bootstrap), another published shape, and other values of what a
-log does not say. The interval of an estimate holds 95% of the draws.
+Each estimate is made :data:`DRAWS` times. Each draw has other steps (bootstrap), another published shape, and other values of what
+a log does not say. The interval of an estimate holds 95% of the draws.
 """
 
 import functools

@@ -96,6 +96,11 @@ class Profile:
         """Mean seconds of a measured step."""
         return sum(self.stages.values())
 
+    @property
+    def last_seconds(self) -> float:
+        """Seconds of the stage ``gen`` in the last step."""
+        return self.staged[self.steps[-1]].get("gen", 0.0)
+
     @cached_property
     def on(self) -> frozenset[str]:
         """Names of the features that were on in the run."""
@@ -213,7 +218,9 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
         step: {SLIME_NAMES.get(name, name): value for name, value in numbers.items()}
         for step, numbers in logged.steps.items()
     }
-    for numbers in metrics.values() if logged.is_slime and logged.overlaps else ():  # a step waits for a part of them only
+    for numbers in (
+        metrics.values() if logged.is_slime and logged.overlaps else ()
+    ):  # a step waits for a part of them only
         within = sum(numbers.get(PREFIX + name, 0.0) for name in ("update_weights", "save_checkpoint"))
         numbers[PREFIX + "gen"] = max(numbers.get("perf/train_wait_time", 0.0) - within, 0.0)
     staged = {step: seconds for step, numbers in metrics.items() if (seconds := stage_clock.stages(numbers))}

@@ -32,7 +32,7 @@ _MOST_ROWS = 200
 _OBJECT = re.compile(r"<[^<>]*>")
 """Pattern of a printed object that is no Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
-"""Constants of LevelDB's log format: bytes in a block, and the marks of a whole entry and of the first and last part of an entry."""
+"""Constants of LevelDB's log format: bytes in a block, and the marks of a whole entry, its first part and its last part."""
 _TEXT_KEYS = ("log", "message", "msg", "textPayload", "line")
 """Keys of the text in the JSON of Docker and of log collectors."""
 _PART = 4096
