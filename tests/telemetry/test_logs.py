@@ -214,7 +214,9 @@ def test_a_printed_response_that_looks_like_a_step_is_none(prefix):
     assert records(lines[:1]) == [(1, {"total": 1.0})], "without any step of verl it may be a step of another logger"
 
 
-@pytest.mark.parametrize("between", [" ", f" {BETWEEN}   ", " (TaskRunner pid=3165) ", " [repeated 3x across cluster] "])
+@pytest.mark.parametrize(
+    "between", [" ", f" {BETWEEN}   ", " (TaskRunner pid=3165) ", " [repeated 3x across cluster] "]
+)
 def test_two_steps_in_one_line_are_two(between):
     steps = [line for line in console() if " step:" in line and line.startswith("(TaskRunner")]
     joined = between.join(line.removeprefix("(TaskRunner pid=3165) ") for line in steps)
