@@ -4,10 +4,12 @@ import contextlib
 import json
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -252,25 +254,23 @@ def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
     The first share is that of the run, the others are those of bootstrap samples. Text is read from the files of verl's
     ``trainer.rollout_data_dir`` below ``folder`` and measured in characters.
     """
-    of_groups: list[tuple[int, bool]] = []  # size in characters, and whether all rewards are equal
+    groups: dict[tuple[Path, str], list[tuple[Any, int]]] = defaultdict(list)  # reward and characters of each response
     for path in folder.rglob("*.jsonl"):
-        groups: dict[str, list[tuple[float, int]]] = {}
         with contextlib.suppress(KeyError, TypeError, ValueError):  # another file, or a file that is being written
             for line in path.read_text(encoding="utf-8").split("\n") if path.stem.isdigit() else ():
                 if line.strip():  # texts may hold other characters that end lines
                     row = json.loads(line)
-                    size = len(row["input"]) + len(row["output"])
-                    groups.setdefault(row["input"], []).append((row["score"], size))
-        for group in groups.values():
-            scores, group_sizes = zip(*group, strict=True)
-            of_groups.append((sum(group_sizes), len(scores) > 1 and all(score == scores[0] for score in scores)))
-    if not any(is_zero for _, is_zero in of_groups):
+                    groups[path, row["input"]].append((row["score"], len(row["input"]) + len(row["output"])))
+    sizes = np.array([sum(size for _, size in group) for group in groups.values()])
+    is_zero = np.array(
+        [group[1:] and all(score == group[0][0] for score, _ in group) for group in groups.values()], bool
+    )
+    if not is_zero.any():
         return [], ""
-    sizes, is_zero = np.array(of_groups).T
-    zero, rng = sizes * is_zero, np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     draws = (rng.integers(len(sizes), size=len(sizes)) for _ in range(1000))
-    shares = [float(zero[rows].sum() / sizes[rows].sum()) for rows in (np.arange(len(sizes)), *draws)]
-    how = f"{is_zero.sum()} of {len(of_groups)} groups, {shares[0]:.0%} of the text"
+    shares = [float(sizes[rows] @ is_zero[rows] / sizes[rows].sum()) for rows in (np.arange(len(sizes)), *draws)]
+    how = f"{is_zero.sum()} of {len(groups)} groups, {shares[0]:.0%} of the text"
     return shares, f"{how}; advantage 0 where rewards are compared in groups"
 
 

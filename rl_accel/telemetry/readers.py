@@ -92,14 +92,14 @@ class Logged:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about data that were left out, and about runs that share one console."""
-        steps = ", ".join(map(str, self.restarts))
-        notes = [f"the run began again at step {steps}: what was logged before from there on is left out"] * bool(steps)
+        """Sentences about data that were left out, and about several runs on one console."""
+        notes = []
+        if self.restarts:
+            steps = ", ".join(map(str, self.restarts))
+            notes.append(f"the run began again at step {steps}: what was logged before from there on is left out")
         if len(set(self.workers)) < len(self.workers):
             names = ", ".join(sorted({worker.strip() for worker in self.workers}))
-            notes.append(
-                f"several processes log steps in turns ({names}): runs that share a console cannot be told apart"
-            )
+            notes.append(f"several processes log steps in turns ({names}): runs on one console cannot be told apart")
         damaged = "bytes are damaged or cut off: what they hold is left out"
         return notes + [f"{file}: {count:,} {damaged}" for file, count in self.damage.items() if count]
 
@@ -239,13 +239,11 @@ def _defect(file: Path, must_be_text: bool = False) -> str:
 
 
 def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
-    """Opens a log. Shows a progress bar while a large log is read."""
+    """Opens a log. Shows a progress bar while a large log is read, which takes longer."""
     if file.stat().st_size < _LARGE:
         return file.open(encoding=_ENCODING, errors="replace")
-    console = Console(stderr=True)
-    return rich.progress.open(
-        file, "rt", encoding=_ENCODING, errors="replace", description=file.name, transient=True, console=console
-    )
+    look: dict[str, Any] = {"description": file.name, "transient": True, "console": Console(stderr=True)}
+    return rich.progress.open(file, "rt", encoding=_ENCODING, errors="replace", **look)
 
 
 def _lines(file: Path) -> Iterator[str]:

@@ -135,18 +135,17 @@ def _estimated_savings(run: Profile, estimate: Estimate) -> list[Saving]:
     savings = [_saving_of_generation(max(explained - estimate.waiting.mean, 0.0))]
     if estimate.polling.mean:
         how = (
-            f"the trainer looks every {POLL_SECONDS:g} s whether a rollout is done; how long each of {count} rollouts had been done"
-            " is estimated from its longest response and the seconds of the others"
+            f"the trainer looks every {POLL_SECONDS:g} s whether a rollout is done; the ends of {count} rollouts are estimated from"
+            " their longest responses"
         )
         savings.append(_saving(run, NOTICING, noticing, (estimate.polling, how), "sampler", "tail_batching"))
     if estimate.unexplained.mean:
         how = (
             f"at most, and for rewards that execute something: response lengths explain {format_seconds(explained)} of {count}"
-            " rollouts; the rest may also be tools or the reading of prompts."
-            f" Less a limit of {_LIMITS.minimum:g} s for each rollout"
+            f" rollouts; the rest may also be tools or the reading of prompts. Less a limit of {_LIMITS.minimum:g} s for each"
         )
-        unexplained = estimate.unexplained.mean, (estimate.over, how)
-        savings.append(_saving(run, PARTS["unexplained_seconds"][0], *unexplained, "reward_timeout"))
+        name, gain = PARTS["unexplained_seconds"][0], (estimate.over, how)
+        savings.append(_saving(run, name, estimate.unexplained.mean, gain, "reward_timeout"))
     if estimate.tail is None:
         how = "the log does not say how many responses a step has: --responses and their launch line would"
     else:
