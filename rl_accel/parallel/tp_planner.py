@@ -302,10 +302,8 @@ class PlannedRun:
         Args:
             number: number of the training step or rollout.
             metrics: metrics of the step. Those of tail batching, if any, give the kind of round and replace ``tokens``.
-            tp: TP size at which the step ran.
-            preemptions: number of preemptions of all servers; None: unknown.
-            seconds: duration of the rollout in seconds; 0: unknown, and nothing is decided.
-            tokens: number of tokens generated in the rollout; 0: unknown, and nothing is decided.
+            tp, preemptions: as in :class:`Observation`.
+            seconds, tokens: duration and tokens of the rollout. If one is 0, it is unknown, and nothing is decided.
 
         Returns:
             Two values: the requested change of the TP size (or None), and the metrics for the log.

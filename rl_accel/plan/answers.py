@@ -18,6 +18,7 @@ CANCEL_SECONDS = 0.0007
 BALANCED_ROUNDS = 4
 """Number of rollouts that are simulated with the feature balance, whose simulation is slow."""
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
+"""Flags with which rollouts are those of a run without tail batching."""
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
 """Settings of tail batching to try: pairs of ``prompt_ratio`` and ``response_ratio``. Chosen by hand around the default."""
 

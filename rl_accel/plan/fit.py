@@ -72,13 +72,9 @@ class _Batch:
 def fit_engine(
     steps: Sequence[Sequence[ResponseTimes]], prompt_tokens: int = 0, slots: int = 1024, cache_tokens: float = math.inf
 ) -> Fit:
-    """Fits the constants of an engine model to the measured seconds of responses, by least squares.
+    """Fits the constants of an engine model to the measured seconds of the responses of ``steps``, by least squares.
 
-    Args:
-        steps: measured responses of each training step.
-        prompt_tokens: number of tokens in each prompt.
-        slots: maximum number of running requests of the engine.
-        cache_tokens: capacity of the engine's key-value cache in tokens.
+    ``prompt_tokens`` is the number of tokens in each prompt. ``slots`` and ``cache_tokens`` are those of :class:`EngineModel`.
 
     Raises:
         RlAccelError: fewer than 16 responses have tokens and times.

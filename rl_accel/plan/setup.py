@@ -91,7 +91,8 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
         return _setup_of_aggregates(run, run.estimate, options), None
     steps = list(run.responses.values())
     # steps that show the whole batch; with tail batching, only long rounds do
-    whole = [by_prompt(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
+    whole_steps = [step for step in steps if all(r.outcome == COMPLETED for r in step)]
+    whole = list(map(by_prompt, whole_steps))
     if not steps:
         needs = f"{LEAST_STEPS} steps after the warm-up with response_length/mean and response_length/max"
         why = f" ({'; '.join(run.missing)})" if run.missing else ""
@@ -99,14 +100,13 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
     if not whole and not (options.get("prompts") and options.get("responses")):
         why = "in every step responses were cut off: give --prompts and --responses of the batch"
         raise RlAccelError(f"{run.log}: {why}")
-    known = {"slots": options.get("slots") or run.numbers.get("slots"), "cache_tokens": options.get("cache_tokens")}
+    limits = {"slots": options.get("slots") or run.numbers.get("slots"), "cache_tokens": options.get("cache_tokens")}
     prompt_lengths = [step.get("prompt_length/mean", nan) for step in run.metrics.values()]
     prompt_tokens = round(fmean(filter(isfinite, prompt_lengths))) if any(map(isfinite, prompt_lengths)) else 0
-    fit = fit_engine(steps, prompt_tokens, **{name: int(value) for name, value in known.items() if value})
-    servers = {response.server for step in steps for response in step} - {None}
-    rewards = np.array(
-        [r.rewarded - r.generated for step in steps for r in step if r.rewarded and r.generated is not None]
-    )
+    fit = fit_engine(steps, prompt_tokens, **{name: int(value) for name, value in limits.items() if value})
+    responses = [response for step in steps for response in step]
+    servers = {response.server for response in responses} - {None}
+    rewards = np.array([r.rewarded - r.generated for r in responses if r.rewarded and r.generated is not None])
     # run.kept includes warm-up steps, so that prompts are in the order of the data
     setup = Setup(
         options.get("prompts") or max(map(len, whole)),
@@ -119,8 +119,7 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
         min(run.rests, default=0.0),
         zero_shares=run.zero_groups[0],
     )
-    uneven = [_measured_over_simulated(setup, step) for step in steps if all(r.outcome == COMPLETED for r in step)]
-    return replace(setup, uneven=uneven or setup.uneven), fit
+    return replace(setup, uneven=[_measured_over_simulated(setup, s) for s in whole_steps] or setup.uneven), fit
 
 
 def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str, Any]) -> Setup:

@@ -49,9 +49,9 @@ def read_log(path: Path) -> dict[int, dict[str, float]]:
 def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], list[int]]:
     """Merges the log records of a run. Returns the metrics by step number, and the steps at which the run was restarted.
 
-    If a metric is logged for step 7 and then again for step 5, the run was restarted at step 5 (at step 6 if the second record
-    holds only validation metrics). Earlier metrics of the restart step and later steps are discarded. slime's ``train/*`` metrics
-    are left out, because slime logs them for each optimizer step.
+    If a metric is logged for step 7 and then again for step 5, the run was restarted at step 5. Earlier metrics of this step and of
+    later steps are discarded. If the second record holds only validation metrics, the run was restarted at step 6: a resumed run
+    first validates the step of its checkpoint. slime's ``train/*`` metrics are left out, because they count optimizer steps.
     """
     steps: dict[int, dict[str, float]] = {}
     last: dict[str, int] = {}

@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -117,11 +117,13 @@ class Profile:
     @cached_property
     def numbers(self) -> Mapping[str, float]:
         """Means of the metrics of the feature telemetry over the measured steps, by name; {} without telemetry."""
-        return _means(self.noted.values())
+        return self.table("telemetry")
 
     def table(self, feature: str) -> Mapping[str, float]:
         """Returns the means of all metrics that ``feature`` logged over the measured steps, by name."""
-        return _means([_with_prefix(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps])
+        of_steps = [_with_prefix(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps]
+        names = dict.fromkeys(name for numbers in of_steps for name in numbers)
+        return {name: statistics.fmean(numbers[name] for numbers in of_steps if name in numbers) for name in names}
 
     @cached_property
     def kept_files(self) -> Sequence[Path]:
@@ -233,19 +235,14 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
     notes = list(logged.notes)
     if unknown := [str(step) for step, numbers in metrics.items() if step not in staged and timers & numbers.keys()]:
         notes.append(f"left out, because a stage or the step has an invalid duration: {', '.join(unknown)}")
-    measured = list(staged.items())[min(warmup, len(staged) - 1) :]
-    return Profile(folder, logged, metrics, dict(measured), notes, group)
+    measured = dict(list(staged.items())[min(warmup, len(staged) - 1) :])
+    return Profile(folder, logged, metrics, measured, notes, group)
 
 
 def _with_prefix(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
     """Returns the finite metrics whose names start with ``prefix``, by name without ``prefix``."""
     below = {name.removeprefix(prefix): value for name, value in logged.items() if name.startswith(prefix)}
     return {name: value for name, value in below.items() if math.isfinite(value)}
-
-
-def _means(of_steps: Collection[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for numbers in of_steps for name in numbers)
-    return {name: statistics.fmean(numbers[name] for numbers in of_steps if name in numbers) for name in names}
 
 
 def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:

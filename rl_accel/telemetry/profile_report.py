@@ -101,9 +101,9 @@ def _show(run: Profile, console: Console) -> None:
         table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {run.steps[-1]}")
         for server in servers:
             responses = [response for response in run.last if response.server == server]
-            numbers = stage_clock.completion(responses) | stage_clock.generation(responses, run.last_seconds, began=0.0)
+            times = stage_clock.completion(responses) | stage_clock.generation(responses, run.last_seconds, began=0.0)
             shown = ("responses", "tokens", "idle_share", "completion_longest_seconds")
-            table.add_row(server, *(_shown(numbers, name) for name in shown))
+            table.add_row(server, *(_shown(times, name) for name in shown))
         console.print(table)
     for feature, needed in _TABLES.items():
         numbers = run.table(feature)
