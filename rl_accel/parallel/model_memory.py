@@ -13,7 +13,7 @@ FLAG = "rl_accel.tp_replan"
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model families (``model_type`` in the Hugging Face configuration) whose memory needs can be computed here."""
 MIN_SEQUENCES = 4
-"""Minimum number of sequences of maximum length that must fit into the key-value cache of a rollout server at once."""
+"""Minimum number of sequences of maximum length that must fit into the key-value cache of a rollout server. Chosen by hand."""
 _GIB = 2**30
 
 
@@ -41,10 +41,7 @@ class ModelMemory:
         return (self.parameters + self.kv_parameters * (copies - 1)) / tp * bytes_per_value
 
     def kv_bytes_per_token(self, tp: int, bytes_per_value: int = 2) -> int:
-        """Returns the bytes per token in the key-value cache of each GPU at the tensor-parallel size ``tp``.
-
-        The result is too large for models with sliding windows.
-        """
+        """Returns the cache bytes per token on each GPU at the size ``tp``; too many for models with sliding windows."""
         return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * bytes_per_value
 
 
@@ -79,7 +76,7 @@ def read_configuration(path: str, is_quantised: bool, fetch: Callable[[str], str
     Args:
         path: local folder of the model, or another path or name of the model.
         is_quantised: True if the engine quantises the weights. The result then has the key "quantization_config".
-        fetch: function for a ``path`` without a local ``config.json``; returns a path or name from which transformers can load.
+        fetch: function that turns a ``path`` without a local ``config.json`` into one that transformers can load.
     """
     try:
         file = Path(path) / "config.json"
@@ -103,8 +100,7 @@ class TpBounds:
 
     Args:
         flags: flags, of which ``min_tp``, ``max_tp`` and ``memory_gb`` (memory of one GPU in GiB) are used.
-        world_size: number of GPUs that a possible size must divide: all GPUs for rollout, divided by the data-parallel size and the
-            pipeline-parallel size of a server.
+        world_size: number of GPUs for rollout, divided by the data-parallel and pipeline-parallel size of a server.
         gpus_per_node: number of GPUs in each node of the cluster.
         model: configuration of the model (``config.json``). GPU memory limits the sizes only for :data:`KNOWN_FAMILIES`.
         max_tokens: maximum length of a sequence (prompt and response) in tokens.
@@ -132,20 +128,31 @@ class TpBounds:
         bytes_per_value: int = 2,
         multiple_of: int = 1,
     ) -> None:
-        model = model or {}
-        memory = read_memory(model) if flags.memory_gb is not None else None
+        memory = read_memory(model or {}) if flags.memory_gb is not None else None
         available = (flags.memory_gb or 0.0) * memory_share
         tokens = MIN_SEQUENCES * (max_tokens or 1)
 
         def obstacles(size: int) -> Iterator[str]:
-            yield from _obstacles_of_machines(size, world_size, gpus_per_node, multiple_of)
+            if world_size % size:
+                yield f"does not divide {world_size} GPUs"
+            if size % multiple_of:
+                yield f"is no multiple of {multiple_of}"
+            if size > gpus_per_node:
+                yield f"is more than the {gpus_per_node} GPUs of a node"
+            elif world_size > gpus_per_node and gpus_per_node % size:
+                yield f"does not divide the {gpus_per_node} GPUs of a node"
             if size < flags.min_tp:
                 yield f"is below min_tp = {flags.min_tp}"
             if flags.max_tp is not None and size > flags.max_tp:
                 yield f"is above max_tp = {flags.max_tp}"
-            yield from _obstacles_of_model(size, model)
-            if memory is not None:
-                yield from _obstacles_of_memory(size, memory, available, tokens, bytes_per_value)
+            yield from _obstacles_of_model(size, model or {})
+            if memory is None:
+                return
+            weights = memory.weight_bytes(size, bytes_per_value) / _GIB
+            cache = tokens * memory.kv_bytes_per_token(size, bytes_per_value) / _GIB
+            if weights + cache > available:
+                needs = f"{weights:.1f} GiB a GPU for weights and {cache:.1f} for {tokens} tokens of cache"
+                yield f"needs {needs}, and has {available:.1f}"
 
         self._obstacles = {size: ", ".join(obstacles(size)) for size in range(1, world_size + 1)}
         self.sizes = tuple(size for size, words in self._obstacles.items() if not words)
@@ -158,25 +165,12 @@ class TpBounds:
         else:
             self.note = "" if max_tokens else "memory is bounded for weights alone: the longest sequence is not known"
         if not self.sizes:
-            reasons = "; ".join(
-                f"TP {size}: {words}" for size, words in self._obstacles.items() if world_size % size == 0
-            )
-            raise ConfigError(f"{FLAG}: no tensor-parallel size is possible on {world_size} GPUs: {reasons}")
+            reasons = [f"TP {size}: {words}" for size, words in self._obstacles.items() if world_size % size == 0]
+            raise ConfigError(f"{FLAG}: no tensor-parallel size is possible on {world_size} GPUs: {'; '.join(reasons)}")
 
     def obstacles_of(self, size: int) -> str:
         """Returns the reason why the tensor-parallel size ``size`` is impossible; "" if it is possible."""
         return self._obstacles.get(size, f"there are {len(self._obstacles)} GPUs")
-
-
-def _obstacles_of_machines(size: int, world_size: int, gpus_per_node: int, multiple_of: int) -> Iterator[str]:
-    if world_size % size:
-        yield f"does not divide {world_size} GPUs"
-    if size % multiple_of:
-        yield f"is no multiple of {multiple_of}"
-    if size > gpus_per_node:
-        yield f"is more than the {gpus_per_node} GPUs of a node"
-    elif world_size > gpus_per_node and gpus_per_node % size:
-        yield f"does not divide the {gpus_per_node} GPUs of a node"
 
 
 def _obstacles_of_model(size: int, model: Mapping[str, Any]) -> Iterator[str]:
@@ -187,25 +181,8 @@ def _obstacles_of_model(size: int, model: Mapping[str, Any]) -> Iterator[str]:
         yield f"does not divide {heads} attention heads"
     if kv_heads % size and size % kv_heads:
         yield f"neither divides {kv_heads} key-value heads nor is divided by them"
-    for inner in _mlp_sizes(model):
-        if inner % size:
-            yield f"does not divide the MLP size {inner}"
-
-
-def _obstacles_of_memory(
-    size: int, memory: ModelMemory, available: float, tokens: int, bytes_per_value: int
-) -> Iterator[str]:
-    """Yields a reason if ``available`` GiB of each GPU are too little for the weights and a cache of ``tokens`` tokens."""
-    weights = memory.weight_bytes(size, bytes_per_value) / _GIB
-    cache = tokens * memory.kv_bytes_per_token(size, bytes_per_value) / _GIB
-    if weights + cache > available:
-        yield f"needs {weights:.1f} GiB a GPU for weights and {cache:.1f} for {tokens} tokens of cache, and has {available:.1f}"
-
-
-def _mlp_sizes(model: Mapping[str, Any]) -> list[int]:
-    """Returns the inner sizes of the MLP layers or, in a mixture-of-experts model, of the experts. Empty for unknown families."""
-    if model.get("model_type") not in KNOWN_FAMILIES:
-        return []
-    of_experts = [model.get(f"{which}_intermediate_size") for which in ("moe", "shared_expert")]
-    sizes = of_experts if any(of_experts) else [model.get("intermediate_size")]
-    return [size for size in sizes if size]
+    if model.get("model_type") in KNOWN_FAMILIES:
+        of_experts = [model.get(f"{which}_intermediate_size") for which in ("moe", "shared_expert")]
+        for inner in filter(None, of_experts if any(of_experts) else [model.get("intermediate_size")]):
+            if inner % size:
+                yield f"does not divide the MLP size {inner}"

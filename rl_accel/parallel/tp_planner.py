@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
-from rl_accel.files import write_atomically
+from rl_accel.files import BAD_RECORD, write_atomically
 from rl_accel.parallel.model_memory import TpBounds
 from rl_accel.rollout.round_driver import METRICS_PREFIX as TAIL_BATCHING
 
@@ -35,26 +35,27 @@ RAISE_ABOVE = 1.05
 """Ratio of the latest to earlier preemptions above which the TP size doubles (value from RollPacker)."""
 CALM_STEPS = 4
 """Number of training steps in a row without a preemption after which the TP size halves (value from RollPacker)."""
-REFERENCE_STEPS = (6, 15)  # fewer steps are too noisy, more steps would include an outdated state
-"""Minimum and maximum number of earlier steps with which the latest steps are compared."""
+REFERENCE_STEPS = (6, 15)
+"""Minimum and maximum number of earlier steps with which the latest steps are compared. Fewer are too noisy, more are outdated."""
 CONFIRM_STEPS = 2
-"""Number of latest steps that must all have more preemptions than earlier steps to count as a rise."""
+"""Number of latest steps that must all have more preemptions than earlier steps, because a single one may be chance."""
 FEW_PREEMPTIONS = 10
 """Minimum that is used for the number of preemptions of a step. A rise from 1 to 5 preemptions therefore counts as no rise."""
-NOISE = 3.25  # if preemptions vary by 20% at random, about one step in 2,000 is still taken for a rise
-"""Number of standard deviations that a rise of preemptions must exceed."""
+NOISE = 3.25
+"""Number of standard deviations that a rise of preemptions must exceed. If preemptions vary by 20% at random, about one step in
+2,000 is still taken for a rise."""
 CHECK_STEPS = (5, 20)
 """Number of steps at a new TP size before the planner decides whether to keep it: 5 of each kind (:data:`StepKind`) that occurred
-before the change, or 20 in all. The first step at the new size does not count."""
-SLOWER = 0.03  # a successful change gains 1 to 4%, according to the RollPacker paper
-"""Relative rise of rollout seconds per token above which a change of the TP size is rolled back."""
+before the change, or 20 in all. The first step at the new size does not count. Chosen by hand."""
+SLOWER = 0.03
+"""Relative rise of rollout seconds per token above which a change is rolled back. A good change gains 1 to 4% (RollPacker)."""
 SURE = 2.0
-"""Number of standard errors that a rise of rollout seconds per token must exceed before the TP size is rolled back."""
+"""Number of standard errors that a rise of rollout seconds per token must exceed before the TP size is rolled back (95% sure)."""
 RETRY_STEPS = 25
-"""Number of steps for which a change of the TP size is blocked after it was rolled back or not carried out. Doubles each time that
-the same change is blocked. After a successful increase, the decrease back is blocked in the same way."""
-WINDOW = 80  # about 16 long rounds of tail batching, which are every fifth step
-"""Number of latest training steps that the planner remembers."""
+"""Number of steps for which a change is blocked after it was rolled back or not carried out. Doubles each time. After a successful
+increase, the decrease back is blocked in the same way. Chosen by hand."""
+WINDOW = 80
+"""Number of latest training steps that the planner remembers. They hold about 16 long rounds of tail batching."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Observation:
     """Measurements of one training step.
 
     Args:
-        kind: kind of the step, see :data:`StepKind`.
+        kind: kind of the step.
         tp: TP size at which the step ran.
         preemptions: number of sequences evicted from the key-value caches of all servers; None: unknown.
         rollout_seconds: seconds from the first launch of a request until the batch was complete; above 0.
@@ -108,13 +109,13 @@ class TpPlanner:
         self._max_changes = max_changes
         self._steps = self._tp = 0
         self.changes = 0  # number of changes carried out so far
-        self._asked: tuple[int, Change] | None = None
+        self._asked: TPDecision | None = None  # the change that was requested after the latest step
         self._history: list[Observation] = []
         self._before: list[Observation] = []  # steps before the last change; empty after its check
         self._holds: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to): blocked until step, times
 
     def step(self, seen: Observation) -> TPDecision | None:
-        """Takes in the measurements of one training step. Returns the TP change for the next step, or None to keep the size.
+        """Takes in the measurements ``seen`` of a training step. Returns the change for the next step; None: keep the TP size.
 
         Raises:
             ValueError: the step ran at an impossible TP size.
@@ -136,31 +137,31 @@ class TpPlanner:
         asked, self._asked = self._asked, None
         if tp == self._tp:
             if asked is not None:
-                self._hold(tp, asked[0])
+                self._hold(tp, asked.tp)
             return
         was, before = self._tp, self._history
         self._tp, self._history, self._before = tp, [], []
-        if asked is None or asked[0] != tp:
+        if asked is None or asked.tp != tp:
             return
         self.changes += 1
-        if asked[1] == "roll back":
+        if asked.change == "roll back":
             self._hold(tp, was)
         else:
             self._before = before[-CHECK_STEPS[1] :]
 
     def _plan(self) -> TPDecision | None:
-        rise = find_rise(self._history)
-        if rise is not None and rise.value > RAISE_ABOVE:
-            reason = f"preemptions are {rise}, more than {RAISE_ABOVE:g}"
-            return None if rise.is_noise else self._change(2 * self._tp, "raise", reason)
-        calm = _calm_steps(self._history)
+        rise, calm = find_rise(self._history), _calm_steps(self._history)
         counted = [step for step in self._history if step.preemptions is not None]
-        if calm < CALM_STEPS or self._tp % 2 or any(steps[-1].preemptions for steps in _by_kind(counted).values()):
+        change: Change
+        if rise is not None and rise.value > RAISE_ABOVE:
+            if rise.is_noise:
+                return None
+            target, change, reason = 2 * self._tp, "raise", f"preemptions are {rise}, more than {RAISE_ABOVE:g}"
+        elif calm < CALM_STEPS or self._tp % 2 or any(steps[-1].preemptions for steps in _by_kind(counted).values()):
             return None
-        return self._change(self._tp // 2, "lower", f"{calm} steps in a row without a preemption")
-
-    def _change(self, target: int, change: Change, reason: str) -> TPDecision | None:
-        if target not in self.bounds.sizes or self.changes + 2 > self._max_changes:
+        else:
+            target, change, reason = self._tp // 2, "lower", f"{calm} steps in a row without a preemption"
+        if target not in self.bounds.sizes or self.changes + 2 > self._max_changes:  # a rollback needs one more
             return None
         return self._ask(target, change, reason, "unknown until tried; the published gain is 1 to 4% of a step")
 
@@ -183,10 +184,12 @@ class TpPlanner:
         until, _ = self._holds.get((self._tp, target), (0, 0))
         if self._steps < until:
             return None
-        self._asked = target, change
-        return TPDecision(target, change, f"{change} TP {self._tp} to {target}: {reason}; expected: {expected}")
+        text = f"{change} TP {self._tp} to {target}: {reason}; expected: {expected}"
+        self._asked = TPDecision(target, change, text)
+        return self._asked
 
     def _hold(self, source: int, target: int) -> None:
+        """Blocks the change from the TP size ``source`` to ``target`` for some steps."""
         _, times = self._holds.get((source, target), (0, 0))
         self._holds[source, target] = self._steps + RETRY_STEPS * 2 ** min(times, 20), times + 1
 
@@ -217,11 +220,9 @@ class Ratio:
 def find_rise(history: Sequence[Observation]) -> Ratio | None:
     """Compares preemptions of the latest steps with those of earlier steps at the same TP size.
 
-    For each kind of step (:data:`StepKind`), divides the smaller number of the latest two steps by the mean of earlier steps. The
-    result is the mean over all kinds, weighted by their rollout seconds. A kind with too few earlier steps counts as unchanged.
-
-    Returns:
-        Ratio of latest to earlier preemptions. None while no kind has enough steps.
+    For each kind of step, divides the smaller number of the latest two steps by the mean of earlier steps. Returns the mean ratio
+    over all kinds, weighted by their rollout seconds; None while no kind has enough steps. A kind with too few earlier steps counts
+    as unchanged.
     """
     rise, variance, words = 0.0, 0.0, []
     for kind, steps in _by_kind(history).items():
@@ -242,11 +243,9 @@ def find_rise(history: Sequence[Observation]) -> Ratio | None:
 
 
 def compare_speed(before: Sequence[Observation], after: Sequence[Observation]) -> Ratio | None:
-    """Compares rollout seconds per token after a change of the TP size with those before, for steps of the same kind.
+    """Returns rollout seconds after a change of the TP size, divided by the seconds that as many tokens would have taken before.
 
-    Returns:
-        Rollout seconds after the change, divided by the seconds that as many tokens would have taken before. None if no kind of
-        step (:data:`StepKind`) occurs both before and after the change.
+    Compares steps of the same kind. Returns None if no kind occurs both before and after the change.
     """
     seconds_per_token = {
         kind: sum(step.rollout_seconds for step in steps) / sum(step.tokens for step in steps)
@@ -269,7 +268,7 @@ def _by_kind(history: Sequence[Observation]) -> dict[str, list[Observation]]:
 
 
 def _calm_steps(history: Sequence[Observation]) -> int:
-    """Returns the number of latest steps in a row that had no preemptions. An unknown number of preemptions ends the row."""
+    """Returns the number of latest steps in a row that are known to have had no preemptions."""
     return next((i for i, step in enumerate(reversed(history)) if step.preemptions != 0), len(history))
 
 
@@ -277,8 +276,7 @@ class PlannedRun:
     """Passes the measurements of the training steps of a run to a :class:`TpPlanner`, and saves these measurements.
 
     Args:
-        bounds: the possible TP sizes.
-        max_changes: maximum number of changes in a run, see :class:`TpPlanner`.
+        bounds, max_changes: arguments of :class:`TpPlanner`.
         folder: folder of the checkpoints, where the measurements are saved; None: they are not saved.
     """
 
@@ -299,16 +297,13 @@ class PlannedRun:
         seconds: float,
         tokens: float,
     ) -> tuple[TPDecision | None, dict[str, float]]:
-        """Passes a training step to the planner and saves its measurements. The first call passes the saved steps of earlier
-        launches before.
+        """Passes a training step to the planner and saves its measurements. The first call passes saved steps of earlier launches.
 
         Args:
             number: number of the training step or rollout.
             metrics: metrics of the step. Those of tail batching, if any, give the kind of round and replace ``tokens``.
-            tp: TP size at which the step ran.
-            preemptions: number of preemptions of all servers; None: unknown.
-            seconds: duration of the rollout in seconds; 0: unknown, and nothing is decided.
-            tokens: number of tokens generated in the rollout; 0: unknown, and nothing is decided.
+            tp, preemptions: as in :class:`Observation`.
+            seconds, tokens: duration and tokens of the rollout. If one is 0, it is unknown, and nothing is decided.
 
         Returns:
             Two values: the requested change of the TP size (or None), and the metrics for the log.
@@ -318,8 +313,9 @@ class PlannedRun:
         tokens = float(metrics.get(TAIL_BATCHING + "tokens_generated") or tokens)
         change = None
         if seconds > 0 and tokens >= 1:
+            rounds: tuple[StepKind, ...] = ("short", "long")
             seen = Observation(
-                kind=_kind_of(metrics),
+                kind=next((kind for kind in rounds if metrics.get(f"{TAIL_BATCHING}{kind}_round")), "all"),
                 tp=tp,
                 preemptions=preemptions,
                 rollout_seconds=float(seconds),
@@ -337,18 +333,15 @@ class PlannedRun:
         if self._file is None or not self._file.is_file():
             return []
         try:
-            kept = json.loads(self._file.read_text())["steps"]
-            steps = [
-                (step, Observation(**{key: value for key, value in step.items() if key != "step"})) for step in kept
-            ]
-            earlier = [(step, seen) for step, seen in steps if step["step"] < first]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            steps = json.loads(self._file.read_text())["steps"]
+            kept = [step for step in steps if step["step"] < first and step["tp"] in self._planner.bounds.sizes]
+            earlier = [Observation(**{name: step[name] for name in step if name != "step"}) for step in kept]
+        except (OSError, *BAD_RECORD) as error:
             logger.warning("rl-accel: tp_replan begins anew, %s cannot be used: %r", self._file, error)
             return []
-        possible = [(step, seen) for step, seen in earlier if seen.tp in self._planner.bounds.sizes]
-        for _, seen in possible:
+        for seen in earlier:
             self._planner.step(seen)
-        return [step for step, _ in possible]
+        return kept
 
     def _save(self) -> None:
         if self._file is None:
@@ -357,9 +350,3 @@ class PlannedRun:
             write_atomically(self._file, json.dumps({"steps": self._seen}))
         except OSError as error:
             logger.warning("rl-accel: tp_replan: %s could not be written: %s", self._file, error)
-
-
-def _kind_of(metrics: Mapping[str, Any]) -> StepKind:
-    if metrics.get(TAIL_BATCHING + "short_round"):
-        return "short"
-    return "long" if metrics.get(TAIL_BATCHING + "long_round") else "all"

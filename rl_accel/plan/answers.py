@@ -16,9 +16,11 @@ from rl_accel.telemetry.aggregates import SMALLEST_GAIN, Range
 CANCEL_SECONDS = 0.0007
 """CPU seconds of one core that it takes to cancel a response at the end of a rollout (measured)."""
 BALANCED_ROUNDS = 4
+"""Number of rollouts that are simulated with the feature balance, whose simulation is slow."""
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
+"""Flags with which rollouts are those of a run without tail batching."""
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
-"""Settings of tail batching to try: pairs of ``prompt_ratio`` and ``response_ratio``."""
+"""Settings of tail batching to try: pairs of ``prompt_ratio`` and ``response_ratio``. Chosen by hand around the default."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Option:
     cost: str = ""
 
     def simulate(self, rounds: int, seed: int) -> Prediction:
-        """Simulates ``rounds`` rollouts of the changed run. Returns the means over these rollouts."""
+        """Simulates ``rounds`` rollouts of a run with this option turned on. Returns the mean times and shares per rollout."""
         setup = self.setup.skipping_zero(seed) if self.skip_zero else self.setup
         if setup.cluster is BalancedCluster:
             return balanced(setup, rounds, seed)
@@ -73,7 +75,7 @@ class Answer:
     """Predicted effect of an option (a change of the run).
 
     Attributes:
-        outcome: prediction for the changed run; each field is the mean over all random draws.
+        outcome: mean prediction for the changed run over all random draws.
         ratio: step seconds of the unchanged run, divided by those of the changed run.
         low, high: bounds of the 95% interval of ``ratio``.
         more_memory: relative increase of the maximum number of tokens in a key-value cache.
@@ -88,7 +90,7 @@ class Answer:
 
     @property
     def is_nothing(self) -> bool:
-        """True if the option gains nothing: the gain in step seconds is below :data:`SMALLEST_GAIN` or not significant."""
+        """True if the gain in step seconds is below :data:`SMALLEST_GAIN` or not significant."""
         return self.ratio < 1 + SMALLEST_GAIN or self.low <= 1.0
 
 
@@ -98,7 +100,6 @@ def rounds_of(
     """Simulates ``rounds`` consecutive rollouts of the run ``setup``, with the flags ``flags`` of tail batching.
 
     Args:
-        seed: seed of the simulation.
         timeout: True if rewards have adaptive time limits.
         ends: True if training ends with these rollouts. The last rollout then runs all remaining prompts. If False, training goes
             on, and ``seed`` also shuffles the prompts.
@@ -112,8 +113,8 @@ def rounds_of(
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
     """Returns the mean of ``value`` per rollout, including the long rounds that prompts in tail batching's queue still need.
 
-    Each of these long rounds counts with the mean value of the simulated long rounds or, if there are none, the largest value of
-    all rounds. ``prompts``: number of prompts in a batch.
+    Each of these counts with the mean value of the simulated long rounds or, if there are none, the largest value of all rounds.
+    ``prompts`` is the number of prompts in a batch.
     """
     values = [value(played) for played in rounds]
     long = [value(played) for played in rounds if played.metrics.kind == "long"]
@@ -124,8 +125,7 @@ def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float
 def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Prediction:
     """Returns the prediction that follows from the simulated rollouts ``rounds``.
 
-    ``ends``: True if training ends with the last rollout. If False, the means include the further rollouts of prompts that are
-    still in tail batching's queue (:func:`steady`).
+    ``ends`` is True if training ends with the last rollout. If False, the means are those of :func:`steady`.
     """
 
     def mean(value: Callable[[Round], float]) -> float:
@@ -144,8 +144,8 @@ def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Pre
 def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
     """Predicts rollouts with the feature balance.
 
-    Simulates balance for the first :data:`BALANCED_ROUNDS` rollouts only, because this is slow. Subtracts the mean gain from the
-    mean seconds of all rollouts without balance.
+    Simulates balance for the first :data:`BALANCED_ROUNDS` rollouts only, and subtracts the gain there from the mean seconds of all
+    rollouts without balance.
     """
     stock, few = replace(setup, cluster=Cluster), min(rounds, BALANCED_ROUNDS)
     whole, plain, migrating = (
@@ -165,8 +165,9 @@ def _features(setup: Setup) -> Iterator[Option]:
     def turn_on(*features: str, flags: Sequence[str] = ()) -> str:
         """Returns the text that the user has to add to the command, to turn ``features`` on and set ``flags``."""
         if setup.is_slime:
-            words = [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in flags)]
-            return " ".join(words)
+            return " ".join(
+                [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in flags)]
+            )
         return " ".join(f"+rl_accel.{word}" for word in (*(f"{name}.enable=True" for name in features), *flags))
 
     tail, tails = "tail_batching", TailBatchingFlags()
@@ -195,7 +196,7 @@ def _features(setup: Setup) -> Iterator[Option]:
         cost = f"{shorter}; {zero}"
         both = turn_on(tail, "skip_zero")
         yield Option("skip_zero + tail_batching", both, unpolled, tails, skip_zero=True, cost=cost)
-    if setup.replicas > 1 and _requests_wait(setup) and not setup.is_slime:
+    if setup.replicas > 1 and setup.engine.slots < setup.requests_each and not setup.is_slime:
         how = turn_on("balance", flags=(f"balance.slots={setup.engine.slots}",))
         cost = "decisions, which take no time here"
         yield Option("balance", how, replace(setup, cluster=BalancedCluster), cost=cost)
@@ -205,8 +206,8 @@ def _alternatives(setup: Setup) -> Iterator[Option]:
     """Yields changes of the run that need no rl-accel: more replicas, other numbers of slots, half the maximum response length."""
     more = replace(setup, replicas=2 * setup.replicas)
     yield Option("twice the replicas", "", more, ours=False, cost="GPUs")
-    slots, waiting = setup.engine.slots, _requests_wait(setup)
-    fewer = [max(min(slots, _requests_of_replica(setup)) // 2, 1)] * (waiting or setup.engine.cache_tokens < math.inf)
+    slots, waiting = setup.engine.slots, setup.engine.slots < setup.requests_each
+    fewer = [max(min(slots, setup.requests_each) // 2, 1)] * (waiting or setup.engine.cache_tokens < math.inf)
     for count in fewer + [2 * slots] * waiting:
         how = f"{'--sglang-max-running-requests ' if setup.is_slime else 'actor_rollout_ref.rollout.max_num_seqs='}{count}"
         engine = replace(setup.engine, slots=count)
@@ -218,15 +219,6 @@ def _alternatives(setup: Setup) -> Iterator[Option]:
     yield Option(f"limit of {half:,} tokens", how, limited, ours=False, cost=cut)
 
 
-def _requests_of_replica(setup: Setup) -> int:
-    return math.ceil(setup.prompts * setup.responses / setup.replicas)
-
-
-def _requests_wait(setup: Setup) -> bool:
-    """Returns whether requests have to wait because a replica has more requests than slots."""
-    return setup.engine.slots < _requests_of_replica(setup)
-
-
 def answer(
     setup: Setup, options: Sequence[Option], draws: int, rounds: int, note: Callable[[], None] = lambda: None
 ) -> list[Answer]:
@@ -234,7 +226,6 @@ def answer(
 
     Returns the prediction for the unchanged run, then one per option. ``note`` is called after each draw, to show progress.
     """
-
     answers: list[Answer] = []
     base: list[Prediction] = []
     for option in [Option("as it is", "", setup, ours=False), *options]:
@@ -257,9 +248,9 @@ def mean_of(outcomes: Sequence[Prediction]) -> Prediction:
 
 
 def best_of(answers: Sequence[Answer]) -> Answer | None:
-    """Returns the answer for the feature of rl-accel with the highest gain; None if no feature gains anything.
+    """Returns the first answer whose gain is less than :data:`SMALLEST_GAIN` below the highest gain by a feature of rl-accel.
 
-    Of gains that differ by less than :data:`SMALLEST_GAIN`, the first counts.
+    The first options are the simplest. Returns None if no feature gains anything.
     """
     features = [answer for answer in answers if answer.option.ours and not answer.is_nothing]
     most = max((answer.ratio for answer in features), default=0.0)

@@ -7,8 +7,8 @@ from rl_accel.features import BalanceFlags
 from rl_accel.rollout.balance import Balance, Instruction
 from rl_accel.rollout.simulation import Cluster, EngineModel, SimulatedRequest
 
-TICK = 4.0  # a real run calls it several times per second, which gains nothing more in the simulation
-"""Simulated seconds between calls of ``Balance.tick``."""
+TICK = 4.0
+"""Simulated seconds between calls of ``Balance.tick``. More calls, as in a real run, gain nothing more in the simulation."""
 
 
 class BalancedCluster(Cluster):

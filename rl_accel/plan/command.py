@@ -89,19 +89,22 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         return
     if (run_dir is None) == (lengths is None):
         raise click.UsageError("give LOG, or --lengths with --step-seconds, --prompts, --responses and --replicas")
-    if run_dir is not None:
+    run = fit = None
+    if run_dir is None:
+        setup = _given(str(lengths), given)
+    else:
         refuse_idle_options("with LOG", "tokenizer", "step_seconds", "other_seconds")
-    run = read_run(run_dir, warmup, given["responses"]) if run_dir is not None else None
-    setup, fit = setup_of(run, given) if run is not None else (_given(str(lengths), given), None)
+        run = read_run(run_dir, warmup, given["responses"])
+        setup, fit = setup_of(run, given)
     options = options_of(setup)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task("draws", total=draws * (len(options) + 1))
         answers = answer(setup, options, draws, rounds, lambda: bars.advance(task))
-    advice, preemptions = (levers(run), run.numbers.get("preemptions", 0.0)) if run else ([], 0.0)
+    result = Plan(setup, fit, answers, f"{draws} draws of {rounds} rollouts.")
     if run is not None:
         say(console, f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes))
-    result = Plan(setup, fit, answers, f"{draws} draws of {rounds} rollouts.", advice, preemptions)
+        result = replace(result, advice=levers(run), preemptions=run.numbers.get("preemptions", 0.0))
     result.show(console)
     path = result.write(given["out"] or (run.output_folder if run else Path()))
     say(console, f"Written: {path}")

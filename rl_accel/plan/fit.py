@@ -1,6 +1,7 @@
 """Fit of a model of the rollout engine's speed to the measured times and lengths of a run's responses."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,11 +15,11 @@ from rl_accel.rollout.workload import Floats
 from rl_accel.telemetry.stage_clock import ResponseTimes
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
-"""Numbers of running requests for which the seconds of a decoding step are fitted; in between, the seconds are linear."""
+"""Numbers of running requests for which the seconds of a decoding step are fitted. Between these, the seconds are linear."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
 """Names of the constants of :class:`EngineModel` that are fitted in addition to ``step_seconds``."""
 _MAX_RESPONSES = 20_000
-"""Maximum number of responses in a fit. More responses are reduced to about this number at random."""
+"""Maximum number of responses in a fit, which limits its time. More are reduced to about this number at random."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,7 @@ class Fit:
 
 
 class _Batch:
-    """Responses of one rollout server in one training step.
-
-    Holds arrays, ordered by begin time: ``begins`` and ``ends`` in seconds, and ``tokens``, the number of tokens.
-    """
+    """Begins and ends in seconds, and numbers of tokens, of the responses of one rollout server in one training step."""
 
     def __init__(self, responses: Sequence[ResponseTimes]) -> None:
         rows = [(r.began, r.generated or r.ended, r.tokens or 0) for r in sorted(responses, key=lambda r: r.began)]
@@ -75,17 +73,15 @@ class _Batch:
 def fit_engine(
     steps: Sequence[Sequence[ResponseTimes]], prompt_tokens: int = 0, slots: int = 1024, cache_tokens: float = math.inf
 ) -> Fit:
-    """Fits the constants of an engine model to the measured seconds of responses, by least squares.
+    """Fits the constants of an engine model to the measured seconds of the responses of ``steps``, by least squares.
 
-    Args:
-        steps: measured responses of each training step.
-        prompt_tokens: number of tokens in each prompt.
-        slots: number of slots of the engine, the maximum number of running requests.
-        cache_tokens: capacity of the key-value cache in tokens.
+    ``prompt_tokens`` is the number of tokens in each prompt. ``slots`` and ``cache_tokens`` are those of :class:`EngineModel`.
 
     Raises:
         RlAccelError: fewer than 16 responses have tokens and times.
     """
+    from scipy.optimize import lsq_linear
+
     batches = _batches_of(steps)
     seconds = np.concatenate([np.empty(0), *(batch.ends - batch.begins for batch in batches)])
     if len(seconds) < 16:
@@ -94,7 +90,10 @@ def fit_engine(
     knots = [*(k for k in _KNOTS if k <= max(most / 4, 1)), *[most] * (most > 1)]
     factors = _factors_of(batches, knots, prompt_tokens, slots=slots, cache_tokens=cache_tokens)
     pace = float(np.median(seconds / np.concatenate([batch.tokens for batch in batches])))
-    constants = _least_squares(factors, seconds, pace / 100)
+    norms = np.linalg.norm(factors, axis=0)
+    scale = np.where(norms > 0, norms, np.inf)  # a constant without effect is fitted as 0
+    least = np.append(scale[0] * pace / 100, np.zeros(len(norms) - 1))  # a decoding step takes some time
+    constants = lsq_linear(factors / scale, seconds, (least, np.inf), method="bvls").x / scale
     paces = dict(zip(knots, np.cumsum(constants[: len(knots)]).tolist(), strict=True))
     others = dict(zip(_CONSTANTS, constants[len(knots) :].tolist(), strict=True))
     engine = EngineModel(paces, slots=slots, cache_tokens=cache_tokens, **others)
@@ -104,11 +103,11 @@ def fit_engine(
 
 def _batches_of(steps: Sequence[Sequence[ResponseTimes]]) -> list[_Batch]:
     """Groups responses by training step and rollout server. Drops responses without tokens. Keeps about :data:`_MAX_RESPONSES`."""
-    batches: dict[tuple[int, str | None], list[ResponseTimes]] = {}
+    batches = defaultdict(list)
     for number, step in enumerate(steps):
         for response in step:
             if response.tokens:
-                batches.setdefault((number, response.server), []).append(response)
+                batches[number, response.server].append(response)
     kept = [*batches.values()]
     share = _MAX_RESPONSES / max(sum(map(len, kept)), 1)
     if share < 1:
@@ -118,20 +117,17 @@ def _batches_of(steps: Sequence[Sequence[ResponseTimes]]) -> list[_Batch]:
 
 
 def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: int, **limits: Any) -> Floats:
-    """Returns the matrix [responses, constants] that gives the seconds of the responses when it is multiplied by the constants.
+    """Returns the matrix [responses, constants] whose product with the constants is the seconds of the responses.
 
     The constants are the seconds of a decoding step with ``knots[0]`` running requests, the increase from each knot to the next,
     and :data:`_CONSTANTS`. Column n holds the simulated seconds of the responses if constant n is 1 and all others are 0.
-
-    ``limits``: slots and cache size of the engine.
+    ``limits`` are the slots and the cache size of the engine.
     """
     count = len(knots)
 
     def simulated(rise: int, **constant: Any) -> Floats:
-        """Returns the simulated seconds of each response for an engine whose decoding steps take 1 s to 2 s.
-
-        A step takes 1 s with up to ``knots[rise - 1]`` running requests, 2 s with ``knots[rise]`` or more, and a linear mix in
-        between. If ``rise`` is ``len(knots)``, each step takes 1 s. ``constant``: other constants of the engine, 0 if missing.
+        """Returns the simulated seconds of each response, for an engine whose decoding steps take 1 s with up to
+        ``knots[rise - 1]`` running requests, and 2 s with ``knots[rise]`` or more. ``constant``: its other constants, 0 if missing.
         """
         paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
         engine = EngineModel(paces, **limits, **constant)
@@ -142,17 +138,3 @@ def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: 
     columns = [level, *(simulated(rise) - level for rise in range(1, count))]
     columns += [simulated(count, **{name: 1.0}) - level for name in _CONSTANTS]
     return np.stack(columns, axis=1)
-
-
-def _least_squares(factors: Floats, seconds: Floats, least: float) -> Floats:
-    """Returns the constants with the best fit of ``factors @ constants`` to ``seconds``.
-
-    The first constant is at least ``least``, the others are at least 0.
-    """
-    from scipy.optimize import lsq_linear
-
-    norms = np.linalg.norm(factors, axis=0)
-    scale = np.where(norms > 0, norms, np.inf)  # a constant without effect is fitted as 0
-    bounds = np.append(scale[0] * least, np.zeros(len(norms) - 1))
-    values: Floats = lsq_linear(factors / scale, seconds, (bounds, np.inf), method="bvls").x / scale
-    return values

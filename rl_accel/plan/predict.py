@@ -44,7 +44,7 @@ def asynchronous_mode(words: Iterable[str]) -> str:
 
 
 def words_of_run(folder: Path, run: Profile) -> list[str]:
-    """Returns the words of the command that started a run, if ``rl-accel ab`` has saved the command.
+    """Returns the words of the command that started a run, if ``rl-accel ab`` has saved it in ``folder``.
 
     Otherwise, returns words that turn on the features that the run's log names.
     """
@@ -55,17 +55,15 @@ def words_of_run(folder: Path, run: Profile) -> list[str]:
 
 
 def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> tuple[Prediction, Floats]:
-    """Predicts the steps of a run with ``flags``, from a setup that was fitted to another run.
+    """Predicts the steps of a run with the rl-accel flags ``flags``, from the setup of another run.
 
     Args:
-        setup: setup of the other run.
-        flags: rl-accel flags of the predicted run.
         steps, warmup: number of steps of the predicted run, and number of first steps to leave out.
         draws: number of random draws, each of which simulates the whole run.
 
     Returns:
-        Two values: the mean prediction over all draws; and the mean rollout seconds of each draw, shape [draws], with random errors
-            like those at the other run (``setup.uneven``).
+        The mean prediction over all draws. The mean rollout seconds of each draw, shape [draws], with random errors like those that
+            the simulation of the other run had (``setup.uneven``).
     """
     in_rounds, limited = (flags.requested(feature) != "off" for feature in (TAIL_BATCHING, REWARD_TIMEOUT))
     poll = 0.0 if in_rounds or flags.requested(SAMPLER) != "off" else POLL_SECONDS
@@ -85,7 +83,7 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
 def check_prediction(first: Path, second: Path, options: Mapping[str, Any], console: Console) -> None:
     """Predicts the run in ``second`` from the run in ``first``. Prints predicted and measured seconds and wasted tokens.
 
-    ``options``: options of ``rl-accel plan``, by name.
+    ``options`` are those of ``rl-accel plan``, by name.
 
     Raises:
         RlAccelError: a run cannot be read, or the second run trains asynchronously.

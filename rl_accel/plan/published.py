@@ -8,7 +8,7 @@ from rl_accel.rollout.workload import load_data
 def engine_of_model(model: str, tp: int | None = None) -> EngineModel:
     """Returns the engine model for a replica of the language model ``model`` on ``tp`` H800 GPUs.
 
-    By default, ``tp`` is the TP size of RollPacker's published runs of this model.
+    If ``tp`` is None, it is the TP size of RollPacker's published runs of this model.
 
     Raises:
         RlAccelError: no constants are known for the model.

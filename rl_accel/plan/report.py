@@ -19,7 +19,7 @@ from rl_accel.telemetry.savings import NOTHING_HELPS
 
 SCHEMA = "rl_accel.plan/2"
 FIT_LIMIT = 0.5
-"""Relative error of the fitted engine model above which the output warns that the plan cannot be trusted."""
+"""Relative error of the fitted engine model above which the output warns that the plan cannot be trusted. Chosen by hand."""
 _WANTS = {
     "drafts": "`rl-accel bench drafts` replays them with the texts of a run",
     "skip_zero": "it wants groups of equal rewards in a trainer.rollout_data_dir below LOG, in a run without it and without a"
@@ -49,7 +49,7 @@ class Plan:
         answers: prediction for the unchanged run, then one per option (a feature or an alternative).
         drawn: sentence with the numbers of random draws and rollouts.
         advice: sentences with advice on verl's own settings.
-        preemptions: measured number of preemptions per step of the run.
+        preemptions: measured number of preemptions per step.
     """
 
     setup: Setup
@@ -60,7 +60,7 @@ class Plan:
     preemptions: float = 0.0
 
     def basis(self) -> Iterator[str]:
-        """Yields sentences that describe the inputs of the plan: batch size, response lengths and engine speed."""
+        """Yields sentences about the inputs of the plan: batch size, response lengths and engine speed."""
         setup, fit, tokens = self.setup, self.fit, self.setup.workload.tokens
         yield self.drawn
         replicas = f"{setup.replicas} replica{'s' * (setup.replicas > 1)}"
@@ -113,34 +113,26 @@ class Plan:
 
     def write(self, folder: Path) -> Path:
         """Writes ``plan.json`` into ``folder`` and returns its path."""
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / "plan.json"
         write_atomically(path, strict_json(self.summary()))
         return path
 
     def summary(self) -> dict[str, Any]:
         """Returns the content of ``plan.json`` as a dictionary."""
-        rows = [
-            {
-                "name": answer.option.name,
-                "set": answer.option.how,
-                "ours": answer.option.ours,
-                "cost": answer.option.cost,
-                **asdict(answer.outcome),
-                "ratio": answer.ratio,
-                "low": answer.low,
-                "high": answer.high,
-                "more_memory": answer.more_memory,
-                "nothing": answer.is_nothing,
-            }
-            for answer in self.answers
-        ]
+
+        def row(answer: Answer) -> dict[str, Any]:
+            option = answer.option
+            names = {"name": option.name, "set": option.how, "ours": option.ours, "cost": option.cost}
+            gains = {name: getattr(answer, name) for name in ("ratio", "low", "high", "more_memory")}
+            return {**names, **asdict(answer.outcome), **gains, "nothing": answer.is_nothing}
+
+        stock, *answers = map(row, self.answers)
         return {
             "schema": SCHEMA,
             "basis": list(self.basis()),
             "engine": asdict(self.setup.engine),
             "stages": dict(self.setup.stages),
-            "stock": rows[0],
-            "answers": rows[1:],
+            "stock": stock,
+            "answers": answers,
             "conclusions": list(self.conclusions()),
         }

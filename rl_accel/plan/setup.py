@@ -16,9 +16,6 @@ from rl_accel.telemetry.aggregates import LEAST_STEPS, POLL_SECONDS, Estimate, R
 from rl_accel.telemetry.profile import Profile
 from rl_accel.telemetry.stage_clock import COMPLETED, TRAINING, ResponseTimes, by_prompt
 
-_PROMPTS = "prompt_length/mean"
-"""Name of verl's metric for the mean prompt length in tokens."""
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -31,11 +28,11 @@ class Setup:
         workload: lengths and reward times of the responses.
         stages: mean seconds of each stage of a step except the rollout stage ``gen``, by stage name.
         poll_seconds: seconds between the trainer's checks whether the rollout is done; 0: the trainer notices the end at once.
-        after_seconds: seconds of the stage ``gen`` that follow after the trainer has noticed the end of the rollout.
+        after_seconds: seconds of the stage ``gen`` after the trainer has noticed the end of the rollout.
         cluster: class of the simulated cluster.
         uneven: measured seconds divided by simulated seconds, for each rollout of the measured run.
         zero_shares: share of the stage ``update_actor`` that the feature skip_zero saves: first the measured share, then bootstrap
-            samples of it. Empty: nothing is saved.
+            samples of this share. Empty: nothing is saved.
         is_slime: True for a run of slime, False for a run of verl.
     """
 
@@ -53,6 +50,11 @@ class Setup:
     is_slime: bool = False
 
     @property
+    def requests_each(self) -> int:
+        """Number of requests of a batch on each replica."""
+        return ceil(self.prompts * self.responses / self.replicas)
+
+    @property
     def training_seconds(self) -> float:
         """Mean seconds per step of all stages whose duration grows with the number of trained tokens."""
         return sum(self.stages.get(name, 0.0) for name in TRAINING)
@@ -68,10 +70,7 @@ class Setup:
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
     def skipping_zero(self, seed: int) -> "Setup":
-        """Returns the setup with the feature skip_zero, which shortens the stage ``update_actor``.
-
-        The saved share is one of ``zero_shares``, chosen by ``seed``.
-        """
+        """Returns the setup with a shorter stage ``update_actor``, by one of ``zero_shares`` that ``seed`` chooses."""
         share = self.zero_shares[seed % len(self.zero_shares)] if self.zero_shares else 0.0
         update = self.stages.get("update_actor", 0.0) * (1 - share)
         return replace(self, stages={**self.stages, "update_actor": update})
@@ -80,22 +79,20 @@ class Setup:
 def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | None]:
     """Returns the setup of a run, and the fit of the engine model to the run's telemetry (None without telemetry).
 
-    Args:
-        run: profile of the run.
-        options: values of the command's options, which take precedence over values from the telemetry.
+    ``options`` are those of ``rl-accel plan``, by name. They take precedence over the telemetry.
 
     Raises:
         RlAccelError: the run's log or telemetry lacks required data.
     """
     if run.overlaps:
-        raise RlAccelError(
-            f"{run.log}: wanted a run whose rollouts end with their step, found responses of older weights"
-        )
+        wanted = "wanted a run whose rollouts end with their step, found responses of older weights"
+        raise RlAccelError(f"{run.log}: {wanted}")
     if run.estimate is not None:
         return _setup_of_aggregates(run, run.estimate, options), None
     steps = list(run.responses.values())
     # steps that show the whole batch; with tail batching, only long rounds do
-    whole = [by_prompt(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
+    whole_steps = [step for step in steps if all(r.outcome == COMPLETED for r in step)]
+    whole = list(map(by_prompt, whole_steps))
     if not steps:
         needs = f"{LEAST_STEPS} steps after the warm-up with response_length/mean and response_length/max"
         why = f" ({'; '.join(run.missing)})" if run.missing else ""
@@ -103,14 +100,13 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
     if not whole and not (options.get("prompts") and options.get("responses")):
         why = "in every step responses were cut off: give --prompts and --responses of the batch"
         raise RlAccelError(f"{run.log}: {why}")
-    known = {"slots": options.get("slots") or run.numbers.get("slots"), "cache_tokens": options.get("cache_tokens")}
-    logged = [step[_PROMPTS] for step in run.metrics.values() if isfinite(step.get(_PROMPTS, nan))]
-    prompt_tokens = round(fmean(logged)) if logged else 0
-    fit = fit_engine(steps, prompt_tokens, **{name: int(value) for name, value in known.items() if value})
-    servers = {response.server for step in steps for response in step} - {None}
-    rewards = np.array(
-        [r.rewarded - r.generated for step in steps for r in step if r.rewarded and r.generated is not None]
-    )
+    limits = {"slots": options.get("slots") or run.numbers.get("slots"), "cache_tokens": options.get("cache_tokens")}
+    prompt_lengths = [step.get("prompt_length/mean", nan) for step in run.metrics.values()]
+    prompt_tokens = round(fmean(filter(isfinite, prompt_lengths))) if any(map(isfinite, prompt_lengths)) else 0
+    fit = fit_engine(steps, prompt_tokens, **{name: int(value) for name, value in limits.items() if value})
+    responses = [response for step in steps for response in step]
+    servers = {response.server for response in responses} - {None}
+    rewards = np.array([r.rewarded - r.generated for r in responses if r.rewarded and r.generated is not None])
     # run.kept includes warm-up steps, so that prompts are in the order of the data
     setup = Setup(
         options.get("prompts") or max(map(len, whole)),
@@ -123,8 +119,7 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
         min(run.rests, default=0.0),
         zero_shares=run.zero_groups[0],
     )
-    uneven = [_measured_over_simulated(setup, step) for step in steps if all(r.outcome == COMPLETED for r in step)]
-    return replace(setup, uneven=uneven or setup.uneven), fit
+    return replace(setup, uneven=[_measured_over_simulated(setup, s) for s in whole_steps] or setup.uneven), fit
 
 
 def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str, Any]) -> Setup:
@@ -162,7 +157,7 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str,
 
 
 def _measured_over_simulated(setup: Setup, step: Sequence[ResponseTimes]) -> float:
-    """Simulates the responses of a measured step. Returns the measured rollout seconds divided by the simulated seconds."""
+    """Returns the measured rollout seconds of ``step``, divided by the seconds that a simulation of its responses takes."""
     cluster = Cluster(setup.engine, setup.replicas, setup.workload.prompt_tokens)
     cluster.launch(range(len(step)), [response.tokens or 1 for response in step])
     while len(cluster):
@@ -174,11 +169,10 @@ def _lengths(steps: Sequence[Sequence[ResponseTimes]]) -> list[list[float]]:
     """Returns the number of tokens of each response, one list per prompt.
 
     A response that was cut off gets the length of a random longer response that was completed. If responses were cut off in some
-    steps, only these steps are used.
+    steps, only these steps are used: the others are long rounds of tail batching, in which prompts of earlier steps run again.
     """
     rng = np.random.default_rng(0)
     ended = np.sort([r.tokens or 1 for step in steps for r in step if r.outcome == COMPLETED])
-    # the other steps are then long rounds of tail batching, in which prompts of earlier steps run again
     cut = [step for step in steps if any(r.outcome != COMPLETED for r in step)]
 
     def length(response: ResponseTimes) -> float:

@@ -1,12 +1,12 @@
 """Estimates for runs without telemetry, from the seconds of rollouts and from aggregates of response lengths.
 
 verl and slime log a few numbers of each rollout: its seconds, and the mean and maximum of the response lengths in tokens. The
-model of a rollout is ``seconds = base + pace * longest + noise``, rounded up to the next poll where the trainer polls. The
-distribution of lengths is a published one (RollPacker, NSDI'26, Fig. 2a), stretched on a logarithmic scale until its mean, the mean
-of its maximum over a batch, and its share at the limit are those of the run.
+model of a rollout is ``seconds = base + pace * longest + noise``, rounded up to the next poll if the trainer polls. The
+distribution of lengths is a published one (RollPacker, NSDI'26, Fig. 2a). It is stretched on a logarithmic scale until its mean,
+the mean of its maximum over a batch, and its share at the length limit are those of the run.
 
-Each estimate is made :data:`DRAWS` times: with the steps drawn again (bootstrap), with each published shape in turn, and with other
-values of what a log does not say. The interval of an estimate is the range of 95% of these draws.
+Each estimate is made :data:`DRAWS` times. Each draw has other steps (bootstrap), another published shape, and other values of what
+a log does not say. The interval of an estimate holds 95% of the draws.
 """
 
 import functools
@@ -17,30 +17,30 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.rollout.workload import PUBLISHED, PUBLISHED_LIMIT, Floats, Lengths, published
 
 POLL_SECONDS = 2.0
 """Seconds between two polls of verl's V1 trainer."""
 DRAWS = 36
+"""Number of draws for each estimate: each combination of a published shape with values of ``_GROUPS`` and ``_ALIKE`` once."""
 LEAST_STEPS = 4
-"""Minimum number of logged steps for an estimate."""
+"""Minimum number of logged steps for an estimate. Chosen by hand."""
 SMALLEST_GAIN = 0.02
-"""Smallest saving that is reported, as a share of a step's duration."""
+"""Smallest saving that is reported, as a share of a step's duration. Chosen by hand."""
 _GROUPS = (4, 8, 16)
 """Assumed numbers of responses per prompt, used in turn if the log does not tell the number."""
 _ALIKE = (0.0, 0.15, 0.3, 0.45)
 """Assumed intraclass correlations of the response lengths within a prompt, used in turn. Measured: 0.13 to 0.30."""
 _UNEXPLAINED = 0.25
-"""Largest error with which response lengths still explain the rollout times: root mean square, as a share of the mean rollout time.
-"""
+"""Root mean square error, as a share of the mean rollout time, above which response lengths do not explain rollout times. Chosen
+by hand."""
 _SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
-"""Seconds that a very slow engine takes.
-
-_SLOWEST_TOKEN: for a token of the longest response.
-_SLOWEST_READING: for a token of a prompt.
-_SLOWEST_START: for the beginning and the end of a rollout."""
+"""Seconds of a very slow engine for a token of the longest response, for a token of a prompt, and for the start of a rollout. A
+longer rollout waits for something other than the engine. Chosen by hand."""
 _ROUND_RESPONSES = 15_000
+"""Number of responses that :func:`in_rounds` simulates, enough for stable means. Chosen by hand."""
 _FIELDS = {
     "seconds": ("timing_s/gen", 0.0),
     "mean": ("response_length/mean", 0.0),
@@ -66,9 +66,7 @@ class Range:
 
     @classmethod
     def of(cls, draws: Sequence[float] | Floats, mean: float | None = None) -> "Range":
-        """Returns an estimate and the central 95% of ``draws`` as its interval. ``mean``: the estimate; None: the mean of
-        ``draws``.
-        """
+        """Returns the central 95% of ``draws`` as an interval, with the estimate ``mean``; None: the mean of ``draws``."""
         low, high = np.quantile(draws, (0.025, 0.975)).tolist()
         return cls(float(np.mean(draws)) if mean is None else mean, low, high)
 
@@ -87,7 +85,6 @@ class Rollouts:
         group: number of responses per prompt; None if unknown.
         polls: whether the trainer polls, and so notices the end of a rollout late.
         on_policy: whether all responses were generated with the weights that are trained on them.
-        is_v1: whether the trainer is verl's V1 trainer.
         limit: assumed length limit in tokens: the length of the longest response, or infinity if only one step reached this length.
     """
 
@@ -101,7 +98,6 @@ class Rollouts:
     group: int | None
     polls: bool
     on_policy: bool
-    is_v1: bool
     limit: float
 
     @classmethod
@@ -117,7 +113,7 @@ class Rollouts:
             prompts: number of prompts in a batch, if known.
             polls: False if a feature is on with which verl's V1 trainer does not poll.
         """
-        needed = [name for name, _ in (_FIELDS["seconds"], _FIELDS["mean"], _FIELDS["longest"])]
+        needed = [_FIELDS[field][0] for field in ("seconds", "mean", "longest")]
         known = [step for step in steps if all(0 < step.get(name, 0) < math.inf for name in needed)]
         if len(known) < LEAST_STEPS:
             return None
@@ -128,15 +124,13 @@ class Rollouts:
         count = float(np.median(tokens / (arrays["prompts"] + arrays["mean"])))
         responses = round(count) if math.isfinite(count) else (prompts or 0) * (group or 0)
         longest = float(arrays["longest"].max())
-        is_v1 = any(name.startswith(V1) for name in known[0])
         on_policy = all(step.get(STALENESS, 0) == 0 for step in known)
         return cls(
             **arrays,
             responses=responses,
             group=group,
-            polls=polls and is_v1 and on_policy,
+            polls=polls and on_policy and any(name.startswith(V1) for name in known[0]),
             on_policy=on_policy,
-            is_v1=is_v1,
             limit=longest if (arrays["longest"] == longest).sum() > 1 else math.inf,
         )
 
@@ -153,7 +147,7 @@ class Rollouts:
     def phase(self) -> float:
         """Returns the seconds from the poll that finds a rollout done to the end of the stage ``gen``.
 
-        Returns 0 if the durations of ``gen`` do not differ by about whole multiples of the interval between polls.
+        Returns 0 if the durations of ``gen`` modulo the interval between polls are not about equal.
         """
         direction = np.exp(2j * np.pi * self.seconds / POLL_SECONDS).mean()
         if abs(direction) < 0.8:
@@ -166,7 +160,7 @@ class Rollouts:
         """Fits the model ``seconds = base + pace * longest`` to the rollouts.
 
         If the trainer polls, the log only tells the two polls between which a rollout ended. The end is then drawn at random
-        between them. Fits and draws alternate (data augmentation). ``phase`` is the result of :meth:`phase`.
+        between these polls. Fits and draws alternate (data augmentation). ``phase`` is the result of :meth:`phase`.
 
         Returns:
             ``base`` in seconds; ``pace`` in seconds per token; duration of each rollout in seconds, shape [S]; seconds of each
@@ -200,10 +194,9 @@ class Rollouts:
         return float(base), float(pace) * unit, done, excess
 
     def lengths(self, shape: str, alike: float) -> Lengths:
-        """Returns the published length distribution ``shape`` (a key of PUBLISHED), stretched to fit this run.
+        """Returns the published length distribution ``shape`` (a key of PUBLISHED), stretched to fit this run's lengths.
 
-        It is fitted to the run's mean length, maximum length and share of responses at the length limit. ``alike`` is the
-        intraclass correlation of the lengths within a prompt.
+        ``alike`` is the intraclass correlation of the lengths within a prompt.
         """
         from scipy.optimize import least_squares
 
@@ -234,7 +227,7 @@ class Rollouts:
 
 @functools.cache
 def _uncut(shape: str) -> Floats:
-    """Returns quantiles of the logarithm of the length for the published distribution ``shape``, without lengths at the limit."""
+    """Returns quantiles of the logarithm of the length in the published distribution ``shape``, without lengths at its limit."""
     tokens = published(shape).tokens
     free = np.log(tokens[tokens < PUBLISHED_LIMIT])
     return np.interp((np.arange(len(tokens)) + 0.5) / len(tokens), (np.arange(len(free)) + 0.5) / len(free), free)
@@ -243,12 +236,12 @@ def _uncut(shape: str) -> Floats:
 def in_rounds(lengths: Lengths, run: TailRun, seed: int = 0) -> tuple[float, float, float]:
     """Compares simulated rollouts with and without tail batching. A response takes one time unit per token.
 
-    A short round launches the surplus of ``run``, and ends when a batch is complete. All other prompts start again in long rounds,
-    which launch a batch and wait for all its responses.
+    A short round launches more prompts and responses than ``run`` trains, and ends when a batch is complete. All other prompts
+    start again in long rounds, which launch a batch and wait for all its responses.
 
     Returns:
-        Mean duration of a rollout with tail batching; the same without tail batching; number of trained tokens with tail batching,
-            divided by the number without. Durations are in time units.
+        Mean duration of a rollout with tail batching; mean duration without tail batching; number of trained tokens with tail
+            batching, divided by the number without.
     """
     prompts, responses = run.prompts_per_step, run.responses_per_prompt
     launched, each = run.surplus_prompts, run.surplus_responses
@@ -284,28 +277,25 @@ class Estimate:
         idle: idle share of the slots, if all responses begin together.
         tail: seconds of generation that tail batching saves, without ``polling``; None if unknown.
         trained: number of trained tokens with tail batching, divided by the number without.
-        over: seconds of ``unexplained`` that exceed the time limit of a reward.
+        over: seconds of ``unexplained`` that exceed the shortest time limit of reward_timeout.
     """
 
     rollouts: Rollouts
     lengths: Sequence[Lengths]
+    storing: float
     base: Range
     pace: Range
     polling: Range
-    storing: float
     waiting: Range
     unexplained: Range
     idle: Range
-    tail: Range | None
-    trained: Range
     over: Range
+    tail: Range | None = None
+    trained: Range = Range(1.0, 1.0, 1.0)
 
 
-def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
-    """Estimates the parts of the time of ``rollouts``, and the savings by tail_batching and reward_timeout.
-
-    ``limit_seconds`` is the time limit of a reward with reward_timeout.
-    """
+def estimate(rollouts: Rollouts) -> Estimate:
+    """Estimates the parts of the time of ``rollouts``, and the savings by tail_batching and reward_timeout."""
     rng, phase = np.random.default_rng(0), rollouts.phase() if rollouts.polls else 0.0
     groups = [rollouts.group] if rollouts.group else [n for n in _GROUPS if n <= rollouts.responses] or [1]
     rows: list[dict[str, float]] = []
@@ -325,13 +315,11 @@ def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
             "waiting": pace * max(longest - nine_in_ten, 0.0),
             "unexplained": excess.mean(),
             "idle": min(max(1 - busy / steps.seconds.mean(), 0.0), 1.0),
-            "over": np.maximum(excess - limit_seconds, 0.0).mean(),
+            "over": np.maximum(excess - RewardTimeoutFlags().minimum, 0.0).mean(),
         }
         prompts = rollouts.responses // group
         if prompts and rollouts.on_policy:
             tokens, stock, trained = in_rounds(lengths[-1], TailRun(prompts, group), draw)
             row |= {"tail": max(pace * longest * (1 - tokens / stock), 0.0), "trained": trained}
         rows.append(row)
-    ranges = {name: Range.of([row[name] for row in rows]) for name in rows[0]}
-    tail = ranges.pop("tail", None)
-    return Estimate(rollouts, lengths, storing=phase, tail=tail, **{"trained": Range(1.0, 1.0, 1.0), **ranges})
+    return Estimate(rollouts, lengths, phase, **{name: Range.of([row[name] for row in rows]) for name in rows[0]})

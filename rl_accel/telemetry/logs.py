@@ -1,4 +1,4 @@
-"""Parsers of verl's logs, of the file logger and of the console, and the merge of the records of a run."""
+"""Parsers for the output of verl's file logger and of verl's console, and the merge of a run's log records."""
 
 import contextlib
 import json
@@ -22,16 +22,18 @@ PROCESS = re.compile(r"\([\w:]+[^()]*pid=[^()]*\)\s?")
 _FOREIGN = re.compile(r"(?:^|\s)\[|\(\w+ pid=|(?:[A-Z][\w ]{0,80}:\s*|^|\s)\d+%\|")
 """Pattern of the beginning of another program's text in a line of metrics: a note of Ray, another worker, or a progress bar."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
+_NEXT_STEP = re.compile(r"(?<=[\d)\]])\s+(?=step:\d+ - )")
+"""Pattern of the space before a second step in one console line. Before it is a value, or the end of another program's text."""
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
 _VALUE = r"\s*(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?:,[^()]*)?\)?\s*"
 """Pattern of a value, such as ``0.5``, ``np.float64(0.5)`` or ``tensor(0.5, device='cuda:0')``."""
 _METRIC = re.compile(f"(.*):{_VALUE}")
 _BEGUN = re.compile(r"[^:]*(?::\s*(?:[a-z][\w.]{0,15}(?:\([^()]*)?|[-+\d.einfa]*)\)?(?:\s+-?\s*)?)?")
-"""Pattern of a logged metric that may be cut off at the end."""
+"""Pattern of a whole metric, or of the first part of a metric whose rest is in the next row of a terminal."""
 _WIDEST = 1000
-"""Maximum number of columns of a terminal. If the console has a longer line, no terminal has wrapped its lines."""
+"""Largest assumed width of a terminal in columns. Lines of a console with a longer line were not wrapped. Chosen by hand."""
 _OLD_PREFIX = "timing/"
-"""Prefix of the timer metrics in verl's logs of 2024."""
+"""Prefix of the timer metrics in verl's logs of 2024, in place of ``timing_s/``."""
 
 
 def read_log(path: Path) -> dict[int, dict[str, float]]:
@@ -47,9 +49,9 @@ def read_log(path: Path) -> dict[int, dict[str, float]]:
 def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], list[int]]:
     """Merges the log records of a run. Returns the metrics by step number, and the steps at which the run was restarted.
 
-    If a metric is logged for step 7 and then again for step 5, the run was restarted at step 5 (at step 6 if the second record
-    holds only validation metrics). Earlier metrics of the restart step and later steps are discarded. slime's ``train/*`` metrics
-    are left out, because slime logs them for each optimizer step.
+    If a metric is logged for step 7 and then again for step 5, the run was restarted at step 5. Earlier metrics of this step and of
+    later steps are discarded. If the second record holds only validation metrics, the run was restarted at step 6: a resumed run
+    first validates the step of its checkpoint. slime's ``train/*`` metrics are left out, because they count optimizer steps.
     """
     steps: dict[int, dict[str, float]] = {}
     last: dict[str, int] = {}
@@ -90,6 +92,8 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
     A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. All other lines are
     skipped. Lines that a terminal has wrapped are joined. If the last line has no line end, its last metric is left out.
 
+    verl's names of metrics have a slash. If any step has such a name, a text without one is part of a printed response and skipped.
+
     ``workers``, if given, receives Ray's prefix of the process that logged each step. Equal prefixes in a row count once.
     """
     steps: list[_Step] = []
@@ -99,28 +103,33 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
             longest = max(longest, len(ESCAPE.sub("", line.rstrip("\n"))))
         if "step:" not in line and not is_open:  # most lines of a large log
             continue
-        text = ESCAPE.sub("", line.rstrip("\n"))
-        width = len(text)
+        text, is_ended = ESCAPE.sub("", line.rstrip("\n")), line.endswith("\n")
         begun = _STEP.search(text)
         # a container, a node or a logger may have put other text, such as the time, before Ray's prefix
         prefix = PROCESS.search(text, 0, begun.start()) if begun else PROCESS.match(text)
         worker = prefix[0] if prefix else ""
         if begun:
-            steps.append(_Step(_before_other_output(begun[0]), worker, line.endswith("\n"), [width]))
+            *whole, last = map(_before_other_output, _NEXT_STEP.split(begun[0]))
+            steps += [_Step(step, worker, True, [len(text)]) for step in whole]
+            steps.append(_Step(last, worker, is_ended, [len(text)]))
             is_open = True
-            if workers is not None and [worker] != workers[-1:]:
-                workers.append(worker)
         elif worker:  # Ray writes a prefix before each line, not before each row
             is_open = is_open and worker != steps[-1].process
         elif is_open:
-            is_open = steps[-1].add(_before_other_output(text), width, line.endswith("\n"))
+            is_open = steps[-1].add(_before_other_output(text), len(text), is_ended)
     # rows are as wide as the terminal; next to a longer line, a row such as "42" is a number that something has printed
     is_wrapped = longest < _WIDEST and all(step.rows[0] >= longest - 1 for step in steps if step.doubtful)
+    records = []
     for step in steps:
-        if step.doubtful and not is_wrapped:
-            yield from _record(step.doubtful, True)
-        else:
-            yield from _record(step.text, step.is_ended)
+        is_single = step.doubtful and not is_wrapped
+        if record := _record(step.doubtful, True) if is_single else _record(step.text, step.is_ended):
+            records.append((step.process, record, any("/" in name for name in record[1])))
+    has_slashes = any(has_slash for *_, has_slash in records)
+    for worker, record, has_slash in records:
+        if has_slash or not has_slashes:
+            if workers is not None and [worker] != workers[-1:]:
+                workers.append(worker)
+            yield record
 
 
 @dataclass
@@ -172,14 +181,14 @@ def _is_whole(line: str) -> bool:
     return all(metric and ":" not in metric[1] for metric in metrics) and bool(_BEGUN.fullmatch(parts[-1]))
 
 
-def _record(line: str, is_ended: bool) -> Iterator[LogRecord]:
-    """Yields the step number and the metrics in the log line of a step; nothing if the line has none.
+def _record(line: str, is_ended: bool) -> LogRecord | None:
+    """Returns the step number and the metrics in the log line of a step; None if the line has none.
 
-    If ``is_ended`` is False, leaves out the last metric, which may be cut off.
+    If ``is_ended`` is False, leaves out the last metric, whose end may be missing.
     """
     step = _STEP.search(line)
     if step is None:
-        return
+        return None
     metrics = {}
     parts = _SEPARATOR.split(step[2].rstrip())
     for part in parts if is_ended else parts[:-1]:
@@ -188,5 +197,4 @@ def _record(line: str, is_ended: bool) -> Iterator[LogRecord]:
                 metrics[re.sub(f"^{_OLD_PREFIX}", PREFIX, match[1])] = float(match[2])
     if _OLD_PREFIX in line and f"{PREFIX}step" not in metrics and is_ended:  # logs of 2024 do not time the step itself
         metrics[f"{PREFIX}step"] = sum(value for name, value in metrics.items() if name.startswith(PREFIX))
-    if metrics:
-        yield int(step[1]), metrics
+    return (int(step[1]), metrics) if metrics else None

@@ -1,8 +1,7 @@
-"""Metrics from patched code, kept per process until the trainer process collects the metrics for its logger.
+"""Metrics from patched code, stored in each process until the trainer collects them for its logger.
 
 Callers use relative names such as ``gae/seconds``. :func:`drain` and :func:`run_observers` return the metrics with the prefix
-``rl_accel/``. Do not put ``max``, ``min``, ``sum`` or ``total`` into a name, because verl chooses how to reduce a metric by these
-substrings.
+``rl_accel/``. Do not put ``max``, ``min``, ``sum`` or ``total`` into a name: these substrings tell verl how to reduce a metric.
 """
 
 import logging
@@ -15,7 +14,7 @@ from rl_accel.switch import forget_when_off
 logger = logging.getLogger("rl_accel")
 
 Observer = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
-"""Function that gets a step number and the metrics logged for this step. Returns further metrics, by name without ``rl_accel/``."""
+"""Function that gets a step number and the metrics logged for the step. Returns further metrics, by name without ``rl_accel/``."""
 
 
 class StopTraining(RuntimeError):

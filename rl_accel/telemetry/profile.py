@@ -4,21 +4,23 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rl_accel.errors import RlAccelError
-from rl_accel.features import RewardTimeoutFlags
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import STALENESS, V1, Estimate, Rollouts, estimate
 from rl_accel.telemetry.readers import TELEMETRY, Logged, read, starts_of
 from rl_accel.telemetry.stage_clock import FILE_NAME, OTHER, PREFIX, SLIME_NAMES, ResponseTimes
 
 WARMUP = 2
+"""Default number of first steps to leave out, which are slower than others. Chosen by hand."""
 _NEVER_ZERO = {
     "timing_s/values",
     "timing_s/update_critic",
@@ -35,7 +37,7 @@ PARTS = {
     "unexplained_seconds": ("waiting that no length explains", "#9bc0de"),
     "rest_seconds": ("noticing, storing", "#b7b7a4"),
 }
-"""Label and colour of each part of generation, by name of the part."""
+"""Label and colour of each part of generation, by the name of its metric."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Profile:
         folder: path that was read.
         logged: the log of the run.
         metrics: metrics of each logged step, by step number. Metrics of slime have verl's names here.
-        staged: seconds of each stage of the measured steps, by step number and name of the stage.
+        staged: seconds of each stage of the measured steps (those after the warm-up), by step number and name of the stage.
         notes: texts that say which logged steps are left out and why.
         group: number of responses per prompt that the user gave; None if not given.
     """
@@ -75,7 +77,7 @@ class Profile:
 
     @property
     def output_folder(self) -> Path:
-        """Folder for files about the run: the folder that was read, or that of the (first) file."""
+        """Folder for the picture and the plan of the run: the folder that was read, or that of the (first) file."""
         first = Path(starts_of(str(self.folder))[0])
         return first if first.is_dir() else first.parent
 
@@ -87,10 +89,9 @@ class Profile:
     @cached_property
     def stages(self) -> Mapping[str, float]:
         """Mean seconds of each stage in a measured step, by name of the stage."""
-        names = [
-            name for name in (*stage_clock.STAGES, OTHER) if any(name in seconds for seconds in self.staged.values())
-        ]
-        return {name: statistics.fmean(seconds.get(name, 0.0) for seconds in self.staged.values()) for name in names}
+        steps = self.staged.values()
+        names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in seconds for seconds in steps)]
+        return {name: statistics.fmean(seconds.get(name, 0.0) for seconds in steps) for name in names}
 
     @property
     def step_seconds(self) -> float:
@@ -110,28 +111,30 @@ class Profile:
 
     @cached_property
     def noted(self) -> Mapping[int, Mapping[str, float]]:
-        """Finite metrics that the feature telemetry logged in each measured step, by step number and name."""
+        """Finite metrics of the feature telemetry in each measured step, by step number and name."""
         return {step: _with_prefix(TELEMETRY, self.metrics[step]) for step in self.steps}
 
     @cached_property
     def numbers(self) -> Mapping[str, float]:
-        """Means over the measured steps of the metrics of the feature telemetry, by name; {} without telemetry."""
-        return _means(self.noted.values())
+        """Means of the metrics of the feature telemetry over the measured steps, by name; {} without telemetry."""
+        return self.table("telemetry")
 
     def table(self, feature: str) -> Mapping[str, float]:
-        """Returns the means over the measured steps of all metrics that ``feature`` logged, by name."""
-        return _means([_with_prefix(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps])
+        """Returns the means of all metrics that ``feature`` logged over the measured steps, by name."""
+        of_steps = [_with_prefix(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps]
+        names = dict.fromkeys(name for numbers in of_steps for name in numbers)
+        return {name: statistics.fmean(numbers[name] for numbers in of_steps if name in numbers) for name in names}
 
     @cached_property
     def kept_files(self) -> Sequence[Path]:
-        """Files in which the feature telemetry stored the times of all responses."""
+        """Files in which the feature telemetry stored the times of all responses. More than one are of different runs."""
         return sorted((self.folder if self.folder.is_dir() else self.folder.parent).rglob(FILE_NAME))
 
     @cached_property
     def kept(self) -> Mapping[int, Sequence[ResponseTimes]]:
-        """Responses of all steps, by step number; {} without telemetry, or with several ``kept_files``.
+        """Responses of all steps, by step number, with times in seconds since the first response of the step began.
 
-        Times are in seconds since the first response of the step began.
+        {} without telemetry, or with several ``kept_files``.
         """
         return stage_clock.read_kept(self.kept_files[0]) if self.numbers and len(self.kept_files) == 1 else {}
 
@@ -162,7 +165,7 @@ class Profile:
         rollouts = Rollouts.of([self.metrics[step] for step in self.steps], self.group or group, prompts, polls)
         if rollouts is None or self.overlaps or self.responses or "tail_batching" in self.on:
             return None
-        return estimate(rollouts, RewardTimeoutFlags().minimum)
+        return estimate(rollouts)
 
     @property
     def parts(self) -> Mapping[str, float]:
@@ -170,18 +173,17 @@ class Profile:
         measured = {name: self.numbers[name] for name in PARTS if name in self.numbers}
         if measured or self.estimate is None:
             return measured
-        found = self.estimate
         parts = {
-            "waiting_seconds": found.waiting.mean,
-            "unexplained_seconds": found.unexplained.mean,
-            "rest_seconds": found.polling.mean + found.storing,
+            "waiting_seconds": self.estimate.waiting.mean,
+            "unexplained_seconds": self.estimate.unexplained.mean,
+            "rest_seconds": self.estimate.polling.mean + self.estimate.storing,
         }
         parts["most_seconds"] = max(self.stages["gen"] - sum(parts.values()), 0.0)
         return {name: seconds for name, seconds in parts.items() if seconds}
 
     @cached_property
     def zero_groups(self) -> tuple[Sequence[float], str]:
-        """Result of :func:`_zero_shares`; ([], "") if skip_zero is on or cannot be used in this run."""
+        """Result of :func:`_zero_shares`; ([], "") if the feature skip_zero is on or cannot be used in this run."""
         names = set().union(*self.metrics.values())
         is_possible = self.folder.is_dir() and "skip_zero" not in self.on and _NEVER_ZERO.isdisjoint(names)
         return _zero_shares(self.folder) if is_possible else ([], "")
@@ -190,9 +192,8 @@ class Profile:
     def missing(self) -> list[str]:
         """Texts that say which results are unknown and why."""
         if not self.numbers:
-            what = "waiting, rewards, completion times and preemptions as measured"
-            why = "the run had no +rl_accel.telemetry.enable=True"
-            return [f"{what}: {'telemetry is for verl' if self.logged.is_slime else why}"]
+            why = "telemetry is for verl" if self.logged.is_slime else "the run had no +rl_accel.telemetry.enable=True"
+            return [f"waiting, rewards, completion times and preemptions as measured: {why}"]
         missing = []
         if len(self.kept_files) != 1:
             what = "what tail_batching and reward_timeout would save, the servers, and the picture of responses"
@@ -221,7 +222,9 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
         step: {SLIME_NAMES.get(name, name): value for name, value in numbers.items()}
         for step, numbers in logged.steps.items()
     }
-    for numbers in metrics.values() if logged.is_slime and logged.overlaps else ():
+    for numbers in (
+        metrics.values() if logged.is_slime and logged.overlaps else ()
+    ):  # a step waits for a part of them only
         within = sum(numbers.get(PREFIX + name, 0.0) for name in ("update_weights", "save_checkpoint"))
         numbers[PREFIX + "gen"] = max(numbers.get("perf/train_wait_time", 0.0) - within, 0.0)
     staged = {step: seconds for step, numbers in metrics.items() if (seconds := stage_clock.stages(numbers))}
@@ -232,8 +235,8 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
     notes = list(logged.notes)
     if unknown := [str(step) for step, numbers in metrics.items() if step not in staged and timers & numbers.keys()]:
         notes.append(f"left out, because a stage or the step has an invalid duration: {', '.join(unknown)}")
-    measured = list(staged.items())[min(warmup, len(staged) - 1) :]
-    return Profile(folder, logged, metrics, dict(measured), notes, group)
+    measured = dict(list(staged.items())[min(warmup, len(staged) - 1) :])
+    return Profile(folder, logged, metrics, measured, notes, group)
 
 
 def _with_prefix(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
@@ -242,36 +245,29 @@ def _with_prefix(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in below.items() if math.isfinite(value)}
 
 
-def _means(of_steps: Collection[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for numbers in of_steps for name in numbers)
-    return {name: statistics.fmean(numbers[name] for numbers in of_steps if name in numbers) for name in names}
-
-
 def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
-    """Returns the share of the text that is in prompt groups with equal rewards, and a description of it; ([], "") if 0.
+    """Returns the shares of the text in prompt groups with equal rewards, and a sentence about them; ([], "") if there is none.
 
-    The first element is the share in the run, the others are shares in bootstrap samples. Text is read from the files of verl's
+    The first share is that of the run, the others are those of bootstrap samples. Text is read from the files of verl's
     ``trainer.rollout_data_dir`` below ``folder`` and measured in characters.
     """
-    of_groups: list[tuple[int, bool]] = []  # size in characters, and whether all rewards are equal
+    groups: dict[tuple[Path, str], list[tuple[Any, int]]] = defaultdict(list)  # reward and characters of each response
     for path in folder.rglob("*.jsonl"):
-        groups: dict[str, list[tuple[float, int]]] = {}
         with contextlib.suppress(KeyError, TypeError, ValueError):  # another file, or a file that is being written
             for line in path.read_text(encoding="utf-8").split("\n") if path.stem.isdigit() else ():
                 if line.strip():  # texts may hold other characters that end lines
                     row = json.loads(line)
-                    size = len(row["input"]) + len(row["output"])
-                    groups.setdefault(row["input"], []).append((row["score"], size))
-        for group in groups.values():
-            scores, group_sizes = zip(*group, strict=True)
-            of_groups.append((sum(group_sizes), len(scores) > 1 and all(score == scores[0] for score in scores)))
-    if not any(is_zero for _, is_zero in of_groups):
+                    groups[path, row["input"]].append((row["score"], len(row["input"]) + len(row["output"])))
+    sizes = np.array([sum(size for _, size in group) for group in groups.values()])
+    is_zero = np.array(
+        [group[1:] and all(score == group[0][0] for score, _ in group) for group in groups.values()], bool
+    )
+    if not is_zero.any():
         return [], ""
-    sizes, is_zero = np.array(of_groups).T
-    zero, rng = sizes * is_zero, np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     draws = (rng.integers(len(sizes), size=len(sizes)) for _ in range(1000))
-    shares = [float(zero[rows].sum() / sizes[rows].sum()) for rows in (np.arange(len(sizes)), *draws)]
-    how = f"{is_zero.sum()} of {len(of_groups)} groups, {shares[0]:.0%} of the text"
+    shares = [float(sizes[rows] @ is_zero[rows] / sizes[rows].sum()) for rows in (np.arange(len(sizes)), *draws)]
+    how = f"{is_zero.sum()} of {len(groups)} groups, {shares[0]:.0%} of the text"
     return shares, f"{how}; advantage 0 where rewards are compared in groups"
 
 

@@ -17,7 +17,7 @@ from rl_accel.telemetry.savings import NOTHING_HELPS, Saving, find_savings, leve
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED
 
 _TABLES = {"drafts": "drafted", "balance": "slots_in_use", "skip_zero": "rows"}
-"""Features whose metrics the report prints as a table, each with a metric. If the mean of this metric is 0, there is no table."""
+"""Features whose metrics the report prints as a table, each with the metric that is 0 if the feature did nothing."""
 _NOT_ESTIMATED = (
     "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"
     " from the files of trainer.rollout_data_dir"
@@ -25,6 +25,7 @@ _NOT_ESTIMATED = (
 _OTHER_COLOUR = "#d9d9d9"
 _LINES = {COMPLETED: "#4878a8", CANCELLED: "#e8a24c", FAILED: "#d1495b", "reward": "#2a9d5c"}
 _MOST_ROWS = 2000
+"""Largest number of responses in a picture, which is about 400 pixels high for them."""
 
 _NUMBERS = {
     "idle_share": ("idle share of generation", "{:.1%}"),
@@ -97,7 +98,13 @@ def _show(run: Profile, console: Console) -> None:
         say(console, *(f"{label + ':':<32}{_shown(run.numbers, name)}" for name, (label, _) in _NUMBERS.items()))
     servers = sorted({response.server for response in run.last if response.server is not None})
     if len(servers) > 1:
-        console.print(_table_of_servers(run, servers))
+        table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {run.steps[-1]}")
+        for server in servers:
+            responses = [response for response in run.last if response.server == server]
+            times = stage_clock.completion(responses) | stage_clock.generation(responses, run.last_seconds, began=0.0)
+            shown = ("responses", "tokens", "idle_share", "completion_longest_seconds")
+            table.add_row(server, *(_shown(times, name) for name in shown))
+        console.print(table)
     for feature, needed in _TABLES.items():
         numbers = run.table(feature)
         if numbers.get(needed):
@@ -127,16 +134,6 @@ def _conclusion(best: Saving, step_seconds: float) -> str:
 
 def _shown(numbers: Mapping[str, float], name: str) -> str:
     return _NUMBERS[name][1].format(numbers[name]) if name in numbers else "unknown"
-
-
-def _table_of_servers(run: Profile, servers: Sequence[str]) -> Table:
-    table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {run.steps[-1]}")
-    for server in servers:
-        responses = [response for response in run.last if response.server == server]
-        numbers = stage_clock.completion(responses) | stage_clock.generation(responses, run.last_seconds, began=0.0)
-        shown = ("responses", "tokens", "idle_share", "completion_longest_seconds")
-        table.add_row(server, *(_shown(numbers, name) for name in shown))
-    return table
 
 
 def _table_of_savings(savings: Sequence[Saving], whole: float) -> Table:
@@ -169,11 +166,12 @@ def draw_profile(run: Profile, path: Path) -> None:
 def _draw_bars(axes: Any, run: Profile) -> None:
     """Draws a bar with the stages of a mean step, and below it a bar with the parts of generation."""
     rows = {
-        "step": [(name, seconds, stage_clock.STAGES.get(name, _OTHER_COLOUR)) for name, seconds in run.stages.items()]
+        "step": [(name, seconds, stage_clock.STAGES.get(name, _OTHER_COLOUR)) for name, seconds in run.stages.items()],
+        "generation": [
+            (label, run.parts[name], colour) for name, (label, colour) in PARTS.items() if name in run.parts
+        ],
     }
-    parts = [(label, run.parts[name], colour) for name, (label, colour) in PARTS.items() if name in run.parts]
-    if parts:
-        rows["generation"] = parts
+    rows = {name: segments for name, segments in rows.items() if segments}
     for row, segments in enumerate(rows.values()):
         start = 0.0
         for label, seconds, colour in segments:

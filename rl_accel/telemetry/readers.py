@@ -22,37 +22,37 @@ from rl_accel.files import BAD_RECORD
 from rl_accel.telemetry.logs import ESCAPE, PROCESS, LogRecord, merged, parse_log_line, read_console
 from rl_accel.telemetry.stage_clock import OVERLAPPING
 
-_STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
-"""Keys that may hold the step of a log record, the most reliable first."""
 _STEP_METRIC = "training/global_step"
-"""Name of verl's metric for the number of the step, used if a log record has none of ``_STEP_KEYS``."""
+"""Name of verl's metric for the number of the step."""
+_STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step", _STEP_METRIC)
+"""Keys that may hold the step of a log record, the most reliable first."""
 _SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*)")
 _MOST_ROWS = 200
-"""Maximum number of rows into which a terminal has wrapped a line of slime's metrics. Longer lines are skipped."""
+"""Maximum number of terminal rows in a line of slime's metrics, so that a dict without an end takes little time. Chosen by hand."""
 _OBJECT = re.compile(r"<[^<>]*>")
 """Pattern of a printed object that is no Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
+"""Constants of LevelDB's log format: bytes in a block, and the marks of a whole entry, its first part and its last part."""
 _TEXT_KEYS = ("log", "message", "msg", "textPayload", "line")
 """Keys of the text in the JSON of Docker and of log collectors."""
 _PART = 4096
-"""Number of characters from which on a text without a line end is a part of a line. Docker cuts lines into parts of 16 KiB."""
+"""Length in characters from which a text without a line end is taken as part of a longer line, which Docker cuts every 16 KiB."""
 _JSON_LINE = re.compile(rf'\{{.*"(?:{"|".join(_TEXT_KEYS)})":')
-"""Pattern of the beginning of a line that Docker or a log collector has written."""
 _KUBERNETES = re.compile(r"\d{4}-\S+ std(?:out|err) ([FP]) ")
-"""Pattern of the beginning of a line that Kubernetes has written. The group is P for a part of a line that goes on, else F."""
+"""Pattern of the beginning of a line that Kubernetes has written. The group is P if the line goes on in the next one, else F."""
 _ENCODING = "utf-8-sig"
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?")
 _COMMA = re.compile(r"[-+.\d]*,\d[.,\d]*([eE][-+]?\d+)?")
 """Pattern of a number with commas, which are decimal points or stand between thousands."""
 _LARGE = 50_000_000
-"""Size in bytes from which a log is read with a progress bar."""
+"""Size in bytes from which a log is read with a progress bar, because it takes seconds."""
 _BATCH = (
     re.compile(r"(?:train_batch_size|rollout[-_]batch[-_]size)['\"]?[ .=:]+(\d+)"),
     re.compile(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)['\"]?[ .=:]+(\d+)"),
 )
 """Patterns of the number of prompts in a batch and of the number of responses per prompt, in a launch line or configuration."""
 _MOST_CONSOLES = 8
-"""Maximum number of console files next to a log that are searched for the batch size. With more files, none is searched."""
+"""Maximum number of console files next to a log that are searched for the batch size. A folder with more holds other runs."""
 TELEMETRY = "rl_accel/telemetry/"
 """Prefix of the metrics of the feature telemetry."""
 
@@ -67,7 +67,7 @@ class Logged:
         steps: metrics of each step, by step number.
         restarts: steps at which the run was restarted.
         config: configuration of the run and its ``gpus``, from W&B; {} for other logs.
-        workers: Ray's prefixes of the processes that logged the steps of a console, in order. Equal prefixes in a row count once.
+        workers: Ray's prefixes of the processes that logged the steps of a console, see ``read_console``.
         damage: number of bytes that are damaged or cut off, by log file. Only for TensorBoard and W&B.
     """
 
@@ -80,12 +80,10 @@ class Logged:
     damage: dict[Path, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        count, starts = len(self.steps), len(self.restarts)
-        words = [self.source, f"{count} step{'s' * (count != 1)}"]
-        if starts:
-            words.append(f"{starts} restart{'s' * (starts != 1)}")
+        counts = {"step": len(self.steps), "restart": len(self.restarts)}
+        words = [f"{count} {noun}{'s' * (count != 1)}" for noun, count in counts.items() if count]
         has_telemetry = any(name.startswith(TELEMETRY) for name in self.metric_names)
-        return ", ".join([*words, "telemetry" if has_telemetry else "no telemetry"])
+        return ", ".join([self.source, *words, "telemetry" if has_telemetry else "no telemetry"])
 
     @property
     def metric_names(self) -> set[str]:
@@ -94,14 +92,14 @@ class Logged:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about data that were left out, and about runs that share one console."""
-        steps = ", ".join(map(str, self.restarts))
-        notes = [f"the run began again at step {steps}: what was logged before from there on is left out"] * bool(steps)
+        """Sentences about data that were left out, and about several runs on one console."""
+        notes = []
+        if self.restarts:
+            steps = ", ".join(map(str, self.restarts))
+            notes.append(f"the run began again at step {steps}: what was logged before from there on is left out")
         if len(set(self.workers)) < len(self.workers):
             names = ", ".join(sorted({worker.strip() for worker in self.workers}))
-            notes.append(
-                f"several processes log steps in turns ({names}): runs that share a console cannot be told apart"
-            )
+            notes.append(f"several processes log steps in turns ({names}): runs on one console cannot be told apart")
         damaged = "bytes are damaged or cut off: what they hold is left out"
         return notes + [f"{file}: {count:,} {damaged}" for file, count in self.damage.items() if count]
 
@@ -119,25 +117,25 @@ class Logged:
         return 2 * sum(late) > len(late) or not all(map(OVERLAPPING.isdisjoint, steps))
 
     def batch(self) -> tuple[int | None, int | None]:
-        """Returns the number of prompts in a batch and the number of responses per prompt; None if unknown.
+        """Returns the number of prompts in a batch and the number of responses per prompt. Each is None if it is unknown.
 
         Each number is the first one found in W&B's configuration, the log itself, and ``run.json`` in its folder. If there is none,
         it is taken from console files in the folder, if these agree.
 
-        Only the first megabyte of a file is searched, but the whole file if the run was restarted.
+        The launch line is in the first megabyte of a file. Only a restarted run has more launch lines, of which the last counts.
         """
-        numbers = {"train_batch_size": ("data", "train_batch_size"), "rollout.n": ("actor_rollout_ref", "rollout", "n")}
-        verl = {name: functools.reduce(_item, path, self.config) for name, path in numbers.items()}
-        config = json.dumps({**self.config, **{name: number for name, number in verl.items() if number}})
+        responses = functools.reduce(_item, ("actor_rollout_ref", "rollout", "n"), self.config)
+        config = json.dumps({**self.config, "rollout.n": responses})
         folders = dict.fromkeys(file.parent for file in self.files)
-        texts = [*reversed(self.files), *(file for folder in folders for file in folder.glob("run.json"))]
+        files = [*reversed(self.files), *(file for folder in folders for file in folder.glob("run.json"))]
         patterns = () if "console" in self.source else ("*.log", "*.out")
         beside = [file for folder in folders for pattern in patterns for file in folder.glob(pattern) if file.is_file()]
         names = {file.stem for file in self.files}
         consoles = [file for file in beside if file.stem in names] or beside
-        own = [_sizes([config]), *(_sizes(_chunks(file, bool(self.restarts))) for file in texts)]
-        few = consoles if len(consoles) <= _MOST_CONSOLES else []
-        others = [_sizes(_chunks(file, bool(self.restarts))) for file in few]
+        consoles = consoles if len(consoles) <= _MOST_CONSOLES else []
+        is_restarted = bool(self.restarts)
+        own = [_sizes([config]), *(_sizes(_chunks(file, is_restarted)) for file in files)]
+        others = [_sizes(_chunks(file, is_restarted)) for file in consoles]
 
         def size(index: int) -> int | None:
             known = [sizes[index] for sizes in own if sizes[index]]
@@ -179,7 +177,7 @@ def read(*runs: str) -> Logged:
 def _read(path: str, log: Logged) -> list[LogRecord]:
     """Returns the log records at ``path``. Adds source, files, configuration and workers to ``log``.
 
-    Of several kinds of logs, only the most detailed is read: the first in :data:`_KINDS`.
+    If there are several kinds of logs, only the most detailed is read: the first in :data:`_KINDS`.
 
     Raises:
         RlAccelError: as for :func:`read`.
@@ -190,12 +188,11 @@ def _read(path: str, log: Logged) -> list[LogRecord]:
         raise RlAccelError(f"{place} does not exist")
     if not (place.is_file() or place.is_dir()):
         raise RlAccelError(f"{place} is no regular file, such as a pipe: write its text to a file first")
-    for kind, (patterns, reader) in _KINDS.items():
+    for kind, (in_folder, named, reader, part) in _KINDS.items():
         if place.is_file():
-            is_one = any(map(place.match, patterns)) or reader in (_verl, _verl_console, _slime, _json)
-            files = [place] if is_one else []
+            files = [place] if place.match(named) else []
         else:
-            files = sorted(file for pattern in patterns for file in place.rglob(pattern) if reader is not _csv)
+            files = sorted(file for pattern in in_folder for file in place.rglob(pattern))
         try:
             once = {file.resolve(): file for file in reversed(files) if file.is_file()}  # a path per file
             logs = {file: list(reader(file, log, run)) for file in reversed(once.values()) if not _defect(file)}
@@ -204,10 +201,7 @@ def _read(path: str, log: Logged) -> list[LogRecord]:
             raise RlAccelError(f"{path} is of {kind}: to read it, pip install {package}") from error
         logs = {file: records for file, records in logs.items() if records}
         logs = {file: records for file, records in logs.items() if file.parent == place} or logs
-        # a restarted run adds a TensorBoard event file to its folder, or a folder with the same W&B id
-        part = "parent" if reader is _tensorboard else "name" if reader is _wandb else "parts"
-        runs = {getattr(file, part) for file in logs}
-        if len(runs) > 1:
+        if len({getattr(file, part) for file in logs}) > 1:
             names = ", ".join(map(str, list(logs)[:4])) + (f" and {len(logs) - 4} more" if len(logs) > 4 else "")
             raise RlAccelError(f"{path} holds several runs, wanted one of {names}; paths joined by commas are one run")
         if logs:
@@ -216,12 +210,11 @@ def _read(path: str, log: Logged) -> list[LogRecord]:
             return [record for records in logs.values() for record in records]
     files = [place] if place.is_file() else sorted(place.rglob("*"))
     texts = [file for file in files if file.is_file() and (file == place or _LOG_NAME.search(file.name))]
-    defects = [f"; {file} {defect}: wanted plain text in UTF-8" for file in texts if (defect := _defect(file, True))]
-    help_ = "" if defects else "; what verl or slime prints while it trains suffices"
-    raise RlAccelError(f"{path} holds no metrics of {', '.join(_KINDS)}{''.join(defects[:1])}{help_}")
+    defects = (f"{file} {defect}: wanted plain text in UTF-8" for file in texts if (defect := _defect(file, True)))
+    help_ = next(defects, "what verl or slime prints while it trains suffices")
+    raise RlAccelError(f"{path} holds no metrics of {', '.join(_KINDS)}; {help_}")
 
 
-_CONSOLES = ("*.log", "*.out", "*.err", "*.txt")
 _LOG_NAME = re.compile(r"\.(jsonl|log|out|err|txt|csv)\b")
 _DEFECTS = {
     b"\x1f\x8b": "is compressed (gzip)",
@@ -246,13 +239,11 @@ def _defect(file: Path, must_be_text: bool = False) -> str:
 
 
 def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
-    """Opens a log. Shows a progress bar while a large log is read."""
+    """Opens a log. Shows a progress bar while a large log is read, which takes longer."""
     if file.stat().st_size < _LARGE:
         return file.open(encoding=_ENCODING, errors="replace")
-    console = Console(stderr=True)
-    return rich.progress.open(
-        file, "rt", encoding=_ENCODING, errors="replace", description=file.name, transient=True, console=console
-    )
+    look: dict[str, Any] = {"description": file.name, "transient": True, "console": Console(stderr=True)}
+    return rich.progress.open(file, "rt", encoding=_ENCODING, errors="replace", **look)
 
 
 def _lines(file: Path) -> Iterator[str]:
@@ -301,9 +292,10 @@ def _sizes(texts: Iterable[str]) -> list[int | None]:
 
 def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:
     with _opened(file) as lines:
-        # files of responses or prompts may be large, and are not worth parsing
-        records = filter(None, (parse_log_line(line) for line in lines if '"data"' in line))
-        yield from ((step, metrics) for step, metrics in records if metrics)
+        for line in lines:
+            # files of responses or prompts may be large, and are not worth parsing
+            if '"data"' in line and (record := parse_log_line(line)) and record[1]:
+                yield record
 
 
 def _verl_console(file: Path, log: Logged, _: str) -> Iterator[LogRecord]:
@@ -317,9 +309,9 @@ def _tensorboard(file: Path, log: Logged, _: str) -> Iterator[LogRecord]:
     entries = [*RawEventFileLoader(str(file)).Load()]  # up to the first one that is damaged
     log.damage[file] = file.stat().st_size - sum(16 + len(entry) for entry in entries)  # with length and checksums
     events = [(event, value) for event in map(Event.FromString, entries) for value in event.summary.value]
-    scalars = [(event.wall_time, event.step, value) for event, value in events if value.HasField("simple_value")]
-    for _, step, value in sorted(scalars, key=lambda scalar: scalar[:2]):
-        yield step, {value.tag: value.simple_value}
+    for event, value in sorted(events, key=lambda pair: (pair[0].wall_time, pair[0].step)):
+        if value.HasField("simple_value"):
+            yield event.step, {value.tag: value.simple_value}
 
 
 def _wandb(file: Path, log: Logged, _: str) -> Iterator[LogRecord]:
@@ -374,11 +366,10 @@ def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
     except ValueError as error:  # empty, not text, or an unclosed quote
         raise RlAccelError(f"{file} is no CSV file ({' '.join(str(error).split())})") from error
     table = rows[1:].set_axis(rows.iloc[0].fillna("Unnamed"), axis=1)  # pandas would rename equal columns
-    keys = {*_STEP_KEYS, _STEP_METRIC}
-    run_columns = table.loc[:, [name in keys or name.startswith(f"{run} - " if run else "") for name in table]]
+    run_columns = table.loc[:, [name in _STEP_KEYS or name.startswith(f"{run} - " if run else "") for name in table]]
     run_columns = run_columns.rename(columns=lambda name: name.rpartition(" - ")[2])
-    if run_columns.columns.duplicated().any() or len(run_columns.columns) < 2 or not set(run_columns) & keys:
-        wanted = f"a column {' or '.join((*_STEP_KEYS, _STEP_METRIC))} and metrics of one run, or {file}:RUN with the name of one"
+    if run_columns.columns.duplicated().any() or len(run_columns.columns) < 2 or not set(run_columns) & set(_STEP_KEYS):
+        wanted = f"a column {' or '.join(_STEP_KEYS)} and metrics of one run, or {file}:RUN with the name of one"
         raise RlAccelError(f"{file} wants {wanted}, found {', '.join(table)}")
     for cell in filter(_COMMA.fullmatch, run_columns.fillna("").to_numpy().ravel()):
         if separator == ";" or not _THOUSANDS.fullmatch(cell):
@@ -408,7 +399,7 @@ def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
 
 def _metrics(shown: str) -> dict[str, float]:
     """Returns the metrics in a text that begins with a printed Python dict; {} for any other text."""
-    code = _OBJECT.sub("None", shown[: shown.rindex("}") + 1])
+    code = _OBJECT.sub("None", shown[: shown.rfind("}") + 1])
     try:
         tree = ast.parse(code, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -433,10 +424,9 @@ def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:
     numbers = {
         name: float(value) for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)
     }
-    steps = [numbers.pop(key) for key in _STEP_KEYS if key in numbers]
-    if not steps and _STEP_METRIC in numbers:
-        steps = [numbers[_STEP_METRIC]]
-    metrics = {name: value for name, value in numbers.items() if not name.startswith(("_", "Unnamed"))}
+    steps = [numbers[key] for key in _STEP_KEYS if key in numbers]
+    other_names = [name for name in numbers if name == _STEP_METRIC or name not in _STEP_KEYS]
+    metrics = {name: numbers[name] for name in other_names if not name.startswith(("_", "Unnamed"))}
     if steps and metrics and "train/step" not in row:
         yield int(steps[0]), metrics
 
@@ -450,13 +440,18 @@ def _json(file: Path, *_: Any) -> Iterator[LogRecord]:
                     yield from _record(row)
 
 
-_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Path, Logged, str], Iterator[LogRecord]]]] = {
-    "verl's file logger": (("*.jsonl",), _verl),
-    "TensorBoard": (("*tfevents*",), _tensorboard),
-    "W&B": (("*.wandb",), _wandb),
-    "a CSV of W&B": (("*.csv",), _csv),
-    "verl's console": (_CONSOLES, _verl_console),
-    "slime's console": (_CONSOLES, _slime),
-    "W&B's rows in JSON": (("wandb-summary.json", "*.jsonl"), _json),
+_CONSOLES = ("*.log", "*.out", "*.err", "*.txt")
+_KINDS: dict[str, tuple[tuple[str, ...], str, Callable[[Path, Logged, str], Iterator[LogRecord]], str]] = {
+    "verl's file logger": (("*.jsonl",), "*", _verl, "parts"),
+    "TensorBoard": (("*tfevents*",), "*tfevents*", _tensorboard, "parent"),
+    "W&B": (("*.wandb",), "*.wandb", _wandb, "name"),
+    "a CSV of W&B": ((), "*.csv", _csv, "parts"),
+    "verl's console": (_CONSOLES, "*", _verl_console, "parts"),
+    "slime's console": (_CONSOLES, "*", _slime, "parts"),
+    "W&B's rows in JSON": (("wandb-summary.json", "*.jsonl"), "*", _json, "parts"),
 }
-"""Patterns of file names and reader of each kind of log, the most detailed kind first."""
+"""Kinds of logs, the most detailed first.
+
+Each has the patterns of files that are read in a folder, the pattern of a file that the user names, the reader, and the attribute
+of a path that is equal for all files of a run. A restarted run adds a TensorBoard file to its folder, or a folder with a W&B file
+of the same name."""

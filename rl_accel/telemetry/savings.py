@@ -1,7 +1,7 @@
 """Estimates the seconds that each feature of rl-accel, and settings of verl, would save in the training steps of a run.
 
 The estimates assume that the speed of an engine does not depend on its number of requests. :mod:`rl_accel.plan` has a model of
-this speed, and simulates the same features with other settings, replicas and slots.
+this speed.
 """
 
 import statistics
@@ -23,9 +23,10 @@ NOTHING_HELPS = "Nothing of the pack would shorten a step of this run by more th
 _LIMITS = RewardTimeoutFlags()
 """Default time limits of the feature reward_timeout."""
 _TICK = 0.001
-"""Seconds that one token stands for when measured durations are simulated as response lengths."""
+"""Seconds that one token stands for when measured durations are simulated as response lengths, which are whole numbers."""
 _LARGE_OLD_LOG_PROB, _LARGE_STAGE = 0.15, 0.5
-"""Shares of a step above which :func:`levers` gives advice: for the stage ``old_log_prob``, and for generation or training."""
+"""Shares of a step above which :func:`levers` gives advice: for the stage ``old_log_prob``, and for generation or training. Chosen
+by hand."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Saving:
         advice: flag or setting that would shorten the part.
         gain: estimated seconds per step that the advice would save; None if unknown.
         arithmetic: text that says how ``gain`` was computed, or why it is unknown.
-        ours: whether the advice is a feature of rl-accel.
+        ours: True if the advice is a feature of rl-accel, which is not on yet.
     """
 
     name: str
@@ -55,17 +56,16 @@ class Saving:
 
 
 def find_savings(run: Profile) -> list[Saving]:
-    """Returns the possible savings in a run: first those by features of rl-accel, then others, each the largest first."""
+    """Returns the possible savings in a run: first those by features of rl-accel, then others, in both the largest first."""
     stages, gen = run.stages, run.stages.get("gen", 0.0)
     savings = []
     if "concurrency" in run.numbers:
         savings = _measured_savings(run)
     elif gen > 0 and run.overlaps:
         name, why = "waiting for rollouts", "they overlap with training, so that only this part of them delays a step"
+        savings = [Saving(name, gen, "more replicas", None, why, ours=False)]
         if run.is_v1:
             savings = [_saving(run, name, gen, (None, why), "sampler")]
-        else:
-            savings = [Saving(name, gen, "more replicas", None, why, ours=False)]
     elif gen > 0 and run.estimate is not None:
         savings = _estimated_savings(run, run.estimate)
     elif gen > 0 and not run.numbers:
@@ -99,10 +99,7 @@ def find_savings(run: Profile) -> list[Saving]:
 
 
 def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, str], *features: str) -> Saving:
-    """Returns the saving in the part ``name`` of a step, with the first of ``features`` as advice.
-
-    If one of ``features`` is on already, the saving only says so.
-    """
+    """Returns the saving in the part ``name`` of a step by the first of ``features``, unless one of them is on already."""
     if running := sorted(run.on.intersection(features)):
         return Saving(name, seconds, f"{', '.join(running)}: on", None, "this is what is left of it", ours=False)
     is_slime = run.logged.is_slime
@@ -113,8 +110,9 @@ def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, s
 def _measured_savings(run: Profile) -> list[Saving]:
     """Returns possible savings in the stage ``gen`` of a run with telemetry."""
     steps = list(run.responses.values())
-    names = ("most_seconds", "waiting_seconds", "reward_seconds", "rest_seconds")
-    most, waiting, reward, rest = (run.numbers.get(name, 0.0) for name in names)
+    most, waiting, reward, rest = (
+        run.numbers.get(f"{part}_seconds", 0.0) for part in ("most", "waiting", "reward", "rest")
+    )
     share = run.numbers.get("tool_share", 0.0)
     savings = [
         _saving(run, WAITING, waiting, _gain_of_tail_batching(steps), "tail_batching"),
@@ -137,18 +135,17 @@ def _estimated_savings(run: Profile, estimate: Estimate) -> list[Saving]:
     savings = [_saving_of_generation(max(explained - estimate.waiting.mean, 0.0))]
     if estimate.polling.mean:
         how = (
-            f"the trainer looks every {POLL_SECONDS:g} s whether a rollout is done; how long each of {count} rollouts had been done"
-            " is estimated from its longest response and the seconds of the others"
+            f"the trainer looks every {POLL_SECONDS:g} s whether a rollout is done; the ends of {count} rollouts are estimated from"
+            " their longest responses"
         )
         savings.append(_saving(run, NOTICING, noticing, (estimate.polling, how), "sampler", "tail_batching"))
     if estimate.unexplained.mean:
         how = (
             f"at most, and for rewards that execute something: response lengths explain {format_seconds(explained)} of {count}"
-            " rollouts; the rest may also be tools or the reading of prompts."
-            f" Less a limit of {_LIMITS.minimum:g} s for each rollout"
+            f" rollouts; the rest may also be tools or the reading of prompts. Less a limit of {_LIMITS.minimum:g} s for each"
         )
-        unexplained = estimate.unexplained.mean, (estimate.over, how)
-        savings.append(_saving(run, PARTS["unexplained_seconds"][0], *unexplained, "reward_timeout"))
+        name, gain = PARTS["unexplained_seconds"][0], (estimate.over, how)
+        savings.append(_saving(run, name, estimate.unexplained.mean, gain, "reward_timeout"))
     if estimate.tail is None:
         how = "the log does not say how many responses a step has: --responses and their launch line would"
     else:
@@ -162,7 +159,7 @@ def _estimated_savings(run: Profile, estimate: Estimate) -> list[Saving]:
             f" {rollouts.responses} responses, in rounds with {per}. A token of the longest takes {pace}, all else {base}."
             " The engine is assumed as fast with 1.6 times the requests."
             f" With the polls and the training of shorter responses {format_seconds(max(whole, 0.0))} a step"
-            f"{'' if rollouts.is_v1 else ', with the V1 trainer of verl 0.9'}"
+            f"{'' if run.is_v1 else ', with the V1 trainer of verl 0.9'}"
         )
     return [*savings, _saving(run, WAITING, estimate.waiting.mean, (estimate.tail, how), "tail_batching")]
 
@@ -200,7 +197,7 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[ResponseTimes]]) -> tuple[Ra
 
 
 def prompt_ticks(responses: Sequence[ResponseTimes]) -> list[list[float]] | None:
-    """Returns the time at which each response of a step was generated, in ticks (milliseconds), as one list per prompt.
+    """Returns the milliseconds until each response of a step was generated, as one list per prompt.
 
     Time 0 is the start of the step's first response. Returns None if there are no responses, or if any was cancelled or failed.
     """

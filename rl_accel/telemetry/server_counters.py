@@ -1,6 +1,5 @@
 """Reads the number of preemptions from the rollout servers' own counters. A number that a server does not report is unknown."""
 
-import logging
 import math
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -10,24 +9,24 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from rl_accel.switch import forget_when_off
-
-logger = logging.getLogger("rl_accel")
+from rl_accel.log import warn_once
 
 ANSWER_SECONDS = 30.0
+"""Longest time for which an answer of a rollout server is awaited. Chosen by hand."""
 COUNTERS = {
     "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
     # not the gauge num_retracted_reqs, which is not cumulative
     "sglang": ("sglang:num_retracted_requests_total",),
 }
-"""Names of the preemption counter on the page ``/metrics`` of a rollout server, by engine.
+"""Possible names of the preemption counter on the page ``/metrics`` of a rollout server, by engine.
 
 vLLM shows the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or later) with metrics enabled."""
-# SGLang shows its counter of preemptions only after the first one, and the second counter from the first token on.
 _COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
-"""Mapping from a preemption counter to a second counter of the same server. If only the second is on the page, the first is 0."""
+"""Mapping from a preemption counter to a second counter of the same server. SGLang shows the first only after a preemption, and the
+second from the first token on. If a page has only the second, there were no preemptions."""
 
 _AT_ONCE = 16
+"""Number of servers that are asked at the same time."""
 _STARTED = "process_start_time_seconds"
 
 
@@ -37,7 +36,7 @@ class Reading:
 
     Attributes:
         preemptions: number of preemptions since the server started.
-        incarnation: start time of the server's processes, as text.
+        incarnation: start time of the server's processes, as text. Another value means that the server has restarted.
     """
 
     preemptions: int
@@ -47,8 +46,8 @@ class Reading:
 class Counters:
     """Computes the number of preemptions between successive readings of all rollout servers.
 
-    All servers must be new at the first reading. Later, the number is unknown if a server is new or has restarted, or if it gave no
-    reading now or the last time.
+    The first reading must be of servers that have just started. Later, the number is unknown if a server was added or removed, has
+    restarted, or gave no reading now or the last time.
     """
 
     def __init__(self) -> None:
@@ -57,34 +56,35 @@ class Counters:
     def take(self, now: Mapping[str, Reading | None]) -> int | None:
         """Returns the number of preemptions on all servers since the last call, or at first since their start; None if unknown.
 
-        ``now`` is the new reading of each server, by server name; None for a server that gave no reading.
+        ``now`` is the current reading of each server, by server name; None for a server that gave no reading.
         """
         before, self._before = self._before, now
-        if not now or (before is not None and before.keys() != now.keys()):
+        if before is None:
+            before = {name: reading and Reading(0, reading.incarnation) for name, reading in now.items()}
+        if not now or before.keys() != now.keys():
             return None
         preemptions = 0
         for name, reading in now.items():
-            if reading is None:
-                return None
-            last = Reading(0, reading.incarnation) if before is None else before[name]
-            if last is None or reading.incarnation != last.incarnation or reading.preemptions < last.preemptions:
+            last = before[name]
+            if (
+                reading is None
+                or last is None
+                or reading.incarnation != last.incarnation
+                or reading.preemptions < last.preemptions
+            ):
                 return None
             preemptions += reading.preemptions - last.preemptions
         return preemptions
 
 
-_warned: set[str] = set()
-forget_when_off.append(_warned.clear)
-
-
 def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Reading | None]:
     """Reads the preemption counter of each rollout server. Returns the readings by server name; None for a server that fails.
 
-    Logs a warning about servers that fail for the first time.
+    Logs a warning about servers that fail, once for each set of servers.
 
     Args:
         urls: address of each server, such as ``http://host:port``, by server name.
-        names: possible names of the counter, which depend on the version of the engine.
+        names: possible names of the counter, see :data:`COUNTERS`.
     """
     problems: dict[str, str] = {}
 
@@ -100,10 +100,10 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         readings = dict(zip(urls, pool.map(ask, urls.values()), strict=True))
-    if new := sorted(problems.keys() - _warned):
-        _warned.update(new)
-        others = f", and {len(new) - 1} other servers" if new[1:] else ""
-        logger.warning("rl-accel: preemptions are unknown, %s/metrics: %s%s", new[0], problems[new[0]], others)
+    if failed := sorted(problems):
+        others = f", and {len(failed) - 1} other servers" if failed[1:] else ""
+        text = "rl-accel: preemptions are unknown, %s/metrics: %s%s"
+        warn_once(tuple(failed), text, failed[0], problems[failed[0]], others)
     return readings
 
 
@@ -121,10 +121,7 @@ def fetch_page(url: str) -> str:
 
 
 def preemptions_in(text: str, names: Sequence[str]) -> Reading | None:
-    """Returns the preemption counter on a server's Prometheus page ``text``; None if unknown.
-
-    ``names`` are possible names of the counter. The first of them that is on the page counts.
-    """
+    """Returns the preemption counter on a server's Prometheus page ``text``, by the first of ``names`` on it; None if unknown."""
     companions = [_COMPANIONS[name] for name in names if name in _COMPANIONS]
     wanted = (*names, *companions, _STARTED)
     # The parser is slow (it looks at each character), and a page has a thousand lines.
@@ -137,22 +134,20 @@ def preemptions_in(text: str, names: Sequence[str]) -> Reading | None:
     count = next((_sum_over_labels(samples[name]) for name in names if samples[name]), None)
     if count is None and any(samples[name] for name in companions):
         count = 0.0
-    if count is None or not math.isfinite(count) or count < 0:
+    if count is None or not 0 <= count < math.inf:
         return None
     return Reading(int(count), " ".join(str(sample.value) for sample in samples[_STARTED]))
 
 
 def _sum_over_labels(samples: Sequence[Sample]) -> float:
-    """Returns the sum of the samples of one counter, which differ in their labels.
+    """Returns the sum of the samples of one counter, which differ in their labels; NaN if a sample is not finite.
 
     Samples that differ only in ranks other than ``dp_rank`` count the same events. Only the largest of them is added.
     """
     if not all(math.isfinite(sample.value) for sample in samples):
         return math.nan
     largest: dict[frozenset[tuple[str, str]], float] = {}
-    for sample in samples:
-        labels = frozenset(
-            item for item in sample.labels.items() if item[0] == "dp_rank" or not item[0].endswith("_rank")
-        )
-        largest[labels] = max(largest.get(labels, -math.inf), sample.value)
+    for sample in sorted(samples, key=lambda sample: sample.value):
+        labels = [item for item in sample.labels.items() if item[0] == "dp_rank" or not item[0].endswith("_rank")]
+        largest[frozenset(labels)] = sample.value
     return sum(largest.values())

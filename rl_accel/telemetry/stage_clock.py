@@ -1,6 +1,6 @@
 """Time of a training step by stage, and time of the generation stage by cause.
 
-All times are measured. The seconds of the stages come from the framework's own timers. Time outside all timers is ``other``.
+The seconds of the stages come from the framework's own timers. Time outside all timers is ``other``.
 
 The generation is the period of ``gen`` seconds that starts with the first response. Let ``t(q)`` be the time by which a share ``q``
 of the completed responses were generated. The generation consists of four parts, one after the other:
@@ -11,8 +11,7 @@ of the completed responses were generated. The generation consists of four parts
     rest       the last reward to the end        storing, noticing the end (a poll), putting engines to sleep.
 
 The idle share is the mean share of empty slots in the engines' batch: ``1 - integral(min(n(t), C)) / (C * gen)``. ``n(t)`` is the
-number of responses in generation at time t. The capacity ``C`` is the maximum of ``n(t)``, or the number of engine slots if this
-number is smaller.
+number of responses in generation at time t. The capacity ``C`` is the number of engine slots, or the largest ``n(t)`` if smaller.
 """
 
 import json
@@ -23,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from rl_accel.files import BAD_RECORD
 
@@ -59,7 +57,7 @@ SLIME_NAMES = {
 
 SAVING = "save_checkpoint"
 OVERLAPPING = frozenset({"timing_s/generate_async", "fully_async/trainer/idle_ratio"})
-"""Metrics that only verl's trainers one_step_off and fully_async log, which generate while they train."""
+"""Metrics that only verl's trainers one_step_off and fully_async log. These trainers generate while they train."""
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Stages of a training step whose seconds are proportional to the number of trained tokens."""
 OTHER = "other"
@@ -103,7 +101,7 @@ class ResponseTimes:
 
 
 def by_prompt(responses: Sequence[ResponseTimes]) -> list[list[ResponseTimes]]:
-    """Groups responses by prompt. Returns one list per prompt."""
+    """Returns one list of responses per prompt."""
     groups: dict[str, list[ResponseTimes]] = {}
     for response in responses:
         groups.setdefault(response.prompt, []).append(response)
@@ -113,10 +111,8 @@ def by_prompt(responses: Sequence[ResponseTimes]) -> list[list[ResponseTimes]]:
 def stages(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the seconds of each stage of a training step, by verl's name, and under ``other`` the rest of the step.
 
-    Returns {} if ``metrics`` are not of a training step, or if a duration is negative or not finite.
-
-    Args:
-        metrics: metrics that verl logs for a step, including ``timing_s/<stage>``.
+    ``metrics`` are those that verl logs for a step, including ``timing_s/<stage>``. Returns {} if they are not of a training step,
+    or if a duration is negative or not finite.
     """
     whole = metrics.get(PREFIX + "step")
     timed = {stage: float(metrics[PREFIX + stage]) for stage in STAGES if PREFIX + stage in metrics}
@@ -128,7 +124,7 @@ def stages(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns the share of each stage in a step, given the ``seconds`` of all stages."""
+    """Returns the share of each stage in the sum of ``seconds``, the durations of all stages of a step."""
     whole = sum(seconds.values())
     return {stage: value / whole for stage, value in seconds.items()} if whole > 0 else dict.fromkeys(seconds, 0.0)
 
@@ -141,12 +137,9 @@ def completion(responses: Sequence[ResponseTimes]) -> dict[str, float]:
     if not responses:
         return {}
     numbers: dict[str, float] = {"responses": len(responses), "tokens": sum(r.tokens or 0 for r in responses)}
-    seconds = sorted(r.completed_at - r.began for r in responses if r.outcome == COMPLETED)
-    if seconds:
-        numbers["completion_p50_seconds"] = quantile(seconds, 0.5)
-        numbers["completion_p90_seconds"] = quantile(seconds, 0.9)
-        numbers["completion_p99_seconds"] = quantile(seconds, 0.99)
-        numbers["completion_longest_seconds"] = seconds[-1]
+    if seconds := [r.completed_at - r.began for r in responses if r.outcome == COMPLETED]:
+        shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
+        numbers |= {f"completion_{name}_seconds": quantile(seconds, share) for name, share in shares.items()}
     return numbers
 
 
@@ -155,8 +148,7 @@ def generation(
 ) -> dict[str, float]:
     """Returns metrics of the generation stage of one step, by name. Leaves out metrics whose value is unknown.
 
-    - ``most_seconds``, ``waiting_seconds``, ``reward_seconds``, ``rest_seconds``: seconds of the four parts (module docstring).
-    - ``idle_share``: idle share of the slots.
+    - ``most_seconds``, ``waiting_seconds``, ``reward_seconds``, ``rest_seconds``, ``idle_share``: see the module's docstring.
     - ``after_half_seconds``: seconds from when half of the completed responses are generated until all are.
     - ``concurrency``: maximum number of responses in generation at the same time.
     - ``seconds_per_token``: median over completed responses.
@@ -177,35 +169,30 @@ def generation(
     numbers: dict[str, float] = {"cancelled": sum(r.outcome == CANCELLED for r in responses)}
     completed = [(r, r.generated) for r in responses if r.outcome == COMPLETED and r.generated is not None]
     if completed:
-        generated = sorted(into(moment) for _, moment in completed)
-        nearly, last = quantile(generated, 0.9), generated[-1]
+        generated = [into(moment) for _, moment in completed]
+        half, nearly, last = (quantile(generated, share) for share in (0.5, 0.9, 1.0))
         rewarded = max([last, *(into(r.rewarded) for r, _ in completed if r.rewarded is not None)])
         numbers["most_seconds"] = nearly
         numbers["waiting_seconds"] = last - nearly
         numbers["reward_seconds"] = rewarded - last
         numbers["rest_seconds"] = seconds - rewarded
-        numbers["after_half_seconds"] = last - quantile(generated, 0.5)
+        numbers["after_half_seconds"] = last - half
         if tools := sum(r.tools for r, _ in completed):
             numbers["tool_share"] = min(tools / sum(moment - r.began for r, moment in completed), 1.0)
     if per_token := [(moment - r.began) / r.tokens for r, moment in completed if r.tokens]:
         numbers["seconds_per_token"] = statistics.median(per_token)
 
     spans = [(into(r.began), into(r.ended if r.generated is None else r.generated)) for r in responses]
-    running, lasted = _load(spans)
+    # At equal times, ends sort before starts, because a slot is free before the next response takes this slot.
+    events = sorted(event for begin, end in spans if end > begin for event in ((begin, 1), (end, -1)))
+    running = np.cumsum([change for _, change in events], dtype=np.int64)[:-1]  # between each event and the next
+    lasted = np.diff([moment for moment, _ in events])
     numbers["concurrency"] = concurrency = int(max(running, default=0))
     if concurrency:
         capacity = concurrency if slots is None else min(concurrency, slots)
         occupied = float(np.minimum(running, capacity) @ lasted)
         numbers["idle_share"] = min(max(1 - occupied / (capacity * seconds), 0.0), 1.0)
     return numbers
-
-
-def _load(spans: Sequence[tuple[float, float]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Returns the number of ``spans`` (begin, end) that hold each moment, as numbers and the seconds for which each applies."""
-    # At equal times, ends sort before starts, because a slot is free before the next response takes this slot.
-    events = sorted(event for begin, end in spans if end > begin for event in ((begin, 1), (end, -1)))
-    running = np.cumsum([change for _, change in events], dtype=np.int64)
-    return running[:-1], np.diff([moment for moment, _ in events])
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -221,18 +208,11 @@ def keep(path: Path, step: int, responses: Sequence[ResponseTimes]) -> None:
     """
     start = min((response.began for response in responses), default=0.0)
     prompts = {prompt: index for index, prompt in enumerate(dict.fromkeys(r.prompt for r in responses))}
-
-    def since(moment: float | None) -> float | None:
-        return None if moment is None else round(moment - start, 4)
-
-    rows = [
-        [
-            prompts[r.prompt],
-            *map(since, (r.began, r.generated, r.rewarded, r.ended)),
-            *(r.tokens, r.server, r.outcome, round(r.tools, 4)),
-        ]
-        for r in responses
-    ]
+    rows = []
+    for r in responses:
+        moments = (r.began, r.generated, r.rewarded, r.ended)
+        times = [None if moment is None else round(moment - start, 4) for moment in moments]
+        rows.append([prompts[r.prompt], *times, r.tokens, r.server, r.outcome, round(r.tools, 4)])
     line = json.dumps({"step": step, "responses": rows}, separators=(",", ":"))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -242,7 +222,7 @@ def keep(path: Path, step: int, responses: Sequence[ResponseTimes]) -> None:
 def read_kept(path: Path) -> dict[int, list[ResponseTimes]]:
     """Returns the responses in a file written by :func:`keep`, by step number. Skips incomplete lines.
 
-    If the run was resumed, the last record of each step counts, and records of later steps from before are dropped.
+    If a run was resumed from an earlier step, drops what it had saved of this step and later ones before.
 
     Raises:
         OSError: the file cannot be read.

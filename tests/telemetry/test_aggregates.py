@@ -44,7 +44,7 @@ def lognormal(steps, seed, **how):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_seconds_lost_to_polls_are_found_without_the_end_of_any_rollout(seed):
     steps, _, seconds = lognormal(40, seed, storing=0.5)
-    estimated = estimate(Rollouts.of(steps, 4), 2.0)
+    estimated = estimate(Rollouts.of(steps, 4))
     assert estimated.storing == pytest.approx(0.5), "no poll: sampler does not save it"
     lost = fmean(step["timing_s/gen"] for step in steps) - 0.5 - seconds.mean()
     assert estimated.polling.low < lost < estimated.polling.high
@@ -56,11 +56,11 @@ def test_the_seconds_lost_to_polls_are_found_without_the_end_of_any_rollout(seed
 def test_a_trainer_that_does_not_poll_loses_nothing_and_idle_slots_follow_from_lengths():
     steps, tokens, seconds = lognormal(40, 0, polls=False)
     rollouts = Rollouts.of(steps, 4)
-    estimated = estimate(rollouts, 2.0)
+    estimated = estimate(rollouts)
     assert (rollouts.responses, estimated.polling.mean) == (64, 0)
     assert estimated.idle.mean == pytest.approx(1 - (0.5 + 0.01 * tokens.mean()) / seconds.mean(), abs=0.05)
     measured = [step | {"timing_s/agent_loop/generate_sequences/mean": 0.25 * step["timing_s/gen"]} for step in steps]
-    assert estimate(Rollouts.of(measured, 4), 2.0).idle.mean == pytest.approx(0.75)
+    assert estimate(Rollouts.of(measured, 4)).idle.mean == pytest.approx(0.75)
 
 
 def test_lengths_that_fit_have_the_mean_the_longest_and_the_share_at_the_limit():
@@ -88,7 +88,7 @@ def test_too_few_steps_and_weights_of_other_steps_are_no_basis():
     steps, *_ = lognormal(5, 0)
     assert Rollouts.of(steps[:3], 4) is None
     assert Rollouts.of([{name: v for name, v in step.items() if "length" not in name} for step in steps], 4) is None
-    stale = estimate(Rollouts.of([step | {V1: 1.0} for step in steps], 4), 2.0)
+    stale = estimate(Rollouts.of([step | {V1: 1.0} for step in steps], 4))
     assert (stale.tail, stale.polling.mean) == (None, 0)
 
 
@@ -108,7 +108,7 @@ def test_tail_batching_comes_first_and_saves_what_the_kept_runs_saved(recipe, tm
     run = read_run(log, group=4)
     best = find_savings(run)[0]
     assert (best.name, best.advice) == (WAITING, "+rl_accel.tail_batching.enable=True")
-    estimated = estimate(Rollouts.of([run.metrics[step] for step in run.steps], 4), 2.0)
+    estimated = estimate(Rollouts.of([run.metrics[step] for step in run.steps], 4))
     training = sum(run.stages[name] for name in ("old_log_prob", "adv", "update_actor"))
     saved = estimated.tail.mean + estimated.polling.mean + training * (1 - estimated.trained.mean)
     assert saved == pytest.approx(seconds_of(kept) - seconds_of(KEPT / recipe / "tail"), rel=0.25)

@@ -169,7 +169,7 @@ def in_rows(text, width, prefix, colour):
 
 
 @given(
-    steps=st.lists(METRICS, min_size=1, max_size=4),
+    steps=st.lists(METRICS.map(lambda metrics: {"training/epoch": 0, **metrics}), min_size=1, max_size=4),
     width=st.one_of(st.just(10**9), st.integers(60, 200)),
     prefix=st.sampled_from(["", "(TaskRunnerV1 pid=4951) ", "(main_task pid=9, ip=10.0.0.1) "]),
     colour=st.booleans(),
@@ -202,6 +202,29 @@ def test_runs_that_share_a_console_are_said_and_a_restart_is_none_of_them(tmp_pa
     assert log(1, 2, 1, 2, prefix="[pod/x] 10:00:01 ") == log(1, 2, 1, 2)
     (note,) = log(1, 2, 1, 2)
     assert "several processes log steps in turns ((TaskRunner pid=1), (TaskRunner pid=2))" in note
+
+
+@pytest.mark.parametrize("prefix", ["", "(TaskRunner pid=3165) "])
+def test_a_printed_response_that_looks_like_a_step_is_none(prefix):
+    lines = [f"{prefix}{line}" for line in ("step:1 - total:1", "so step:2 - total:12", "step:2 - total:3 apples")]
+    workers = []
+    rows = [line for step in console() for line in (*lines, step)]
+    assert list(read_console((f"{row}\n" for row in rows), workers)) == STEPS
+    assert len(workers) == 1
+    assert records(lines[:1]) == [(1, {"total": 1.0})], "without any step of verl it may be a step of another logger"
+
+
+@pytest.mark.parametrize(
+    "between", [" ", f" {BETWEEN}   ", " (TaskRunner pid=3165) ", " [repeated 3x across cluster] "]
+)
+def test_two_steps_in_one_line_are_two(between):
+    steps = [line for line in console() if " step:" in line and line.startswith("(TaskRunner")]
+    joined = between.join(line.removeprefix("(TaskRunner pid=3165) ") for line in steps)
+    assert records([joined]) == STEPS
+    assert records([f"(TaskRunner pid=3165) {joined}"]) == STEPS
+    assert records(["step:1 - timing_s/step:12 - perf/step:3 - a/my step:4 - b:1"]) == [
+        (1, {"timing_s/step": 12.0, "perf/step": 3.0, "a/my step": 4.0, "b": 1.0})
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["", "(TaskRunner pid=1) "])

@@ -78,7 +78,7 @@ def test_a_page_tells_its_count_or_is_unknown(counter, text, found):
 
 
 def test_servers_that_do_not_say_are_named_in_one_line_and_once(caplog, monkeypatch):
-    monkeypatch.setattr(server_counters, "_warned", set())
+    monkeypatch.setattr("rl_accel.log._warned", set())
     urls = {f"s{port}": f"http://127.0.0.1:{port}" for port in (1, 2, 3)}
     for _ in range(2):
         assert ask_endpoints(urls, SGLANG) == dict.fromkeys(urls)
