@@ -31,24 +31,20 @@ _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(
 class Location:
     """Location of an object in a framework: attribute ``name`` of the class or module ``owner``, or item ``name`` of a dict.
 
-    ``where`` is the location as text, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``. ``keyed`` is True for a dict.
+    ``where`` is the location as text, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``.
     """
 
     where: str
     owner: Any
     name: str
-    keyed: bool
-
-    def __str__(self) -> str:
-        return self.where
 
     def read(self) -> Any:
         """Returns the object now at this location, or None if absent. Does not unwrap staticmethod and classmethod objects."""
-        return self.owner.get(self.name) if self.keyed else vars(self.owner).get(self.name)
+        return (self.owner if isinstance(self.owner, dict) else vars(self.owner)).get(self.name)
 
     def write(self, value: Any) -> None:
         """Puts ``value`` at this location."""
-        if self.keyed:
+        if isinstance(self.owner, dict):
             self.owner[self.name] = value
         else:
             setattr(self.owner, self.name, value)
@@ -71,7 +67,7 @@ def find_location(where: str) -> Location:
     """
     location = _locate(where)
     if location.read() is None:
-        inherited = not location.keyed and isinstance(location.owner, type) and hasattr(location.owner, location.name)
+        inherited = isinstance(location.owner, type) and hasattr(location.owner, location.name)
         raise NotInThisVersion(f"{where} {'is inherited, not defined there' if inherited else 'does not exist'}")
     return location
 
@@ -187,18 +183,15 @@ def _locate(where: str) -> Location:
     if module is None:
         raise PatchRefused(f"{match['module']} is not imported")
     parents = match["path"].split(".")
-    attribute = None if match["key"] else parents.pop()
+    name = match["key"] or parents.pop()
     try:
         owner = functools.reduce(getattr, parents, module)
     except AttributeError as error:
         raise NotInThisVersion(f"{where} does not exist ({error})") from error
-    if attribute is None:
-        if not isinstance(owner, dict):
-            raise PatchRefused(f"{where}: wanted a dict, found {type(owner).__name__}")
-        return Location(where, owner, match["key"], keyed=True)
-    if not isinstance(owner, type | ModuleType):
-        raise PatchRefused(f"{where}: wanted a class or module to hold it, found {type(owner).__name__}")
-    return Location(where, owner, attribute, keyed=False)
+    if not isinstance(owner, dict if match["key"] else type | ModuleType):
+        wanted = "dict" if match["key"] else "class or module to hold it"
+        raise PatchRefused(f"{where}: wanted a {wanted}, found {type(owner).__name__}")
+    return Location(where, owner, name)
 
 
 def _package(where: str) -> str:

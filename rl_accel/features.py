@@ -1,7 +1,6 @@
 """Declarations of all features of rl-accel: the flags of each feature and the names of the modules that implement the feature.
 
-These modules are not imported here. A new feature needs a dataclass with the feature's flags, a :class:`Feature` and a
-position in :data:`FEATURES`.
+A new feature needs a dataclass with the feature's flags, a :class:`Feature` and a position in :data:`FEATURES`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,19 +10,14 @@ from typing import Any, Generic, TypeVar
 F = TypeVar("F")
 
 ENABLE = "True: on, and an error if it cannot be; False or null: off"
-ENABLE_AUTOMATIC = (
-    "True: on, and an error if it cannot be; False: off; null: on only where lossless features are automatic"
-)
+ENABLE_AUTOMATIC = "True: on, and an error if it cannot be; False: off; null: on only if the flag auto is"
 
 
 def flag(default: Any, help: str, **limits: Any) -> Any:
-    """Returns the dataclass field that declares one flag.
+    """Returns the dataclass field that declares one flag. ``help`` is the flag's line in ``rl-accel flags``.
 
-    Args:
-        default: value of the flag if the user does not set the flag.
-        help: one-line description for ``rl-accel flags`` and the documentation pages.
-        limits: ``minimum`` and ``maximum``: inclusive bounds of a number; ``choices``: the allowed strings; ``words``: strings that
-            are allowed in addition to numbers.
+    ``limits`` may be ``minimum`` and ``maximum``: inclusive bounds of a number; ``choices``: the allowed strings; ``words``:
+    strings that are allowed in addition to numbers.
     """
     return field(default=default, metadata={"help": help, **limits})
 
@@ -36,8 +30,7 @@ class SlimeHooks:
 
     Attributes:
         file: slime arguments that the YAML file for slime's ``--custom-config-path`` must contain, with their values.
-        arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets, with their values. A list is
-            appended to the user's list.
+        arguments: slime arguments that rl-accel sets when a run begins, with their values. A list is appended to the user's list.
         unset: names of slime arguments that must be None.
         only_named_with: names of slime arguments. If the user sets one of them, the flag ``auto`` does not turn the feature on.
         check: function ``check(args, flags)`` that raises ConfigError if the feature does not work with slime's arguments ``args``.
@@ -95,9 +88,7 @@ class GaeFlags:
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
     backend: str = flag(
-        "auto",
-        "kernel; auto is numba on CPU tensors and triton on CUDA tensors",
-        choices=("auto", "naive", "chunk", "numba", "triton"),
+        "auto", "kernel; auto: numba on a CPU, triton on CUDA", choices=("auto", "naive", "chunk", "numba", "triton")
     )
     chunk_size: int | None = flag(None, "tokens per chunk for backend=chunk; null: chosen automatically", minimum=1)
     threads: int | None = flag(None, "CPU threads of the numba kernel; null: usable cores, at most 16", minimum=1)
@@ -141,10 +132,7 @@ class SamplerFlags:
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
     max_cpu_share: float = flag(0.05, "maximum share of one CPU core spent on polling", minimum=0.001, maximum=1.0)
     max_delay_s: float = flag(
-        0.02,
-        "maximum delay after the last needed response, in seconds, while polls are cheap",
-        minimum=0.001,
-        maximum=60.0,
+        0.02, "maximum seconds after the last needed response, while polls are cheap", minimum=0.001, maximum=60.0
     )
 
 
@@ -208,17 +196,11 @@ class TailBatchingFlags:
     response_ratio: float = flag(
         1.25, "responses launched per prompt in a short round divided by responses trained; 1 is unbiased", minimum=1.0
     )
-    queue_threshold: int | None = flag(
-        None, "number of deferred prompts that triggers a long round; null: a whole batch", minimum=1
-    )
-    max_deferrals: int = flag(
-        1, "number of times that a prompt may be cut off before it waits for a long round", minimum=1
-    )
+    queue_threshold: int | None = flag(None, "deferred prompts that trigger a long round; null: a batch", minimum=1)
+    max_deferrals: int = flag(1, "times that a prompt may be cut off before it waits for a long round", minimum=1)
     max_retries: int = flag(2, "number of times that a failed response is generated again", minimum=0)
     agent_loop_limit: float | None = flag(
-        None,
-        "time limit of an agent loop in seconds, tools included, after which its response fails; null: no limit",
-        minimum=0.1,
+        None, "seconds after which an agent loop, tools included, fails; null: no limit", minimum=0.1
     )
     auto_limit: float = flag(2.0, "upper bound of the ratio that prompt_ratio=auto chooses", minimum=1.0)
     domain_quotas: dict[str, int] | None = flag(  # noqa: RUF009 (a field, and null is no dict)
@@ -272,25 +254,17 @@ class RewardTimeoutFlags:
         False, "adaptive limits for coroutines and reward servers too, which mostly wait for other machines"
     )
     min_correct: int = flag(1, "number of correct executions of a test case before its limit adapts", minimum=1)
-    probe_share: float = flag(
-        0.02, "share of executions that get the full budget although their limit has adapted", minimum=0.0, maximum=1.0
-    )
+    probe_share: float = flag(0.02, "share of adapted limits replaced by the full budget", minimum=0.0, maximum=1.0)
     correct_above: float = flag(0.0, "scores above this value (or `acc`, if the grader returns it) count as correct")
     timeout_score: float = flag(0.0, "score of an answer whose execution was stopped")
     score_errors: bool = flag(
         False, "give timeout_score to an answer whose grader raises or returns no score; false: as without rl-accel"
     )
     early_stop: bool = flag(False, "skip the test cases after the first failure")
-    workers: int | None = flag(
-        None, "number of concurrent executions in each reward process; null: chosen from the number of cores", minimum=1
-    )
-    grader: str | None = flag(
-        None, "slime: dotted path of the grader; null: the one of --custom-rm-path, else of --rm-type"
-    )
+    workers: int | None = flag(None, "executions at once in a reward process; null: by the number of cores", minimum=1)
+    grader: str | None = flag(None, "slime: dotted path of the grader; null: that of --custom-rm-path, else --rm-type")
     isolation: str = flag(
-        "auto",
-        "isolation of programs under test; auto: the strongest that works here",
-        choices=("auto", "process", "bubblewrap"),
+        "auto", "isolation of programs; auto: the strongest that works here", choices=("auto", "process", "bubblewrap")
     )
     memory_mb: int = flag(1024, "memory of a program under test, in MiB", minimum=16)
 
@@ -323,10 +297,7 @@ REWARD_TIMEOUT = Feature(
 
 @dataclass
 class TelemetryFlags:
-    """Flags of the feature ``telemetry``, which writes the times of responses and of the parts of each training step to a file.
-
-    The flag ``auto`` does not turn it on.
-    """
+    """Flags of the feature ``telemetry``, which writes the times of responses and of the parts of each training step to a file."""
 
     enable: bool | None = flag(None, ENABLE)
 
@@ -345,9 +316,7 @@ class TpReplanFlags:
 
     enable: bool | None = flag(None, ENABLE)
     action: str = flag(
-        "advise",
-        "advise: log the better size; restart: save, stop, and start again under rl-accel run",
-        choices=("advise", "restart"),
+        "advise", "advise: log a better size; restart: go on with it, under rl-accel run", choices=("advise", "restart")
     )
     min_tp: int = flag(1, "smallest tensor-parallel size", minimum=1)
     max_tp: int | None = flag(None, "largest tensor-parallel size; null: the GPUs of a node", minimum=1)
@@ -427,9 +396,7 @@ class BalanceFlags:
     enable: bool | None = flag(None, ENABLE)
     slots: int | None = flag(None, "number of requests that a replica runs at once; null: its max_num_seqs", minimum=1)
     max_moves: int = flag(2, "number of times that a response may be preempted or migrated; 0: never", minimum=0)
-    margin: float = flag(
-        2.0, "a migration must be expected to save this many times the seconds that it costs", minimum=0.0
-    )
+    margin: float = flag(2.0, "least expected gain of a migration, as a multiple of its cost", minimum=0.0)
 
 
 BALANCE = Feature(
@@ -456,7 +423,9 @@ FEATURES: tuple[Feature[Any], ...] = (
 """All features, in the order in which they are listed and configured."""
 
 FLAG_READERS = {"verl": "rl_accel.patches.verl.config_intake"}
-"""Mapping from framework to the module whose switches read flags from the framework's configuration, even without any feature."""
+"""Mapping from framework to the module whose switches read flags from the framework's configuration.
+
+They are applied even while no feature is on, because only they see the flags that turn features on."""
 
 LOGGERS = {"verl": "rl_accel.patches.verl.trainer_metrics"}
-"""Mapping from framework to the module that adds rl-accel's metrics to the framework's log while any feature is on."""
+"""Mapping from framework to the module whose switches add rl-accel's metrics to the framework's log, while any feature is on."""

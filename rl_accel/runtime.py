@@ -6,6 +6,7 @@ The runtime imports no framework. A patch is applied when the framework imports 
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -15,13 +16,13 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec
 
 from rl_accel import __version__, log
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError, NotInThisVersion, PatchRefused
 from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
-from rl_accel.post_import import is_being_imported, wait_for_import, when_imported
+from rl_accel.post_import import wait_for_import, when_imported
 from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus, forget_when_off
 
 logger = logging.getLogger("rl_accel")
@@ -34,12 +35,13 @@ FLAG_VARIABLES = (cfg.NAMES_VAR, cfg.ENV_VAR, SOURCES_VAR)
 NAMES, ENVIRONMENT = f"environment {cfg.NAMES_VAR}", f"environment {cfg.ENV_VAR}"
 FRAMEWORK, KEYWORDS = "framework config", "rl_accel.enable()"
 _PRECEDENCE = (NAMES, ENVIRONMENT, FRAMEWORK, KEYWORDS)
+"""Names of all sources of flags. A later source overrides the earlier ones."""
 FlagSources = dict[str, dict[str, Any]] | None
 """Mapping from the name of a source (such as an environment variable) to its flags.
 
 None: :func:`disable` was called, so that all features are off and no source counts."""
 _VERSION = "version"
-"""Key for the version of rl-accel beside the names of the sources in the flags of a driver process."""
+"""Key of rl-accel's version in the flags that a driver process passes on; all other keys are names of sources."""
 _FLAG_READER, _LOGGER = "reading flags", "logging"
 
 
@@ -51,14 +53,13 @@ class _WantedSwitch:
     owner: str  # name of the feature, or _FLAG_READER or _LOGGER
     named: bool  # True if enabled by name: a switch that cannot be applied is then an error, not a warning
     settings: Any  # flags of the feature
-    refusal: str | None = None  # reason why the switch is not applied
-    unsupported: bool = False  # refused because the switch does not fit this framework version
+    refusal: PatchRefused | None = None  # reason why the switch is not applied
 
     def status(self) -> SwitchStatus:
         state = str(self.switch.state().value)
         if self.refusal is not None:
-            state = "unsupported" if self.unsupported else "refused"
-        return SwitchStatus(self.switch.name, self.switch.target, state, self.refusal or "")
+            state = "unsupported" if isinstance(self.refusal, NotInThisVersion) else "refused"
+        return SwitchStatus(self.switch.name, self.switch.target, state, str(self.refusal or ""))
 
 
 class _ImportFirst(Exception):
@@ -73,14 +74,13 @@ class _ImportFirst(Exception):
 
 
 P = ParamSpec("P")
-R = TypeVar("R")
 
 
-def _retried(method: Callable[P, R]) -> Callable[P, R]:
+def _retried(method: Callable[P, None]) -> Callable[P, None]:
     """Wraps ``method`` so that :class:`_ImportFirst` imports the missing module and calls ``method`` again."""
 
     @functools.wraps(method)
-    def retrying(*args: P.args, **kwargs: P.kwargs) -> R:
+    def retrying(*args: P.args, **kwargs: P.kwargs) -> None:
         while True:
             try:
                 return method(*args, **kwargs)
@@ -104,7 +104,7 @@ class Runtime:
         self._flags = cfg.resolve([])
         self._reads_flags = False
         self._switches: dict[str, _WantedSwitch] = {}
-        self._warned: set[str] = set()
+        self._warned: set[str] = set()  # refusals that a later call does not log again
 
     def flags(self) -> cfg.Flags:
         """Returns the flags in force, merged from all sources."""
@@ -128,12 +128,12 @@ class Runtime:
     def adopt(self, payload: str | None) -> None:
         """Applies the flags of the run to which this process belongs. Does nothing after :func:`disable`.
 
-        From now on, flags in the framework's configuration count, too.
+        Flags in the framework's configuration count from then on, too.
 
         Args:
             payload: flags of the Ray job's driver process, by source, as JSON. ``null``: the driver process has called
-                :func:`disable`. None or ``{}``: it has no flags. For each source that is missing here, the environment of this
-                process counts.
+                :func:`disable`. None or ``{}``: it has no flags. For a source that is missing here, this process's own environment
+                counts.
         """
         with self._lock:
             if self._sources is None:
@@ -201,8 +201,7 @@ class Runtime:
             del self._switches[name]
         self._switches.update(missing)
         for wanted in missing.values():
-            module = wanted.switch.target.partition(":")[0]
-            when_imported(module, functools.partial(self._apply, wanted), wait=_import_first)
+            when_imported(wanted.switch.module, functools.partial(self._apply, wanted), wait=_import_first)
 
     def _wanted(self) -> Iterator[_WantedSwitch]:
         on = False
@@ -217,9 +216,8 @@ class Runtime:
                     f"{feature.name} was asked for, but none of {', '.join(feature.switches)} is installed here"
                 )
             for framework in installed:
-                for module in feature.switches[framework]:
-                    for switch in _imported_switches(module):
-                        yield _WantedSwitch(switch, feature.name, named, self._flags[feature])
+                for switch in itertools.chain.from_iterable(map(_imported_switches, feature.switches[framework])):
+                    yield _WantedSwitch(switch, feature.name, named, self._flags[feature])
         for owner, modules, wanted in (
             (_FLAG_READER, FLAG_READERS, on or (self._reads_flags and self._sources is not None)),
             (_LOGGER, LOGGERS, on),
@@ -236,21 +234,16 @@ class Runtime:
             try:
                 wanted.switch.apply(wanted.settings)
             except PatchRefused as error:
-                wanted.refusal = str(error)
-                others = (s for s in self._switches.values() if s.owner == wanted.owner and s.refusal is None)
-                wanted.unsupported = isinstance(error, NotInThisVersion)
-                if wanted.named and not (wanted.unsupported and any(others)):
-                    self._revert_others(wanted)
+                wanted.refusal = error
+                others = [s for s in self._switches.values() if s.owner == wanted.owner and s.refusal is None]
+                if wanted.named and not (isinstance(error, NotInThisVersion) and others):
+                    for other in others:
+                        other.switch.revert()
+                        other.refusal = PatchRefused(f"reverted, because {wanted.switch.name} was refused")
                     raise
-                if wanted.refusal not in self._warned:  # warn once, even if a later call tries the switch again
-                    self._warned.add(wanted.refusal)
+                if str(error) not in self._warned:
+                    self._warned.add(str(error))
                     logger.warning("rl-accel: %s stays off: %s", wanted.switch.name, error)
-
-    def _revert_others(self, refused: _WantedSwitch) -> None:
-        for wanted in self._switches.values():
-            if wanted.owner == refused.owner and wanted.refusal is None:
-                wanted.switch.revert()
-                wanted.refusal = f"reverted, because {refused.switch.name} was refused"
 
     def status(self) -> Status:
         """Returns the status of all features and switches in this process, read from the frameworks' objects in memory."""
@@ -305,11 +298,9 @@ def _received(payload: str) -> FlagSources:
 
 
 def _imported_switches(module: str) -> tuple[Switch, ...]:
-    """Returns ``SWITCHES`` of the module named ``module``. Raises :class:`_ImportFirst` if the module is not imported yet."""
-    loaded = sys.modules.get(module)
-    if loaded is None or (is_being_imported(loaded) and not hasattr(loaded, "SWITCHES")):
+    switches: tuple[Switch, ...] | None = getattr(sys.modules.get(module), "SWITCHES", None)
+    if switches is None:  # not imported, or only half
         raise _ImportFirst(module)
-    switches: tuple[Switch, ...] = loaded.SWITCHES
     return switches
 
 

@@ -1,9 +1,8 @@
 """Makes vLLM return a response to verl when the response is finished, not after each token.
 
-verl waits for whole responses, but requests an output after every token. For every token of every running request, vLLM's server
-process builds the text and an output with all tokens so far, and wakes a task that drops this output. The server process has one
-thread, which limits the engine's speed when many requests run. With ``RequestOutputKind.DELTA`` and a ``stream_interval``, vLLM
-sends the first token, which tells verl that the request was admitted, and later the remaining tokens. This module joins both
+verl waits for whole responses, but requests an output after every token. vLLM's server process builds each of these outputs in its
+only thread, which limits the engine's speed when many requests run. With ``RequestOutputKind.DELTA`` and a ``stream_interval``,
+vLLM sends the first token, which tells verl that the request was admitted, and later the remaining tokens. This module joins both
 parts into the output that verl expects.
 """
 
@@ -45,14 +44,10 @@ def _at_the_end(original: Any, _settings: Any) -> Any:
 
 @contextlib.contextmanager
 def _joining(engine: Any, processor: Any) -> Iterator[None]:
-    """Context manager that replaces ``engine.generate``, so that the partial outputs of requests in the block are joined.
+    """Replaces ``generate`` of ``engine`` (vLLM's ``AsyncLLM``), so that partial outputs of requests in the block are joined.
 
-    Blocks of several requests may overlap. When the last block ends, the original ``engine.generate`` is restored.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        processor: the engine's output processor, whose ``stream_interval`` is changed too; None if requests have their own
-            ``stream_interval``.
+    Blocks of several requests may overlap. When the last block ends, the original ``engine.generate`` is restored. ``processor``:
+    the engine's output processor, whose ``stream_interval`` is changed too; None if each request has its own.
     """
     if (joined := getattr(engine, "_rl_accel_joined", None)) is None:
         joined = engine._rl_accel_joined = _joined(engine.generate)
@@ -110,18 +105,8 @@ SWITCHES = (
         name="verl.final_output",
         target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.generate",
         supports="verl>=0.9",
-        params=(
-            "self",
-            "prompt_ids",
-            "sampling_params",
-            "request_id",
-            "image_data",
-            "video_data",
-            "audio_data",
-            "mm_processor_kwargs",
-            "priority",
-            "kv_transfer_params",
-        ),
+        params=("self", "prompt_ids", "sampling_params", "request_id", "image_data", "video_data", "audio_data")
+        + ("mm_processor_kwargs", "priority", "kv_transfer_params"),
         make=_at_the_end,
         fingerprints=("35068cca988bd96e871621af32e92aecff5f6913fba26d8c37a3aedc046826a0",),
         probe=_require_attributes,
