@@ -25,6 +25,7 @@ class Patch(Switch):
         supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``), prereleases included; "" for a framework without a
             version.
         params: required parameter names of the function, in order. A final ``"*"`` allows further parameters.
+        uses: attributes and functions that the body of the function must use, because the replacement relies on them.
         make: function ``make(original, settings)`` that returns the replacement. ``settings`` are the feature's flags.
         bindings: other locations of the same function, which are replaced too. Their modules must be imported already.
         fingerprints: hashes of the tested function bodies, see :func:`~rl_accel.patches.upstream.fingerprint`. An unknown body only
@@ -41,6 +42,7 @@ class Patch(Switch):
     supports: str
     params: tuple[str, ...]
     make: Callable[[Any, Any], Any]
+    uses: tuple[str, ...] = ()
     bindings: tuple[str, ...] = ()
     fingerprints: tuple[str, ...] = ()
     probe: Callable[[Any, Any, Any], None] | None = None
@@ -101,6 +103,7 @@ class Patch(Switch):
             upstream.require_version(self.supports, self.target)
             upstream.require_own(original, self.target)
             upstream.require_params(original, self.params, self.target)
+            upstream.require_names(original, self.uses, self.target)
             locations += [find_location(where) for where in self.bindings]
             for location in locations[1:]:
                 if unpack(location.read()) is not original:

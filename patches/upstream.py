@@ -122,6 +122,13 @@ def require_params(function: Callable[..., Any], params: tuple[str, ...], target
         raise PatchRefused(f"{target} takes ({', '.join(names)}), wanted ({', '.join(params)})")
 
 
+def require_names(function: Callable[..., Any], names: tuple[str, ...], target: str) -> None:
+    """Raises PatchRefused unless the body of ``function`` uses the attributes or global functions ``names``."""
+    used = inspect.unwrap(function).__code__.co_names
+    if missing := [name for name in names if name not in used]:
+        raise PatchRefused(f"{target} no longer uses {' and '.join(missing)}")
+
+
 def require_version(supports: str, target: str) -> None:
     """Checks that the package of ``target`` has a version allowed by the PEP 508 requirement ``supports``. "" allows any version.
 

@@ -1,4 +1,4 @@
-"""Reads flags from all sources and checks these flags against the schema that each feature declares.
+"""Reads flags from all sources and checks the flags against the dataclasses that the features declare.
 
 Sources, each of which overrides the ones before: the defaults, the environment variables ``RL_ACCEL`` (names of features) and
 ``RL_ACCEL_CONFIG`` (inline YAML/JSON or a path), the framework's own configuration (verl: ``+rl_accel.gae.enable=True``), arguments
@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_accel.errors import ConfigError, did_you_mean, one_line
+from rl_accel.errors import ConfigError, did_you_mean, first_line, one_line
 from rl_accel.features import FEATURES, F, Feature
 
 NAMES_VAR, ENV_VAR = "RL_ACCEL", "RL_ACCEL_CONFIG"
@@ -81,17 +81,14 @@ def resolve(sources: Sequence[Source]) -> Flags:
             except ValueError as error:
                 named = " and ".join(dict.fromkeys(sources_of[name]))
                 raise ConfigError(f"{named}: rl_accel.{name}: {error}") from error
-    merged = Flags(auto, sections)
-    idle = [
-        feature for feature in FEATURES if merged.requested(feature) == "off" and sections[feature.name].enable is None
-    ]
     warnings = [
         f"rl_accel.{feature.name}.{flag} has no effect without rl_accel.{feature.name}.enable"
-        for feature in idle
+        for feature in FEATURES
+        if sections[feature.name].enable is None and not (auto and feature.automatic)
         for flag in values_of[feature.name]
         if flag != "enable"
     ]
-    return replace(merged, warnings=tuple(warnings))
+    return Flags(auto, sections, tuple(warnings))
 
 
 def as_mapping(flags: Any, source: str) -> dict[str, Any]:
@@ -104,7 +101,7 @@ def as_mapping(flags: Any, source: str) -> dict[str, Any]:
         try:
             flags = OmegaConf.to_container(flags, resolve=True)
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{source}: rl_accel: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"{source}: rl_accel: {first_line(error)}") from error
     if flags is None:
         return {}
     if not isinstance(flags, Mapping):
@@ -126,14 +123,13 @@ def read_environment() -> dict[str, Any]:
     value = os.environ.get(ENV_VAR, "")
     if not value.strip():
         return {}
-    text = value
     if not re.search(r"[{\n]|:(\s|$)", value):
         try:
-            text = Path(value).expanduser().read_text(encoding="utf-8")
+            value = Path(value).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(f"{ENV_VAR}={value!r} is neither inline YAML nor a readable file: {error}") from error
     try:
-        parsed = OmegaConf.create(text)
+        parsed = OmegaConf.create(value)
     except Exception as error:  # yaml and OmegaConf raise unrelated classes for text that is not YAML
         raise ConfigError(f"{ENV_VAR} is not valid YAML or JSON: {one_line(error)}") from error
     return as_mapping(parsed, ENV_VAR)

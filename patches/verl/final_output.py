@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 
 NEVER = 1 << 30
-"""Value for vLLM's ``stream_interval``: more tokens than any response has, so that no output is sent in between."""
+"""Value for vLLM's ``stream_interval``, in tokens: longer than any response, so that no output is sent in between."""
 
 _in_parts: ContextVar[bool] = ContextVar("in_parts", default=False)
 
@@ -94,22 +93,15 @@ def _joined(generate: Any) -> Any:
     return joined
 
 
-def _require_attributes(original: Any, _replacement: Any, _settings: Any) -> None:
-    missing = {"_disaggregation_role", "engine"} - set(original.__code__.co_names)
-    if missing:
-        raise PatchRefused(f"it no longer reads self.{min(missing)}")
-
-
 SWITCHES = (
     Patch(
         name="verl.final_output",
         target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.generate",
         supports="verl>=0.9",
-        params=("self", "prompt_ids", "sampling_params", "request_id", "image_data", "video_data", "audio_data")
-        + ("mm_processor_kwargs", "priority", "kv_transfer_params"),
+        params=("self", "prompt_ids", "sampling_params", "request_id", "*"),  # further arguments are passed on
         make=_at_the_end,
         fingerprints=("35068cca988bd96e871621af32e92aecff5f6913fba26d8c37a3aedc046826a0",),
-        probe=_require_attributes,
+        uses=("_disaggregation_role", "engine"),
         no_seam="the kind of output has no key in verl's configuration, and vLLM's default is every token",
         remove_when="verl asks vLLM for final outputs only",
     ),

@@ -15,7 +15,6 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
@@ -85,11 +84,6 @@ def _adaptive(original: Any, settings: Any) -> Any:
     return wait_for_next_poll
 
 
-def _require_interval(original: Any, _replacement: Any, _settings: Any) -> None:
-    if "poll_interval" not in original.__code__.co_names:
-        raise PatchRefused("it no longer reads self.poll_interval, so setting it would change nothing")
-
-
 SWITCHES = (
     Patch(
         name="verl.sampler",
@@ -98,7 +92,7 @@ SWITCHES = (
         params=("self", "partition_id", "last_debug_time"),
         make=_adaptive,
         fingerprints=("a97c732c9241ce181966ac9ebddac049e606ca99d3472ce629c248e51908d1af",),
-        probe=_require_interval,
+        uses=("poll_interval",),
         no_seam="poll_interval has no configuration key, and a custom sampler would replace all of the user's own",
         remove_when="the sampler is told of finished responses, or poll_interval is a key",
     ),

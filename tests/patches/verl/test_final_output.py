@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_accel.errors import PatchRefused
+from rl_accel.patches.upstream import require_names
 from rl_accel.patches.verl import final_output
 
 PARTS = [([5], [{5: -0.1}]), ([6, 7], [{6: -0.2}, {7: -0.3}]), ([], [])]
@@ -101,5 +102,5 @@ def test_a_server_of_another_shape_is_refused():
         return self.engine
 
     (patch,) = final_output.SWITCHES
-    with pytest.raises(PatchRefused, match="no longer reads self"):
-        patch.probe(generate, None, None)
+    with pytest.raises(PatchRefused, match="no longer uses _disaggregation_role"):
+        require_names(generate, patch.uses, patch.target)

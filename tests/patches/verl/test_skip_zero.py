@@ -25,6 +25,7 @@ from verl.workers.utils.losses import ppo_loss
 from rl_accel.errors import ConfigError, PatchRefused
 from rl_accel.features import SkipZeroFlags
 from rl_accel.lab.verl_cpu.platform import PlatformCPU
+from rl_accel.patches.upstream import require_names
 from rl_accel.patches.verl import skip_zero
 from rl_accel.patches.verl.verl_run import VerlRun
 
@@ -386,8 +387,9 @@ def test_a_trial_draws_no_random_numbers_of_the_run():
 
 
 def test_a_function_that_makes_no_micro_batches_is_refused():
-    with pytest.raises(PatchRefused, match="no longer calls prepare_micro_batches and forward_step"):
-        skip_zero._require_steps(replace, None, None)
+    (patch,) = skip_zero.SWITCHES
+    with pytest.raises(PatchRefused, match="no longer uses prepare_micro_batches and forward_step"):
+        require_names(replace, patch.uses, patch.target)
 
 
 def two_ranks(rank, folder):
