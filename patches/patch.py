@@ -22,8 +22,7 @@ class Patch(Switch):
     Attributes:
         target: location of the function: ``"pkg.mod:attr"``, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``. In a staticmethod
             or classmethod, the inner function is replaced.
-        supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``), prereleases included; "" for a framework without a
-            version.
+        supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``), prereleases included; "": all versions.
         params: required parameter names of the function, in order. A final ``"*"`` allows further parameters.
         uses: attributes and functions that the body of the function must use, because the replacement relies on them.
         make: function ``make(original, settings)`` that returns the replacement. ``settings`` are the feature's flags.
@@ -98,18 +97,15 @@ class Patch(Switch):
 
     def _inspect(self) -> tuple[list[Location], Any]:
         try:
-            locations = [find_location(self.target)]
+            locations = [find_location(where) for where in (self.target, *self.bindings)]
             original = unpack(locations[0].read())
             upstream.require_version(self.supports, self.target)
             upstream.require_own(original, self.target)
             upstream.require_params(original, self.params, self.target)
             upstream.require_names(original, self.uses, self.target)
-            locations += [find_location(where) for where in self.bindings]
-            for location in locations[1:]:
-                if unpack(location.read()) is not original:
-                    raise PatchRefused(
-                        f"{location.where} holds {upstream.describe(location.read())}, not the object of {self.target}"
-                    )
+            for location in locations:
+                if unpack(held := location.read()) is not original:
+                    raise PatchRefused(f"{location.where} holds {upstream.describe(held)}, not that of {self.target}")
         except PatchRefused as error:
             kind = type(error) if self.independent else PatchRefused
             raise kind(f"{self.name}: {error}") from error

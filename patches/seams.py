@@ -34,11 +34,8 @@ _remote: set[Any] = set()
 def interface_of(*targets: str) -> Callable[[C], C]:
     """Declares that the decorated Protocol describes framework classes (``"pkg.mod:Class"``) or a module (``"pkg.mod"``).
 
-    Methods of the Protocol name the parameters that rl-accel passes; ``(*args, **kwargs)`` stands for any parameters.
-
-    Args:
-        targets: classes or modules that the Protocol describes. The first must exist. Others may be absent together with their
-            module.
+    Methods of the Protocol name the parameters that rl-accel passes; ``(*args, **kwargs)`` stands for any parameters. The first of
+    ``targets`` must exist. Others may be absent together with their module.
     """
 
     def mark(interface: C) -> C:
@@ -72,13 +69,10 @@ def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
 
 
 def modules_of(home: str) -> list[ModuleType]:
-    """Imports the module ``home`` and the direct submodules of ``home``. Returns these modules and the adapters that they import.
+    """Imports the module ``home`` and its direct submodules. Returns these and the adapters that they import.
 
-    Adapters are the modules in the parent package of ``home``: for ``rl_accel.integrations.verl.balance``, all modules of
-    ``rl_accel.integrations.verl``.
-
-    Raises:
-        PatchRefused: a module cannot be imported.
+    Adapters are the modules of the package that ``home`` is in, such as ``rl_accel.integrations.verl``. Raises PatchRefused if a
+    module cannot be imported.
     """
     try:
         modules = [importlib.import_module(home)]
@@ -123,13 +117,12 @@ def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
 def require_members(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
     """Checks that the framework has all members that ``interfaces`` declare, with suitable signatures.
 
-    Args:
-        name: name of the feature or check, for the message.
-        interfaces: mapping from interface to rl-accel's subclasses of the framework class. Methods that a subclass overrides are
-            checked, too.
+    ``interfaces`` maps each interface to rl-accel's subclasses of the framework class. Methods that a subclass overrides are
+    checked, too.
 
     Raises:
-        PatchRefused: members are absent or different. The message names each member, with the wanted and the found signature.
+        PatchRefused: members are absent or different. The message begins with ``name`` (a feature or check) and names each member,
+            with the wanted and the found signature.
     """
     problems = [problem for interface, classes in interfaces.items() for problem in _differences(interface, classes)]
     if problems:
@@ -295,7 +288,7 @@ def step_observer(
     """Returns a switch that passes the metrics of each training step on verl to an observer of ``feature``.
 
     ``make(flags)`` returns the observer: a function that gets the metrics and returns more of them. ``make`` and the observer must
-    be defined in the same module. For ``target`` see :class:`Registration`.
+    be defined in the same module. For ``target`` see :class:`~rl_accel.switch.Switch`.
     """
     return Registration(
         name=f"verl.{feature}.observer",

@@ -81,12 +81,12 @@ def restore_copies(target: str, new: Any, old: Any) -> None:
 
 
 def unpack(raw: Any) -> Any:
-    """Returns the function inside ``raw`` if ``raw`` is a staticmethod or classmethod object, else ``raw`` itself."""
+    """Returns the function inside a staticmethod or classmethod object ``raw``; any other ``raw`` unchanged."""
     return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
 
 
 def repack(raw: Any, function: Any) -> Any:
-    """Returns ``function`` wrapped as a staticmethod or classmethod if ``raw`` is such an object, else ``function`` itself."""
+    """Returns ``function`` as a staticmethod or classmethod if ``raw`` is such an object; else unchanged."""
     return type(raw)(function) if type(raw) in (staticmethod, classmethod) else function
 
 
@@ -100,17 +100,13 @@ def require_own(function: Any, target: str) -> None:
             message names the replacement or wrapper.
     """
     layers = [function]
-    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None and all(
-        inner is not layer for layer in layers
-    ):
+    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None and inner not in layers:
         layers.append(inner)
     for layer in layers:
-        package = _package(_home(layer))
-        is_decorator = layer is not layers[-1] and package in _DECORATOR_HOMES
-        if package != _package(target) and not is_decorator:
-            raise PatchRefused(
-                f"{target} is already {'wrapped' if len(layers) > 1 else 'replaced'} by {describe(layer)}"
-            )
+        allowed = {_package(target)} | (_DECORATOR_HOMES if layer is not layers[-1] else set())
+        if _package(_home(layer)) not in allowed:
+            what = "wrapped" if len(layers) > 1 else "replaced"
+            raise PatchRefused(f"{target} is already {what} by {describe(layer)}")
     if type(layers[-1]) is not FunctionType:
         raise PatchRefused(f"{target} is a {type(layers[-1]).__name__}, wanted a function")
 
@@ -131,8 +127,6 @@ def require_names(function: Callable[..., Any], names: tuple[str, ...], target: 
 
 def require_version(supports: str, target: str) -> None:
     """Checks that the package of ``target`` has a version allowed by the PEP 508 requirement ``supports``. "" allows any version.
-
-    Reads ``__version__`` of the imported package or, without it, the package metadata.
 
     Raises:
         NotInThisVersion: the version is outside ``supports``.
@@ -174,8 +168,7 @@ def describe(item: Any) -> str:
     if item is None:
         return "nothing"
     inner = unpack(item)
-    mark = getattr(inner, MARK, None)
-    if mark is not None:
+    if mark := getattr(inner, MARK, None):
         return f"rl-accel's patch {mark}"
     code: Any = getattr(inner, "__code__", None)
     name = getattr(code, "co_qualname", None) or getattr(code, "co_name", type(inner).__qualname__)

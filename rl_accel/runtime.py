@@ -37,9 +37,8 @@ FRAMEWORK, KEYWORDS = "framework config", "rl_accel.enable()"
 _PRECEDENCE = (NAMES, ENVIRONMENT, FRAMEWORK, KEYWORDS)
 """Names of all sources of flags. A later source overrides the earlier ones."""
 FlagSources = dict[str, dict[str, Any]] | None
-"""Mapping from the name of a source (such as an environment variable) to its flags.
-
-None: :func:`disable` was called, so that all features are off and no source counts."""
+"""Mapping from the name of a source (such as an environment variable) to its flags. None: :func:`disable` was called, so that all
+features are off and no source counts."""
 _VERSION = "version"
 """Key of rl-accel's version in the flags that a driver process passes on; all other keys are names of sources."""
 _FLAG_READER, _LOGGER = "reading flags", "logging"
@@ -63,14 +62,14 @@ class _WantedSwitch:
 
 
 class _ImportFirst(Exception):
-    """Asks the caller to release the runtime's lock, import ``module`` and try again.
+    """Asks the caller to release the runtime's lock, import the module that is the argument, and try again.
 
     An import under the lock could deadlock, because import hooks in other threads need the lock.
     """
 
-    def __init__(self, module: str) -> None:
-        self.module = module
-        super().__init__(module)
+
+def _import_first(module: str) -> NoReturn:
+    raise _ImportFirst(module)
 
 
 P = ParamSpec("P")
@@ -85,14 +84,10 @@ def _retried(method: Callable[P, None]) -> Callable[P, None]:
             try:
                 return method(*args, **kwargs)
             except _ImportFirst as missing:
-                module = missing.module
+                (module,) = missing.args
             wait_for_import(module)
 
     return retrying
-
-
-def _import_first(module: str) -> NoReturn:
-    raise _ImportFirst(module)
 
 
 class Runtime:
@@ -150,13 +145,12 @@ class Runtime:
             self._replace_sources(sources, publish=bool(sources) and payload is None)
 
     def sources(self) -> FlagSources:
-        """Returns a copy of the mapping from source to flags, for a later :meth:`restore`. None after :func:`disable`."""
-        with self._lock:
-            return None if self._sources is None else dict(self._sources)
+        """Returns the flags of each source, for a later :meth:`restore`. None after :func:`disable`."""
+        return self._sources
 
     @_retried
     def restore(self, sources: FlagSources) -> None:
-        """Sets the flags of all sources to an earlier result of :meth:`sources`. None: turns all features off."""
+        """Sets the flags of all sources to an earlier result of :meth:`sources`. None turns all features off."""
         with self._lock:
             self._replace_sources(sources, publish=True)
 
@@ -181,12 +175,10 @@ class Runtime:
             self._publish()
 
     def _publish(self) -> None:
-        payload = (
-            None if self._sources == {} else json.dumps(self._sources and {**self._sources, _VERSION: __version__})
-        )
+        payload = None
         os.environ.pop(SOURCES_VAR, None)
-        if payload is not None:
-            os.environ[SOURCES_VAR] = payload
+        if self._sources != {}:
+            payload = os.environ[SOURCES_VAR] = json.dumps(self._sources and {**self._sources, _VERSION: __version__})
         importlib.import_module("rl_accel.integrations.ray.propagate").publish(payload)
 
     def _bring_in_line(self) -> None:
@@ -212,20 +204,16 @@ class Runtime:
             named, on = requested == "by name", True
             installed = [framework for framework in feature.switches if is_installed(framework)]
             if named and not installed:
-                raise PatchRefused(
-                    f"{feature.name} was asked for, but none of {', '.join(feature.switches)} is installed here"
-                )
+                wanted_frameworks = ", ".join(feature.switches)
+                raise PatchRefused(f"{feature.name} was asked for, but none of {wanted_frameworks} is installed here")
             for framework in installed:
                 for switch in itertools.chain.from_iterable(map(_imported_switches, feature.switches[framework])):
                     yield _WantedSwitch(switch, feature.name, named, self._flags[feature])
-        for owner, modules, wanted in (
-            (_FLAG_READER, FLAG_READERS, on or (self._reads_flags and self._sources is not None)),
-            (_LOGGER, LOGGERS, on),
-        ):
+        reads = on or (self._reads_flags and self._sources is not None)
+        for owner, modules, wanted in ((_FLAG_READER, FLAG_READERS, reads), (_LOGGER, LOGGERS, on)):
             for framework, module in modules.items():
                 if wanted and is_installed(framework):
-                    for switch in _imported_switches(module):
-                        yield _WantedSwitch(switch, owner, False, None)
+                    yield from (_WantedSwitch(switch, owner, False, None) for switch in _imported_switches(module))
 
     def _apply(self, wanted: _WantedSwitch, _module: ModuleType) -> None:
         with self._lock:
@@ -248,14 +236,13 @@ class Runtime:
     def status(self) -> Status:
         """Returns the status of all features and switches in this process, read from the frameworks' objects in memory."""
         with self._lock:
-            features = [
-                FeatureStatus(feature.name, self._flags.requested(feature), self._status_of(feature.name))
-                for feature in FEATURES
-            ]
             return Status(
                 pid=os.getpid(),
                 sources=tuple(source for source in _PRECEDENCE if source in (self._sources or {})),
-                features=tuple(features),
+                features=tuple(
+                    FeatureStatus(feature.name, self._flags.requested(feature), self._status_of(feature.name))
+                    for feature in FEATURES
+                ),
                 flag_readers=self._status_of(_FLAG_READER),
                 loggers=self._status_of(_LOGGER),
             )
@@ -271,9 +258,9 @@ def switches_of(module: str) -> tuple[Switch, ...]:
 
 
 def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
-    """Returns the flags in the environment variables ``RL_ACCEL`` and ``RL_ACCEL_CONFIG``, by source. Leaves out empty variables.
+    """Returns the flags in the environment variables ``RL_ACCEL`` and ``RL_ACCEL_CONFIG``, by source.
 
-    Does not read variables whose source is in ``known``, because another process has read them and passed the flags on.
+    Leaves out empty variables, and sources in ``known``, which another process has read and passed on.
     """
     readers: dict[str, Callable[[], dict[str, Any]]] = {NAMES: cfg.read_names, ENVIRONMENT: cfg.read_environment}
     return {source: flags for source, read in readers.items() if source not in known and (flags := read())}
@@ -339,12 +326,12 @@ def enable(*names: str, **features: Any) -> Status:
         ConfigError: an argument is unknown, has the wrong type or is out of range.
         PatchRefused: a feature enabled by name cannot be applied. All changes of this call are undone.
     """
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise ConfigError(
-            f"{KEYWORDS} wants names of features or name=flags, found {wrong[0]!r} ({type(wrong[0]).__name__})"
-        )
-    if twice := [name for name in names if name in features]:
-        raise ConfigError(f"{KEYWORDS}: {twice[0]} is there twice, as a name and as {twice[0]}={features[twice[0]]!r}")
+    for name in names:
+        if not isinstance(name, str):
+            found = f"{name!r} ({type(name).__name__})"
+            raise ConfigError(f"{KEYWORDS} wants names of features or name=flags, found {found}")
+        if name in features:
+            raise ConfigError(f"{KEYWORDS}: {name} is there twice, as a name and as {name}={features[name]!r}")
     flags: dict[str, Any] = dict.fromkeys(names, True) if names or features else {"auto": True}
     for name, value in features.items():
         flags[name] = {"enable": True, **value} if isinstance(value, Mapping) else value

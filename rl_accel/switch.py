@@ -61,13 +61,10 @@ class Switch:
 
 @dataclass(frozen=True)
 class SwitchStatus:
-    """Status of one switch (a reversible change to a framework). The values of ``state`` are:
+    """Status of one switch (a reversible change to a framework).
 
-    - applied: in force.
-    - waiting: the module to change is not imported yet.
-    - refused: the switch cannot be applied; ``reason`` says why.
-    - foreign: other code has wrapped our object.
-    - unsupported: the switch does not fit this framework version. The feature's other switches stay on.
+    ``state`` is a value of :class:`SwitchState`, or ``refused``: the switch cannot be applied, ``reason`` says why; or
+    ``unsupported``: it does not fit this framework version, and the feature's other switches stay on.
     """
 
     name: str
@@ -123,10 +120,7 @@ class Status:
         head = f"rl-accel {__version__}, process {self.pid}; flags from: {', '.join(self.sources) or 'nowhere'}"
         others = (("reads flags", self.flag_readers), ("logs numbers", self.loggers))
         rows = []
-        for name, requested, switches in (
-            *((feature.name, feature.requested, feature.switches) for feature in self.features),
-            *((name, "", switches) for name, switches in others if switches),
-        ):
-            rows.append((name, requested, "", ""))
-            rows += [("", s.state, s.name, f"{s.target} ({s.reason})" if s.reason else s.target) for s in switches]
+        for item in (*self.features, *(FeatureStatus(name, "", switches) for name, switches in others if switches)):
+            rows.append((item.name, item.requested, "", ""))
+            rows += [("", s.state, s.name, f"{s.target} ({s.reason})" if s.reason else s.target) for s in item.switches]
         return "\n".join([head, *aligned(rows, indent=2)])

@@ -1,8 +1,7 @@
 """Replaces slime's generalised advantage estimation (GAE) by one fused scan over the unpadded sequences.
 
-slime's GAE pads all sequences to the length of the longest in a Python loop, and then scans them in chunks. If a few responses
-are very long, slime computes mostly on padding. The results are equal to slime's up to float rounding. For sequences that the
-kernels do not support, slime's own function is called.
+slime pads all sequences to the length of the longest. If a few responses are very long, slime computes mostly on padding. The
+results are equal to slime's up to float rounding. For sequences that the kernels do not support, slime's own function is called.
 """
 
 from collections.abc import Sequence

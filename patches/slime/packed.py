@@ -8,7 +8,7 @@ import torch
 from rl_accel.errors import PatchRefused
 
 LOSS = "slime.backends.megatron_utils.loss"
-"""Module of slime that has imported the functions to replace by name. They must be replaced in this module, too."""
+"""Module of slime that has imported the functions to replace by name, so that they must be replaced in it, too."""
 PPO_UTILS = "slime.utils.ppo_utils"
 
 
@@ -23,10 +23,9 @@ def on_whole_responses(
     With context parallelism, each rank holds two slices of each response, and all ranks must call this function together.
 
     Args:
-        compute: function of one argument for each item of ``slices``. Each argument is a list of whole responses [length].
-        slices: one list for each per-token quantity, such as KL, with this rank's part of each response.
-        totals: number of tokens of each sequence, including the prompt.
-        lengths: number of tokens of each response.
+        compute: function of one argument for each item of ``slices``: a list of whole responses [length].
+        slices: for each per-token quantity, such as KL, a list with this rank's part of each response.
+        totals, lengths: number of tokens of each sequence, including the prompt, and of each response.
     """
     from megatron.core import mpu
 

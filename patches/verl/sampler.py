@@ -1,12 +1,12 @@
 """Adaptive waits between polls for finished rollouts in verl's V1 replay buffer, instead of a fixed 2 seconds.
 
-The patch leaves verl's wait unchanged if the times of polls affect more than the delay. With a group filter, poll times decide
-which prompts replace dropped groups, so the patch never changes them. In asynchronous modes, and perhaps in a custom buffer, poll
-times decide which responses are in a batch. The patch then acts only if the feature is enabled by name.
+The original method still runs and logs, with a changed ``poll_interval`` that is restored right after the call. The wait is
+unchanged if the times of polls affect more than the delay. With a group filter, they decide which prompts replace dropped groups.
+In asynchronous modes, and perhaps in a custom buffer, they decide which responses are in a batch; there the patch acts only if the
+feature is enabled by name.
 
-One patch covers the trainer modes ``sync``, ``colocate_async`` and ``separate_async``. The original method still runs and logs,
-with a changed ``poll_interval`` that is restored right after the call. ``separate_async`` counts a step as idle if the wait was
-longer than the configured ``poll_interval``; shorter waits, which verl rounds up to an interval, no longer count with the patch.
+``separate_async`` counts a step as idle if the wait was longer than the configured ``poll_interval``. With the patch, shorter
+waits, which verl rounds up to an interval, no longer count.
 """
 
 import math
@@ -20,8 +20,7 @@ from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
 _CPU_PER_SECOND = 1.25
-"""Upper bound of the CPU seconds that a poll costs for each second of its duration. Above 1, because two processes work in
-parallel."""
+"""Upper bound of the CPU seconds per second of a poll. Above 1, because two processes work in parallel."""
 
 
 @dataclass
@@ -61,10 +60,8 @@ def _adaptive(original: Any, settings: Any) -> Any:
             stock: float = original(self, partition_id, last_debug_time)
             return stock
         now, interval = time.perf_counter(), self.poll_interval
-        state = buffers.get(self)
-        if state is None:
-            policy = AdaptiveWait(settings.max_cpu_share, settings.max_delay_s)
-            state = buffers[self] = _Sampling(policy)
+        if (state := buffers.get(self)) is None:
+            state = buffers[self] = _Sampling(AdaptiveWait(settings.max_cpu_share, settings.max_delay_s))
         if state.debug_time != last_debug_time:
             state.begin(now, last_debug_time)
         outstanding = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
