@@ -125,8 +125,8 @@ def require_names(function: Callable[..., Any], names: tuple[str, ...], target: 
         raise PatchRefused(f"{target} no longer uses {' and '.join(missing)}")
 
 
-def require_version(supports: str, target: str) -> None:
-    """Checks that the package of ``target`` has a version allowed by the PEP 508 requirement ``supports``. "" allows any version.
+def require_version(supports: str) -> None:
+    """Checks that the installed package has a version allowed by the PEP 508 requirement ``supports``. "" allows any version.
 
     Raises:
         NotInThisVersion: the version is outside ``supports``.
@@ -135,15 +135,22 @@ def require_version(supports: str, target: str) -> None:
     if not supports:
         return
     wanted = Requirement(supports)
-    root = _package(target)
-    version = getattr(sys.modules.get(root), "__version__", None)
+    version = version_of(wanted.name)
     try:
-        version = version if isinstance(version, str) else importlib.metadata.version(wanted.name)
-        fits = wanted.specifier.contains(version, prereleases=True)
-    except (importlib.metadata.PackageNotFoundError, InvalidVersion) as error:
-        raise PatchRefused(f"supports {supports}, but the version of {root} is unknown ({error})") from error
+        fits = wanted.specifier.contains(version or "none", prereleases=True)
+    except InvalidVersion as error:
+        raise PatchRefused(f"supports {supports}, but the version of {wanted.name} is unknown ({error})") from error
     if not fits:
         raise NotInThisVersion(f"supports {supports}, running {version}")
+
+
+def version_of(package: str) -> str | None:
+    """Returns ``__version__`` of the imported ``package``, else the installed version; None if the package is not installed."""
+    version = getattr(sys.modules.get(package), "__version__", None)
+    try:
+        return version if isinstance(version, str) else importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def fingerprint(function: Callable[..., Any]) -> str | None:

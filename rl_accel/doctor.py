@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import importlib.metadata
 import io
 import itertools
 import logging
@@ -18,8 +17,9 @@ from typing import Any
 from rl_accel import __version__
 from rl_accel.console import aligned
 from rl_accel.errors import PatchRefused, one_line
-from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS, Feature
+from rl_accel.features import FEATURES, FLAG_READER, METRICS_LOGGER, Feature
 from rl_accel.integrations.slime.custom_config import require_checkout
+from rl_accel.patches.upstream import version_of
 from rl_accel.patches.verl.config_intake import require_adapters
 from rl_accel.patches.verl.verl_run import ENGINES
 from rl_accel.runtime import is_installed, switches_of
@@ -46,15 +46,15 @@ def diagnose() -> dict[str, Any]:
 
         checkout = _use_slime_checkout()
         checks = [check for feature in FEATURES for check in _check_feature(feature)]
-        for name, modules in (("reads flags", FLAG_READERS), ("logs numbers", LOGGERS)):
-            for module in (module for framework, module in modules.items() if is_installed(framework)):
+        if is_installed("verl"):
+            for name, module in (("reads flags", FLAG_READER), ("logs numbers", METRICS_LOGGER)):
                 checks += [_try(name, switch, None) for switch in switches_of(module)]
-        checks += _check_plugin()
+            checks += _check_plugin()
         problem = bubblewrap_problem()
         return {
             "version": __version__,
             "python": platform.python_version(),
-            "versions": {name: _version(name) for name in DISTRIBUTIONS} | {"slime": checkout},
+            "versions": {name: version_of(name) for name in DISTRIBUTIONS} | {"slime": checkout},
             "backends": available_backends(),
             "checks": checks,
             "sandbox": f"process ({problem})" if problem else "bubblewrap",
@@ -105,7 +105,7 @@ def _use_slime_checkout() -> str | None:
 
 def _check_plugin() -> Iterator[dict[str, str]]:
     """Yields a failed check if verl does not import the plug-in of rl-accel, and would ignore all flags silently."""
-    if not is_installed("verl") or PLUGIN in os.environ.get("VERL_USE_EXTERNAL_MODULES", ""):
+    if PLUGIN in os.environ.get("VERL_USE_EXTERNAL_MODULES", ""):
         return
     named = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     source = getattr(find_spec("verl"), "origin", None)
@@ -120,12 +120,9 @@ def _check_plugin() -> Iterator[dict[str, str]]:
 
 def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:
     for framework, modules in feature.switches.items():
-        if not is_installed(framework):
-            yield _check(feature.name, framework, "absent", f"{framework} is not installed")
-            continue
         engine = ENGINES.get(feature.name, framework) if framework == "verl" else framework
-        if not is_installed(engine):
-            yield _check(feature.name, engine, "absent", f"{engine} is not installed")
+        if absent := [name for name in (framework, engine) if not is_installed(name)]:
+            yield _check(feature.name, absent[0], "absent", f"{absent[0]} is not installed")
             continue
         adapters = None
         if framework == "verl" and feature.verl:
@@ -164,14 +161,3 @@ def _verdict(feature: str, name: str, attempt: Callable[[], None]) -> dict[str, 
 
 def _check(feature: str, switch: str, verdict: str, reason: str = "") -> dict[str, str]:
     return {"feature": feature, "switch": switch, "verdict": verdict, "reason": reason}
-
-
-def _version(distribution: str) -> str | None:
-    """Returns ``__version__`` of the imported package ``distribution``, else the installed version, else None."""
-    imported = getattr(sys.modules.get(distribution), "__version__", None)
-    if isinstance(imported, str):
-        return imported
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

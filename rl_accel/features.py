@@ -422,10 +422,9 @@ FEATURES: tuple[Feature[Any], ...] = (
 )
 """All features, in the order in which they are listed and configured."""
 
-FLAG_READERS = {"verl": "rl_accel.patches.verl.config_intake"}
-"""Mapping from framework to the module whose switches read flags from the framework's configuration.
+FLAG_READER = "rl_accel.patches.verl.config_intake"
+"""Module whose switches read flags from verl's configuration. They are applied even while no feature is on, because only they see
+the flags that turn features on."""
 
-They are applied even while no feature is on, because only they see the flags that turn features on."""
-
-LOGGERS = {"verl": "rl_accel.patches.verl.trainer_metrics"}
-"""Mapping from framework to the module whose switches add rl-accel's metrics to the framework's log, while any feature is on."""
+METRICS_LOGGER = "rl_accel.patches.verl.trainer_metrics"
+"""Module whose switches add rl-accel's metrics to verl's log. They are applied while any feature is on."""

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, ParamSpec
 from rl_accel import __version__, log
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError, NotInThisVersion, PatchRefused
-from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
+from rl_accel.features import FEATURES, FLAG_READER, METRICS_LOGGER
 from rl_accel.post_import import wait_for_import, when_imported
 from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus, forget_when_off
 
@@ -41,7 +41,6 @@ FlagSources = dict[str, dict[str, Any]] | None
 features are off and no source counts."""
 _VERSION = "version"
 """Key of rl-accel's version in the flags that a driver process passes on; all other keys are names of sources."""
-_FLAG_READER, _LOGGER = "reading flags", "logging"
 
 
 @dataclass(eq=False)
@@ -49,7 +48,7 @@ class _WantedSwitch:
     """A switch (a reversible change to a framework) that the flags ask for in this process, applied or not."""
 
     switch: Switch
-    owner: str  # name of the feature, or _FLAG_READER or _LOGGER
+    owner: str  # name of the feature, or FLAG_READER or METRICS_LOGGER
     named: bool  # True if enabled by name: a switch that cannot be applied is then an error, not a warning
     settings: Any  # flags of the feature
     refusal: PatchRefused | None = None  # reason why the switch is not applied
@@ -210,10 +209,9 @@ class Runtime:
                 for switch in itertools.chain.from_iterable(map(_imported_switches, feature.switches[framework])):
                     yield _WantedSwitch(switch, feature.name, named, self._flags[feature])
         reads = on or (self._reads_flags and self._sources is not None)
-        for owner, modules, wanted in ((_FLAG_READER, FLAG_READERS, reads), (_LOGGER, LOGGERS, on)):
-            for framework, module in modules.items():
-                if wanted and is_installed(framework):
-                    yield from (_WantedSwitch(switch, owner, False, None) for switch in _imported_switches(module))
+        for module, wanted in ((FLAG_READER, reads), (METRICS_LOGGER, on)):
+            if wanted and is_installed("verl"):
+                yield from (_WantedSwitch(switch, module, False, None) for switch in _imported_switches(module))
 
     def _apply(self, wanted: _WantedSwitch, _module: ModuleType) -> None:
         with self._lock:
@@ -243,8 +241,8 @@ class Runtime:
                     FeatureStatus(feature.name, self._flags.requested(feature), self._status_of(feature.name))
                     for feature in FEATURES
                 ),
-                flag_readers=self._status_of(_FLAG_READER),
-                loggers=self._status_of(_LOGGER),
+                flag_readers=self._status_of(FLAG_READER),
+                loggers=self._status_of(METRICS_LOGGER),
             )
 
     def _status_of(self, owner: str) -> tuple[SwitchStatus, ...]:
