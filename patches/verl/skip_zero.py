@@ -31,6 +31,7 @@ _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
 are drawn independently. Large differences make losses clip; small differences keep losses from dropping rows."""
 _PROMPT = 3  # tokens of each random prompt
 _ACTOR = "actor_rollout_ref.actor"
+_LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
 _DIFFERENCES = (
     "leaves out rows with advantage 0: actor/ppo_kl and actor/pg_clipfrac* are means over the other rows, and gradients "
     "equal verl's up to the rounding of another packing of rows"
@@ -120,7 +121,7 @@ def require_silent(loss_function: Callable[..., Any]) -> None:
     if reason := find_influence(loss_function):
         config, mode = _config_and_mode(loss_function)
         loss_name = f"{mode} with loss_agg_mode {config.loss_agg_mode}" if config and mode else repr(loss_function)
-        _refuse(f"{_ACTOR}.policy_loss.loss_mode", "a loss that advantage 0 silences", loss_name, reason)
+        _refuse(_LOSS_MODE, "a loss that advantage 0 silences", loss_name, reason)
 
 
 def _config_and_mode(loss_function: Any) -> tuple[Any, Any]:
@@ -140,9 +141,7 @@ def _require_verls(loss_function: Any) -> None:
             upstream.require_own(function, "verl:the loss")
         except PatchRefused:
             reason = "a trial would change the state of a loss that has one; rl_accel.skip_zero.enable=True tries it"
-            _refuse(
-                f"{_ACTOR}.policy_loss.loss_mode", "a loss of verl's own", mode or upstream.describe(function), reason
-            )
+            _refuse(_LOSS_MODE, "a loss of verl's own", mode or upstream.describe(function), reason)
 
 
 def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
@@ -222,10 +221,9 @@ def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[
 
 
 def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
-    """Returns an empty counter of skipped rows. Returns None and logs the reason if rows must not be skipped.
+    """Returns an empty counter of skipped rows; None, after a log line, if rows must not be skipped.
 
-    Raises:
-        ConfigError: rows must not be skipped, and the feature is enabled by name.
+    Raises ConfigError instead of returning None if the feature is enabled by name.
     """
     try:
         if not settings.enable:
@@ -239,21 +237,18 @@ def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) ->
         return None
 
 
-def _train_rows(
-    original: Any, engine: Any, data: Any, loss_function: Any, forward_only: Any, skipped: Counter[str]
-) -> Any:
-    """Calls verl's function with only the rows that must be trained. Adds to ``skipped`` what this saves:
+def _train_rows(original: Any, engine: Any, data: Any, loss_function: Any, skipped: Counter[str]) -> Any:
+    """Calls verl's function with only the rows that must be trained. Adds to ``skipped`` what this saves.
 
-    - ``rows``: number of rows left out on all ranks.
-    - ``tokens``: number of tokens left out on this rank, times the number of ranks.
-    - ``seconds_saved``: estimate for this rank.
+    Keys are ``rows`` (of all ranks), ``tokens`` (of this rank, times the number of ranks) and ``seconds_saved`` (estimate for this
+    rank).
     """
     from verl.utils import tensordict_utils as tu
 
     zero = _find_zero_rows(data)
     wanted, sizes, tokens = _agree_on_rows(engine, data, zero)
     if wanted >= min(sizes):
-        return original(engine, data, loss_function, forward_only)
+        return original(engine, data, loss_function, False)
 
     def normalised_by_all(model_output: Any, data: Any, dp_group: Any = None) -> Any:
         tu.assign_non_tensor(data, batch_num_tokens=tokens)
@@ -262,7 +257,7 @@ def _train_rows(
     lengths = data["input_ids"].offsets().diff().tolist()
     rows = _choose_rows(zero, lengths, wanted)
     started = time.perf_counter()
-    output = original(engine, tu.index_select_tensor_dict(data, rows), normalised_by_all, forward_only)
+    output = original(engine, tu.index_select_tensor_dict(data, rows), normalised_by_all, False)
     seconds = time.perf_counter() - started
     left_out = sum(lengths) - (computed := sum(lengths[row] for row in rows))
     # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
@@ -292,7 +287,7 @@ def _make(original: Any, settings: Any) -> Any:
         skipped = engines[self][1]
         if skipped is None:
             return original(self, data, loss_function, forward_only)
-        output = _train_rows(original, self, data, loss_function, forward_only, skipped)
+        output = _train_rows(original, self, data, loss_function, skipped)
         if tu.get_non_tensor_data(data, "update_lr_scheduler", True):  # the last mini-batch of the step
             for name in ("rows", "tokens", "seconds_saved"):
                 output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(skipped[name]))
