@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_accel.errors import ConfigError, did_you_mean, first_line, one_line
-from rl_accel.features import FEATURES, F, Feature
+from rl_accel.features import FEATURES, F, Feature, LosslessFlags
 
 NAMES_VAR, ENV_VAR = "RL_ACCEL", "RL_ACCEL_CONFIG"
 
@@ -35,7 +35,7 @@ Source = tuple[str, Mapping[str, Any]]
 class Flags:
     """All flags, merged from all sources. ``flags[GAE].backend`` is the flag ``backend`` of the feature ``GAE``."""
 
-    auto: bool  # every feature with automatic=True is on, unless a source sets its flag enable to False
+    auto: bool  # every feature with LosslessFlags is on, unless a source sets its flag enable to False
     sections: Mapping[str, Any]  # mapping from feature name to the feature's flags (a dataclass instance)
     warnings: tuple[str, ...] = ()  # one line for each flag that is set for a feature that no source turns on or off
 
@@ -49,7 +49,7 @@ class Flags:
         enable = self.sections[feature.name].enable
         if enable:
             return "by name"
-        return "automatically" if enable is None and self.auto and feature.automatic else "off"
+        return "automatically" if enable is None and self.auto and issubclass(feature.flags, LosslessFlags) else "off"
 
 
 def resolve(sources: Sequence[Source]) -> Flags:
@@ -84,7 +84,7 @@ def resolve(sources: Sequence[Source]) -> Flags:
     warnings = [
         f"rl_accel.{feature.name}.{flag} has no effect without rl_accel.{feature.name}.enable"
         for feature in FEATURES
-        if sections[feature.name].enable is None and not (auto and feature.automatic)
+        if sections[feature.name].enable is None and not (auto and issubclass(feature.flags, LosslessFlags))
         for flag in values_of[feature.name]
         if flag != "enable"
     ]

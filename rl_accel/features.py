@@ -9,9 +9,6 @@ from typing import Any, Generic, TypeVar
 
 F = TypeVar("F")
 
-ENABLE = "True: on, and an error if it cannot be; False or null: off"
-ENABLE_AUTOMATIC = "True: on, and an error if it cannot be; False: off; null: on only if the flag auto is"
-
 
 def flag(default: Any, help: str, **limits: Any) -> Any:
     """Returns the dataclass field that declares one flag. ``help`` is the flag's line in ``rl-accel flags``.
@@ -54,6 +51,22 @@ class SlimeHooks:
     engine: Callable[[Any], Mapping[str, Any]] = lambda _flags: {}
 
 
+@dataclass
+class ByNameFlags:
+    """Flag ``enable`` of a feature that is on only by its own name."""
+
+    enable: bool | None = flag(None, "True: on, and an error if it cannot be; False or null: off")
+
+
+@dataclass
+class LosslessFlags:
+    """Flag ``enable`` of a feature that cannot change training results. ``rl_accel.enable()`` turns all these features on."""
+
+    enable: bool | None = flag(
+        None, "True: on, and an error if it cannot be; False: off; null: on only if the flag auto is"
+    )
+
+
 SLIME_MEGATRON = {"custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"}
 SLIME_DATA = {"data_source_path": "rl_accel.integrations.slime.hooks.data_source"}
 
@@ -64,9 +77,8 @@ class Feature(Generic[F]):
 
     Attributes:
         name: name of the feature, and of the section of its flags, ``rl_accel.<name>``.
-        flags: dataclass with one field per flag, ``enable`` first. An optional method ``validate()`` raises ValueError for flags
-            that contradict each other.
-        automatic: True if ``rl_accel.enable()`` turns the feature on. Only for features that cannot change training results.
+        flags: dataclass with one field per flag: a subclass of :class:`LosslessFlags` or :class:`ByNameFlags`. An optional method
+            ``validate()`` raises ValueError for flags that contradict each other.
         switches: mapping from framework to names of modules. Each module has a tuple ``SWITCHES`` of
             :class:`~rl_accel.switch.Switch`, and is imported only when the feature is on.
         verl: name of a module with a function ``wire(run, flags)``, which configures verl's extension points for the feature (see
@@ -76,17 +88,15 @@ class Feature(Generic[F]):
 
     name: str
     flags: type[F]
-    automatic: bool = False
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     verl: str = ""
     slime: SlimeHooks | None = None
 
 
 @dataclass
-class GaeFlags:
+class GaeFlags(LosslessFlags):
     """Flags of the feature ``gae``, which computes generalized advantage estimation as a scan instead of a loop over tokens."""
 
-    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
     backend: str = flag(
         "auto", "kernel; auto: numba on a CPU, triton on CUDA", choices=("auto", "naive", "chunk", "numba", "triton")
     )
@@ -97,39 +107,30 @@ class GaeFlags:
 GAE = Feature(
     name="gae",
     flags=GaeFlags,
-    automatic=True,
     switches={"verl": ("rl_accel.patches.verl.gae",), "slime": ("rl_accel.patches.slime.gae",)},
     slime=SlimeHooks(SLIME_MEGATRON, estimators=("ppo",)),
 )
 
 
-@dataclass
-class AdvantagesFlags:
-    """Flags of the feature ``advantages``, which speeds up REINFORCE++ and whitening, the last step of several estimators."""
-
-    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
-
-
 ADVANTAGES = Feature(
     name="advantages",
-    flags=AdvantagesFlags,
-    automatic=True,
+    flags=LosslessFlags,
     switches={
         "verl": ("rl_accel.patches.verl.advantages",),
         "slime": ("rl_accel.patches.slime.reinforce_plus_plus",),
     },
     slime=SlimeHooks(SLIME_MEGATRON, estimators=("reinforce_plus_plus",)),
 )
+"""Speeds up REINFORCE++ and whitening, the last step of several estimators."""
 
 
 @dataclass
-class SamplerFlags:
+class SamplerFlags(LosslessFlags):
     """Flags of the feature ``sampler``, which polls for finished rollouts at adaptive intervals instead of every 2 seconds.
 
     On slime, shortens the wait of 3 seconds between checks whether an SGLang server has aborted all requests.
     """
 
-    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
     max_cpu_share: float = flag(0.05, "maximum share of one CPU core spent on polling", minimum=0.001, maximum=1.0)
     max_delay_s: float = flag(
         0.02, "maximum seconds after the last needed response, while polls are cheap", minimum=0.001, maximum=60.0
@@ -139,7 +140,6 @@ class SamplerFlags:
 SAMPLER = Feature(
     name="sampler",
     flags=SamplerFlags,
-    automatic=True,
     switches={"verl": ("rl_accel.patches.verl.sampler",), "slime": ("rl_accel.patches.slime.abort",)},
     slime=SlimeHooks(
         SLIME_DATA,
@@ -150,46 +150,31 @@ SAMPLER = Feature(
 )
 
 
-@dataclass
-class FinalOutputFlags:
-    """Flags of the feature ``final_output``: vLLM returns a response to verl when the response is finished, not per token."""
-
-    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
-
-
 FINAL_OUTPUT = Feature(
     name="final_output",
-    flags=FinalOutputFlags,
-    automatic=True,
+    flags=LosslessFlags,
     switches={"verl": ("rl_accel.patches.verl.final_output",)},
 )
-
-
-@dataclass
-class SkipZeroFlags:
-    """Flags of the feature ``skip_zero``, which leaves responses with advantage 0 out of the actor update."""
-
-    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
+"""Makes vLLM return a response to verl when the response is finished, not per token."""
 
 
 SKIP_ZERO = Feature(
     name="skip_zero",
-    flags=SkipZeroFlags,
-    automatic=True,
+    flags=LosslessFlags,
     switches={"verl": ("rl_accel.patches.verl.skip_zero",)},
     verl="rl_accel.integrations.verl.skip_zero",
 )
+"""Leaves responses with advantage 0 out of the actor update."""
 
 
 @dataclass
-class TailBatchingFlags:
+class TailBatchingFlags(ByNameFlags):
     """Flags of the feature ``tail_batching``: most rollouts do not wait for the longest responses.
 
     Such a rollout ("short round") starts extra prompts and responses, and ends when enough have finished. Unfinished prompts run
     again in a later "long round", which waits for all responses, so that no prompt is lost.
     """
 
-    enable: bool | None = flag(None, ENABLE)
     prompt_ratio: float | str = flag(
         1.25, "prompts launched in a short round divided by prompts trained, or auto", minimum=1.0, words=("auto",)
     )
@@ -235,13 +220,12 @@ TAIL_BATCHING = Feature(
 
 
 @dataclass
-class RewardTimeoutFlags:
+class RewardTimeoutFlags(ByNameFlags):
     """Flags of the feature ``reward_timeout``, which limits the seconds of each execution of a reward function.
 
     The limits are learned from executions for correct answers.
     """
 
-    enable: bool | None = flag(None, ENABLE)
     scale: float = flag(1.5, "factor between the longest correct execution of a test case and its limit", minimum=1.0)
     slack: float = flag(0.5, "seconds added to the limit", minimum=0.0)
     minimum: float = flag(2.0, "lower bound of a limit, in seconds", minimum=0.0)
@@ -295,26 +279,19 @@ REWARD_TIMEOUT = Feature(
 )
 
 
-@dataclass
-class TelemetryFlags:
-    """Flags of the feature ``telemetry``, which writes the times of responses and of the parts of each training step to a file."""
-
-    enable: bool | None = flag(None, ENABLE)
-
-
 TELEMETRY = Feature(
     name="telemetry",
-    flags=TelemetryFlags,
+    flags=ByNameFlags,
     switches={"verl": ("rl_accel.integrations.verl.telemetry",)},
     verl="rl_accel.integrations.verl.telemetry",
 )
+"""Writes the times of responses and of the parts of each training step to a file."""
 
 
 @dataclass
-class TpReplanFlags:
+class TpReplanFlags(ByNameFlags):
     """Flags of the feature ``tp_replan``, which advises on or changes the rollout's tensor-parallel size."""
 
-    enable: bool | None = flag(None, ENABLE)
     action: str = flag(
         "advise", "advise: log a better size; restart: go on with it, under rl-accel run", choices=("advise", "restart")
     )
@@ -352,13 +329,12 @@ TP_REPLAN = Feature(
 
 
 @dataclass
-class DraftsFlags:
+class DraftsFlags(ByNameFlags):
     """Flags of the feature ``drafts``: speculative decoding with draft tokens taken from other responses.
 
     The distribution of sampled responses does not change.
     """
 
-    enable: bool | None = flag(None, ENABLE)
     max_tokens: int = flag(8, "maximum number of tokens of a draft", minimum=1)
     batch_limit: int = flag(32, "number of running requests above which an engine makes no drafts", minimum=1)
     memory_mb: int = flag(200, "memory for earlier responses in each engine, in MiB", minimum=1)
@@ -387,13 +363,12 @@ DRAFTS = Feature(
 
 
 @dataclass
-class BalanceFlags:
+class BalanceFlags(ByNameFlags):
     """Flags of the feature ``balance``, which routes requests to rollout replicas.
 
     Requests wait for a free slot of a replica. Long requests start first. Running requests may be preempted or migrate.
     """
 
-    enable: bool | None = flag(None, ENABLE)
     slots: int | None = flag(None, "number of requests that a replica runs at once; null: its max_num_seqs", minimum=1)
     max_moves: int = flag(2, "number of times that a response may be preempted or migrated; 0: never", minimum=0)
     margin: float = flag(2.0, "least expected gain of a migration, as a multiple of its cost", minimum=0.0)
