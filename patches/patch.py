@@ -77,8 +77,7 @@ class Patch(Switch):
     def revert(self) -> None:
         """Restores the original objects, also in modules of the framework that have imported the replacement by name.
 
-        Raises:
-            PatchRefused: other code has wrapped or overwritten the replacement; reverting would silently remove that change.
+        Raises PatchRefused if other code has wrapped or overwritten the replacement: reverting would remove that change.
         """
         with _lock:
             if self._is_applied():

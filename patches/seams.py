@@ -117,12 +117,9 @@ def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
 def require_members(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
     """Checks that the framework has all members that ``interfaces`` declare, with suitable signatures.
 
-    ``interfaces`` maps each interface to rl-accel's subclasses of the framework class. Methods that a subclass overrides are
-    checked, too.
-
-    Raises:
-        PatchRefused: members are absent or different. The message begins with ``name`` (a feature or check) and names each member,
-            with the wanted and the found signature.
+    ``interfaces`` maps each interface to rl-accel's subclasses of the framework class, whose overrides are checked, too.
+    Raises PatchRefused if members are absent or different. The message begins with ``name`` (a feature or check) and names each
+    member, with the wanted and the found signature.
     """
     problems = [problem for interface, classes in interfaces.items() for problem in _differences(interface, classes)]
     if problems:

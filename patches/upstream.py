@@ -93,11 +93,8 @@ def repack(raw: Any, function: Any) -> Any:
 def require_own(function: Any, target: str) -> None:
     """Checks that no other package has replaced or wrapped ``function``, which was found at the location ``target``.
 
-    Decorators of torch and of the standard library are allowed.
-
-    Raises:
-        PatchRefused: another package has replaced or wrapped the function, or the innermost function is no Python function. The
-            message names the replacement or wrapper.
+    Decorators of torch and of the standard library are allowed. Raises PatchRefused, which names the replacement or wrapper. Also
+    raises PatchRefused if the innermost function is no Python function.
     """
     layers = [function]
     while (inner := getattr(layers[-1], "__wrapped__", None)) is not None and inner not in layers:

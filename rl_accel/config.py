@@ -55,8 +55,7 @@ class Flags:
 def resolve(sources: Sequence[Source]) -> Flags:
     """Merges the flags of all sources with the default flags. A later source in ``sources`` overrides the earlier ones.
 
-    Raises:
-        ConfigError: a key is unknown, a value has the wrong type or is out of range, or flags contradict each other.
+    Raises ConfigError if a key is unknown, a value has the wrong type or is out of range, or flags contradict each other.
     """
     auto = False
     values_of: dict[str, dict[str, Any]] = {feature.name: {} for feature in FEATURES}
@@ -94,8 +93,7 @@ def resolve(sources: Sequence[Source]) -> Flags:
 def as_mapping(flags: Any, source: str) -> dict[str, Any]:
     """Returns ``flags`` as a dict with string keys; {} for None. OmegaConf configurations become dicts, nested ones too.
 
-    Raises:
-        ConfigError: ``flags`` is not a mapping, or an OmegaConf interpolation cannot be resolved. The message names ``source``.
+    Raises ConfigError, which names ``source``, if ``flags`` is not a mapping or an interpolation of OmegaConf cannot be resolved.
     """
     if isinstance(flags, DictConfig):
         try:
@@ -117,8 +115,7 @@ def read_names() -> dict[str, bool]:
 def read_environment() -> dict[str, Any]:
     """Returns the flags in the environment variable ``RL_ACCEL_CONFIG``: YAML or JSON text, or the path of such a file.
 
-    Raises:
-        ConfigError: the file cannot be read, or the text is not a mapping in YAML or JSON.
+    Raises ConfigError if the file cannot be read, or the text is not a mapping in YAML or JSON.
     """
     value = os.environ.get(ENV_VAR, "")
     if not value.strip():

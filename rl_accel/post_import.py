@@ -17,8 +17,7 @@ _waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
 def wait_for_import(module: str) -> None:
     """Imports the module with the dotted name ``module``. Waits if another thread is already importing the module.
 
-    Raises:
-        PatchRefused: the calling thread itself is in the middle of importing ``module``.
+    Raises PatchRefused if the calling thread itself is in the middle of importing ``module``.
     """
     if _is_being_imported(importlib.import_module(module)):
         raise PatchRefused(f"{module} is being imported by this very thread; ask before or after, not now")

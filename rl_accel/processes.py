@@ -60,9 +60,8 @@ def has_ended(process: psutil.Process) -> bool:
 def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float = 2.0) -> list[str]:
     """Sends SIGTERM to the processes that ``find`` returns and, after ``grace_s`` seconds, SIGKILL to those that it still returns.
 
-    Returns:
-        Names of the processes that the first call of ``find`` returned. Processes that survive SIGKILL for 10 seconds are added
-        with the suffix ``(still alive)``.
+    Returns the names of the processes that the first call of ``find`` returned. Processes that survive SIGKILL for 10 seconds are
+    added with the suffix ``(still alive)``.
     """
     alive = list(find())
     ended = [_name(process) for process in alive]

@@ -120,14 +120,11 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Applies the flags of the run to which this process belongs. Does nothing after :func:`disable`.
+        """Applies the flags of the run to which this process belongs, and has the framework's configuration read for flags.
 
-        Flags in the framework's configuration count from then on, too.
-
-        Args:
-            payload: flags of the Ray job's driver process, by source, as JSON. ``null``: the driver process has called
-                :func:`disable`. None or ``{}``: it has no flags. For a source that is missing here, this process's own environment
-                counts.
+        Does nothing after :func:`disable`. ``payload`` holds the flags of the Ray job's driver process, by source, as JSON.
+        ``null``: the driver process has called :func:`disable`. None or ``{}``: the driver process has no flags. For a source that
+        is missing here, this process's own environment counts.
         """
         with self._lock:
             if self._sources is None:
@@ -267,8 +264,7 @@ def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
 def _received(payload: str) -> FlagSources:
     """Returns the flags in ``payload``, as the driver process published them.
 
-    Raises:
-        ConfigError: ``payload`` is damaged, or comes from another version of rl-accel.
+    Raises ConfigError if ``payload`` is damaged, or comes from another version of rl-accel.
     """
     try:
         sources: FlagSources = json.loads(payload)
@@ -304,7 +300,7 @@ log.set_up()
 
 
 def enable(*names: str, **features: Any) -> Status:
-    """Turns features on in this process and in Ray processes that this program starts from now on.
+    """Turns features on in this process and in Ray processes that this program starts later. Returns the status of all features.
 
     - ``enable()`` turns on all lossless features. A lossless feature that cannot work here stays off with a warning.
     - ``enable("gae")``, ``enable(gae=True)`` and ``enable(gae=dict(backend="numba"))`` turn on the named feature.
@@ -316,9 +312,6 @@ def enable(*names: str, **features: Any) -> Status:
     Args:
         names: names of features to turn on with their default flags.
         features: flags by feature name.
-
-    Returns:
-        The status of all features after the call.
 
     Raises:
         ConfigError: an argument is unknown, has the wrong type or is out of range.
@@ -338,12 +331,10 @@ def enable(*names: str, **features: Any) -> Status:
 
 
 def disable() -> Status:
-    """Turns all features off in this process and in Ray processes that are started later. Restores every original object.
+    """Turns all features off in this process and in Ray processes that are started later. Returns the status of all features.
 
-    Features stay off until :func:`enable` is called, even if the environment or the framework's configuration turns them on.
-
-    Returns:
-        The status of all features after the call.
+    Restores every original object. Features stay off until :func:`enable` is called, even if the environment or the framework's
+    configuration turns them on.
 
     Raises:
         PatchRefused: other code has wrapped a function that we had patched, so that the original cannot be restored.

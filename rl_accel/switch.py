@@ -49,8 +49,7 @@ class Switch:
     def apply(self, settings: Any) -> None:
         """Applies the switch with the feature's flags ``settings``. A second call does nothing, even with other settings.
 
-        Raises:
-            PatchRefused: the switch cannot be applied. Nothing is changed then.
+        Raises PatchRefused if the switch cannot be applied. Nothing is changed then.
         """
         raise NotImplementedError
 

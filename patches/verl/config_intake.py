@@ -75,8 +75,7 @@ def resumed_checkpoint(trainer: Trainer) -> Path | None:
 def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
     """Sets verl's extension points for all features that are enabled by name, in the configuration of ``run``.
 
-    Returns:
-        Mapping from the name of a feature without effect in this run to the reason.
+    Returns a mapping from the name of each feature that has no effect in this run to the reason.
 
     Raises:
         ConfigError: a feature enabled by name cannot work in this run.
@@ -99,8 +98,7 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
 def require_adapters(feature: Feature[Any]) -> None:
     """Checks that the installed verl has all members that the integration modules of ``feature`` use or override.
 
-    Raises:
-        PatchRefused: members are absent or different. The message names each member.
+    Raises PatchRefused if members are absent or different. The message names each member.
     """
     for switch in itertools.chain.from_iterable(map(switches_of, feature.switches["verl"])):
         if isinstance(switch, Registration):
@@ -124,9 +122,8 @@ def in_driver(config: Any) -> None:
 def in_trainer(config: Any, trainer: Any = None) -> None:
     """Applies the flags in verl's ``config`` in the trainer process, while ``trainer`` is being built.
 
-    Raises:
-        ConfigError, PatchRefused: as :func:`in_driver`.
-        ConfigError: a feature needs a setting that the driver process has not made, see :meth:`VerlRun.require_chosen`.
+    Raises the exceptions of :func:`in_driver`, and ConfigError if a feature needs a setting that the driver process has not made
+    (:meth:`VerlRun.require_chosen`).
     """
     global _trainer
     if trainer is not None:
