@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import io
-import itertools
 import logging
 import os
 import platform
@@ -130,7 +129,7 @@ def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:
             yield adapters
             for what, problem in getattr(importlib.import_module(feature.verl), "find_problems", tuple)():
                 yield _check(feature.name, what, "cannot", problem)
-        for switch in itertools.chain.from_iterable(map(switches_of, modules)):
+        for switch in switches_of(*modules):
             if adapters and adapters["verdict"] == "cannot":
                 yield _check(feature.name, switch.name, "cannot", f"needs {adapters['switch']}")
             else:

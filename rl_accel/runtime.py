@@ -6,7 +6,6 @@ The runtime imports no framework. A patch is applied when the framework imports 
 import functools
 import importlib
 import importlib.util
-import itertools
 import json
 import logging
 import os
@@ -203,7 +202,7 @@ class Runtime:
                 wanted_frameworks = ", ".join(feature.switches)
                 raise PatchRefused(f"{feature.name} was asked for, but none of {wanted_frameworks} is installed here")
             for framework in installed:
-                for switch in itertools.chain.from_iterable(map(_imported_switches, feature.switches[framework])):
+                for switch in _imported_switches(*feature.switches[framework]):
                     yield _WantedSwitch(switch, feature.name, named, self._flags[feature])
         reads = on or (self._reads_flags and self._sources is not None)
         for module, wanted in ((FLAG_READER, reads), (METRICS_LOGGER, on)):
@@ -246,10 +245,9 @@ class Runtime:
         return tuple(wanted.status() for wanted in self._switches.values() if wanted.owner == owner)
 
 
-def switches_of(module: str) -> tuple[Switch, ...]:
-    """Imports the module named ``module`` and returns its tuple ``SWITCHES``."""
-    switches: tuple[Switch, ...] = importlib.import_module(module).SWITCHES
-    return switches
+def switches_of(*modules: str) -> list[Switch]:
+    """Imports the modules named ``modules`` and returns the items of their tuples ``SWITCHES``."""
+    return [switch for module in modules for switch in importlib.import_module(module).SWITCHES]
 
 
 def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
@@ -278,11 +276,13 @@ def _received(payload: str) -> FlagSources:
     return sources
 
 
-def _imported_switches(module: str) -> tuple[Switch, ...]:
-    switches: tuple[Switch, ...] | None = getattr(sys.modules.get(module), "SWITCHES", None)
-    if switches is None:  # not imported, or only half
-        raise _ImportFirst(module)
-    return switches
+def _imported_switches(*modules: str) -> Iterator[Switch]:
+    """Yields what :func:`switches_of` returns, but imports nothing: raises :class:`_ImportFirst` for a module not imported yet."""
+    for module in modules:
+        switches: tuple[Switch, ...] | None = getattr(sys.modules.get(module), "SWITCHES", None)
+        if switches is None:  # not imported, or only half
+            raise _ImportFirst(module)
+        yield from switches
 
 
 def is_installed(framework: str) -> bool:

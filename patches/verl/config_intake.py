@@ -18,7 +18,6 @@ import difflib
 import functools
 import importlib
 import inspect
-import itertools
 import logging
 import re
 import sys
@@ -100,7 +99,7 @@ def require_adapters(feature: Feature[Any]) -> None:
 
     Raises PatchRefused if members are absent or different. The message names each member.
     """
-    for switch in itertools.chain.from_iterable(map(switches_of, feature.switches["verl"])):
+    for switch in switches_of(*feature.switches["verl"]):
         if isinstance(switch, Registration):
             # An import hook on this module may import adapters, which must not be half imported at that time.
             with contextlib.suppress(ImportError):
