@@ -38,9 +38,9 @@ class Patch(Switch):
             the whole feature stays off.
     """
 
-    supports: str
     params: tuple[str, ...]
     make: Callable[[Any, Any], Any]
+    supports: str = ""
     uses: tuple[str, ...] = ()
     bindings: tuple[str, ...] = ()
     fingerprints: tuple[str, ...] = ()

@@ -63,7 +63,7 @@ class LosslessFlags:
     """Flag ``enable`` of a feature that cannot change training results. ``rl_accel.enable()`` turns all these features on."""
 
     enable: bool | None = flag(
-        None, "True: on, and an error if it cannot be; False: off; null: on only if the flag auto is"
+        None, "True: on, and an error if it cannot be; False: off; null: on only with the flag auto"
     )
 
 
@@ -234,9 +234,7 @@ class RewardTimeoutFlags(ByNameFlags):
         "the full budget, in seconds; null: the framework's own limit, else 300, and 30 for programs under test",
         minimum=0.001,
     )
-    limit_waiting: bool = flag(
-        False, "adaptive limits for coroutines and reward servers too, which mostly wait for other machines"
-    )
+    limit_waiting: bool = flag(False, "adaptive limits for coroutines and reward servers too, which mostly only wait")
     min_correct: int = flag(1, "number of correct executions of a test case before its limit adapts", minimum=1)
     probe_share: float = flag(0.02, "share of adapted limits replaced by the full budget", minimum=0.0, maximum=1.0)
     correct_above: float = flag(0.0, "scores above this value (or `acc`, if the grader returns it) count as correct")

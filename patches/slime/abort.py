@@ -52,7 +52,6 @@ SWITCHES = (
     Patch(
         name="slime.abort",
         target="slime.backends.sglang_utils.server_control:abort_server_until_idle",
-        supports="",
         params=("url", "retry_interval", "*"),
         make=_make,
         fingerprints=(

@@ -78,7 +78,6 @@ SWITCHES = (
         name="slime.gae",
         target=f"{packed.LOSS}:{_NAME}",
         bindings=(f"{packed.PPO_UTILS}:{_NAME}",),
-        supports="",
         params=_PARAMS,
         make=_make,
         fingerprints=("c95e193c270dbe3b7c1636026fa207eaab5247a71f8efb1df787ccbc924c7179",),

@@ -90,7 +90,6 @@ SWITCHES = (
         name="slime.reinforce_plus_plus",
         target=f"{packed.LOSS}:{_NAME}",
         bindings=(f"{packed.PPO_UTILS}:{_NAME}",),
-        supports="",
         params=_PARAMS,
         make=_make,
         fingerprints=("3440ff4207a8f05cded7ccc2f33382a5167e0e7281f8d0ffa489c2c64813712a",),
