@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_accel.errors import BackendMissing, PatchRefused
+from rl_accel.errors import BackendMissing, PatchRefused, one_line
 from rl_accel.log import warn_once
 from rl_accel.telemetry import metrics
 
@@ -38,19 +38,10 @@ def require_agreement(
         outputs = _call(replacement, arguments)
     finally:
         PROBING.reset(token)
-    if len(expected) != len(outputs):
-        raise PatchRefused(f"wanted {len(expected)} outputs, found {len(outputs)}")
-    for i, (want, got) in enumerate(zip(expected, outputs, strict=True)):
-        if (want.shape, want.dtype, want.device) != (got.shape, got.dtype, got.device):
-            raise PatchRefused(
-                f"output {i}: wanted {tuple(want.shape)} {want.dtype} on {want.device}, "
-                f"found {tuple(got.shape)} {got.dtype} on {got.device}"
-            )
-        if not torch.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True):
-            apart = (got.double() - want.double()).abs().nan_to_num(torch.inf)
-            apart[(got == want) | (got.isnan() & want.isnan())] = 0
-            at = tuple(int(n) for n in torch.unravel_index(apart.argmax(), apart.shape))
-            raise PatchRefused(f"output {i} differs by {float(apart[at]):.3g} at {at}")
+    try:
+        torch.testing.assert_close(outputs, expected, rtol=rtol, atol=atol, equal_nan=True)
+    except AssertionError as error:
+        raise PatchRefused(f"the outputs differ: {one_line(error)}") from error
 
 
 def with_fallback(function: Callable[..., Any], original: Callable[..., Any], feature: str) -> Callable[..., Any]:

@@ -1,44 +1,30 @@
 """Patches: reversible replacements of one function in another package, described as data and checked before use."""
 
 import functools
-import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_accel.errors import PatchRefused, RlAccelError
+from rl_accel.log import warn_once
 from rl_accel.patches import upstream
 from rl_accel.patches.upstream import Location, find_location, repack, restore_copies, unpack
-from rl_accel.switch import SwitchState
-
-logger = logging.getLogger("rl_accel")
-
-
-@dataclass(frozen=True)
-class _Written:
-    location: Location
-    old: Any
-    new: Any
-
+from rl_accel.switch import Switch, SwitchState
 
 _lock = threading.RLock()
-# Mutable state of the patches, which are frozen dataclasses. Patches with equal data share one key.
-_written: dict["Patch", tuple[_Written, ...]] = {}
-_warned: set["Patch"] = set()
 
 
 @dataclass(frozen=True)
-class Patch:
+class Patch(Switch):
     """Reversible replacement of one framework function.
 
     Attributes:
-        name: unique name of the patch, such as ``"verl.gae"``.
         target: location of the function: ``"pkg.mod:attr"``, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``. In a staticmethod
             or classmethod, the inner function is replaced.
-        supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``), prereleases included; "" for a framework without a
-            version.
+        supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``), prereleases included; "": all versions.
         params: required parameter names of the function, in order. A final ``"*"`` allows further parameters.
+        uses: attributes and functions that the body of the function must use, because the replacement relies on them.
         make: function ``make(original, settings)`` that returns the replacement. ``settings`` are the feature's flags.
         bindings: other locations of the same function, which are replaced too. Their modules must be imported already.
         fingerprints: hashes of the tested function bodies, see :func:`~rl_accel.patches.upstream.fingerprint`. An unknown body only
@@ -52,11 +38,10 @@ class Patch:
             the whole feature stays off.
     """
 
-    name: str
-    target: str
-    supports: str
     params: tuple[str, ...]
     make: Callable[[Any, Any], Any]
+    supports: str = ""
+    uses: tuple[str, ...] = ()
     bindings: tuple[str, ...] = ()
     fingerprints: tuple[str, ...] = ()
     probe: Callable[[Any, Any, Any], None] | None = None
@@ -64,11 +49,11 @@ class Patch:
     upstream: str = "none"
     remove_when: str = ""
     independent: bool = False
+    # Each location that was written, with the object before and the object now there.
+    _written: list[tuple[Location, Any, Any]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def apply(self, settings: Any = None) -> None:
         """Puts the replacement at all locations of the function, or at none. Imports nothing.
-
-        While the patch is applied, further calls change nothing, even with other settings.
 
         Raises:
             PatchRefused: the function is absent, not imported, has other parameters, or is wrapped or replaced by other code; the
@@ -76,71 +61,58 @@ class Patch:
             NotInThisVersion: the patch is ``independent``, and the function is absent or the framework version unsupported.
         """
         with _lock:
-            if self._is_applied():
-                return
-            locations, original = self._inspect()
-            replacement = self._build(original, settings)
-            _written[self] = self._write(locations, original, replacement)
+            if not self._is_applied():
+                locations, original = self._inspect()
+                self._write(locations, self._build(original, settings))
 
     def state(self) -> SwitchState:
-        """Returns APPLIED if all locations hold the replacement, FOREIGN if other code has changed one, WAITING if not applied."""
         with _lock:
-            written = self._record()
-            if not written:
+            # A module that was dropped and imported again holds the original function; our replacement is gone with the old module.
+            if not all(location.is_live() for location, _, _ in self._written):
+                self._written.clear()
+            if not self._written:
                 return SwitchState.WAITING
-            is_ours = all(w.location.read() is w.new for w in written)
-            return SwitchState.APPLIED if is_ours else SwitchState.FOREIGN
+            return SwitchState.FOREIGN if self._changed_by_others() else SwitchState.APPLIED
 
     def revert(self) -> None:
         """Restores the original objects, also in modules of the framework that have imported the replacement by name.
 
-        Raises:
-            PatchRefused: other code has wrapped or overwritten the replacement; reverting would silently remove that change.
+        Raises PatchRefused if other code has wrapped or overwritten the replacement: reverting would remove that change.
         """
         with _lock:
             if self._is_applied():
-                for w in reversed(_written.pop(self)):
-                    w.location.write(w.old)
-                    restore_copies(self.target, w.new, w.old)
+                self._restore()
 
-    def _record(self) -> tuple[_Written, ...]:
-        written = _written.get(self, ())
-        # A module that was dropped and imported again holds the original function; our replacement is gone with the old module.
-        if any(not w.location.is_live() for w in written):
-            del _written[self]
-            return ()
-        return written
+    def _changed_by_others(self) -> list[Location]:
+        return [location for location, _, new in self._written if location.read() is not new]
 
     def _is_applied(self) -> bool:
         state = self.state()
         if state is SwitchState.FOREIGN:
-            other = next(w.location for w in self._record() if w.location.read() is not w.new)
+            other = self._changed_by_others()[0]
             holder = upstream.describe(other.read())
-            raise PatchRefused(f"{self.name}: applied, but {other} now holds {holder}; undo that first")
+            raise PatchRefused(f"{self.name}: applied, but {other.where} now holds {holder}; undo that first")
         return state is SwitchState.APPLIED
 
     def _inspect(self) -> tuple[list[Location], Any]:
         try:
-            locations = [find_location(self.target)]
+            locations = [find_location(where) for where in (self.target, *self.bindings)]
             original = unpack(locations[0].read())
-            upstream.require_version(self.supports, self.target)
+            upstream.require_version(self.supports)
             upstream.require_own(original, self.target)
             upstream.require_params(original, self.params, self.target)
-            locations += [find_location(where) for where in self.bindings]
-            for location in locations[1:]:
-                if unpack(location.read()) is not original:
-                    raise PatchRefused(
-                        f"{location} holds {upstream.describe(location.read())}, not the object of {locations[0]}"
-                    )
+            upstream.require_names(original, self.uses, self.target)
+            for location in locations:
+                if unpack(held := location.read()) is not original:
+                    raise PatchRefused(f"{location.where} holds {upstream.describe(held)}, not that of {self.target}")
         except PatchRefused as error:
             kind = type(error) if self.independent else PatchRefused
             raise kind(f"{self.name}: {error}") from error
         return locations, original
 
     def _build(self, original: Any, settings: Any) -> Any:
-        if self.fingerprints and self not in _warned and upstream.fingerprint(original) not in self.fingerprints:
-            _warned.add(self)
-            logger.warning("rl-accel: %s was not tested with this body of %s", self.name, self.target)
+        if self.fingerprints and upstream.fingerprint(original) not in self.fingerprints:
+            warn_once(self, "rl-accel: %s was not tested with this body of %s", self.name, self.target)
         try:
             replacement = self.make(original, settings)
             if replacement is original:
@@ -158,16 +130,21 @@ class Patch:
                 raise PatchRefused(f"{self.name}: parity probe against {self.target} failed: {error}") from error
         return replacement
 
-    def _write(self, locations: list[Location], original: Any, replacement: Any) -> tuple[_Written, ...]:
-        plan = [_Written(location, location.read(), repack(location.read(), replacement)) for location in locations]
-        done: list[_Written] = []
-        try:
-            for w in plan:
-                w.location.write(w.new)
-                done.append(w)
-        except Exception as error:
-            refused = plan[len(done)].location
-            for w in reversed(done):
-                w.location.write(w.old)
-            raise PatchRefused(f"{self.name}: {refused} cannot be written, nothing stays patched: {error!r}") from error
-        return tuple(plan)
+    def _write(self, locations: list[Location], replacement: Any) -> None:
+        for location in locations:
+            old = location.read()
+            new = repack(old, replacement)
+            try:
+                location.write(new)
+            except Exception as error:
+                self._restore()
+                raise PatchRefused(
+                    f"{self.name}: {location.where} cannot be written, nothing stays patched: {error!r}"
+                ) from error
+            self._written.append((location, old, new))
+
+    def _restore(self) -> None:
+        for location, old, new in reversed(self._written):
+            location.write(old)
+            restore_copies(self.target, new, old)
+        self._written.clear()

@@ -18,7 +18,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rl_accel.errors import PatchRefused
-from rl_accel.switch import SwitchState
+from rl_accel.switch import Switch, SwitchState
 from rl_accel.telemetry import metrics
 
 C = TypeVar("C")
@@ -34,11 +34,8 @@ _remote: set[Any] = set()
 def interface_of(*targets: str) -> Callable[[C], C]:
     """Declares that the decorated Protocol describes framework classes (``"pkg.mod:Class"``) or a module (``"pkg.mod"``).
 
-    Methods of the Protocol name the parameters that rl-accel passes; ``(*args, **kwargs)`` stands for any parameters.
-
-    Args:
-        targets: classes or modules that the Protocol describes. The first must exist. Others may be absent together with their
-            module.
+    Methods of the Protocol name the parameters that rl-accel passes; ``(*args, **kwargs)`` stands for any parameters. The first of
+    ``targets`` must exist. Others may be absent together with their module.
     """
 
     def mark(interface: C) -> C:
@@ -72,13 +69,10 @@ def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
 
 
 def modules_of(home: str) -> list[ModuleType]:
-    """Imports the module ``home`` and the direct submodules of ``home``. Returns these modules and the adapters that they import.
+    """Imports the module ``home`` and its direct submodules. Returns these and the adapters that they import.
 
-    Adapters are the modules in the parent package of ``home``: for ``rl_accel.integrations.verl.balance``, all modules of
-    ``rl_accel.integrations.verl``.
-
-    Raises:
-        PatchRefused: a module cannot be imported.
+    Adapters are the modules of the package that ``home`` is in, such as ``rl_accel.integrations.verl``. Raises PatchRefused if a
+    module cannot be imported.
     """
     try:
         modules = [importlib.import_module(home)]
@@ -123,13 +117,9 @@ def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
 def require_members(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
     """Checks that the framework has all members that ``interfaces`` declare, with suitable signatures.
 
-    Args:
-        name: name of the feature or check, for the message.
-        interfaces: mapping from interface to rl-accel's subclasses of the framework class. Methods that a subclass overrides are
-            checked, too.
-
-    Raises:
-        PatchRefused: members are absent or different. The message names each member, with the wanted and the found signature.
+    ``interfaces`` maps each interface to rl-accel's subclasses of the framework class, whose overrides are checked, too.
+    Raises PatchRefused if members are absent or different. The message begins with ``name`` (a feature or check) and names each
+    member, with the wanted and the found signature.
     """
     problems = [problem for interface, classes in interfaces.items() for problem in _differences(interface, classes)]
     if problems:
@@ -230,14 +220,12 @@ _passed: set[str] = set()
 
 
 @dataclass(frozen=True)
-class SeamCheck:
-    """Check that the framework has all members that ``interfaces`` declare.
+class SeamCheck(Switch):
+    """Check that the framework has all members that ``interfaces`` declare. Changes nothing.
 
-    Has the methods of a switch (a reversible change to a framework), but changes nothing.
+    It is a switch, so that it takes place when the framework is imported, and its result is part of the feature's status.
     """
 
-    name: str
-    target: str
     interfaces: tuple[Any, ...]
 
     def state(self) -> SwitchState:
@@ -245,51 +233,37 @@ class SeamCheck:
         return SwitchState.APPLIED if self.name in _passed else SwitchState.WAITING
 
     def apply(self, _settings: Any) -> None:
-        """Compares the interfaces with the installed framework, see :func:`require_members`."""
         require_members(self.name, dict.fromkeys(self.interfaces, ()))
         _passed.add(self.name)
 
     def revert(self) -> None:
-        """Marks this switch as not applied."""
         _passed.discard(self.name)
 
 
 @dataclass(frozen=True)
-class Registration:
+class Registration(Switch):
     """Switch (reversible change to a framework) that adds an entry to a plug-in registry of the framework.
 
     Attributes:
-        name: unique name of the switch, such as ``"verl.trainer_mode.tail_batching"``.
-        target: ``"pkg.mod:entry"``, the module whose import makes the registry available, and a description of the entry.
         register: function ``register(settings)`` that adds the entry. ``settings`` are the feature's flags. May raise PatchRefused.
         unregister: function without arguments that removes the entry.
         find: function without arguments that returns the object now registered under the entry's name, or None. Must not import any
-            module.
+            module, because any thread may call this function under the runtime's lock.
         owner: name of the module that defines the object which ``register`` adds.
     """
 
-    name: str
-    target: str
     register: Callable[[Any], None]
     unregister: Callable[[], Any]
-    find: Callable[[], Any]  # any thread may call this under the runtime's lock
+    find: Callable[[], Any]
     owner: str
 
     def state(self) -> SwitchState:
-        """Returns APPLIED if the registry holds the entry, FOREIGN if it holds another object of that name, else WAITING."""
-        if self.target.partition(":")[0] not in sys.modules:
-            return SwitchState.WAITING
-        entry = self.find()
+        entry = self.find() if self.module in sys.modules else None
         if entry is None:
             return SwitchState.WAITING
         return SwitchState.APPLIED if getattr(entry, "__module__", None) == self.owner else SwitchState.FOREIGN
 
     def apply(self, settings: Any) -> None:
-        """Adds the entry to the registry. A second call does nothing.
-
-        Raises:
-            PatchRefused: another object is registered under the name, or the framework lacks a needed member.
-        """
         state = self.state()
         if state is SwitchState.FOREIGN:
             raise PatchRefused(f"{self.name}: {self.target} is registered already, by {self.find()!r}")
@@ -311,7 +285,7 @@ def step_observer(
     """Returns a switch that passes the metrics of each training step on verl to an observer of ``feature``.
 
     ``make(flags)`` returns the observer: a function that gets the metrics and returns more of them. ``make`` and the observer must
-    be defined in the same module. For ``target`` see :class:`Registration`.
+    be defined in the same module. For ``target`` see :class:`~rl_accel.switch.Switch`.
     """
     return Registration(
         name=f"verl.{feature}.observer",

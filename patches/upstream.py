@@ -31,24 +31,20 @@ _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(
 class Location:
     """Location of an object in a framework: attribute ``name`` of the class or module ``owner``, or item ``name`` of a dict.
 
-    ``where`` is the location as text, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``. ``keyed`` is True for a dict.
+    ``where`` is the location as text, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``.
     """
 
     where: str
     owner: Any
     name: str
-    keyed: bool
-
-    def __str__(self) -> str:
-        return self.where
 
     def read(self) -> Any:
         """Returns the object now at this location, or None if absent. Does not unwrap staticmethod and classmethod objects."""
-        return self.owner.get(self.name) if self.keyed else vars(self.owner).get(self.name)
+        return (self.owner if isinstance(self.owner, dict) else vars(self.owner)).get(self.name)
 
     def write(self, value: Any) -> None:
         """Puts ``value`` at this location."""
-        if self.keyed:
+        if isinstance(self.owner, dict):
             self.owner[self.name] = value
         else:
             setattr(self.owner, self.name, value)
@@ -71,7 +67,7 @@ def find_location(where: str) -> Location:
     """
     location = _locate(where)
     if location.read() is None:
-        inherited = not location.keyed and isinstance(location.owner, type) and hasattr(location.owner, location.name)
+        inherited = isinstance(location.owner, type) and hasattr(location.owner, location.name)
         raise NotInThisVersion(f"{where} {'is inherited, not defined there' if inherited else 'does not exist'}")
     return location
 
@@ -85,36 +81,29 @@ def restore_copies(target: str, new: Any, old: Any) -> None:
 
 
 def unpack(raw: Any) -> Any:
-    """Returns the function inside ``raw`` if ``raw`` is a staticmethod or classmethod object, else ``raw`` itself."""
+    """Returns the function inside a staticmethod or classmethod object ``raw``; any other ``raw`` unchanged."""
     return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
 
 
 def repack(raw: Any, function: Any) -> Any:
-    """Returns ``function`` wrapped as a staticmethod or classmethod if ``raw`` is such an object, else ``function`` itself."""
+    """Returns ``function`` as a staticmethod or classmethod if ``raw`` is such an object; else unchanged."""
     return type(raw)(function) if type(raw) in (staticmethod, classmethod) else function
 
 
 def require_own(function: Any, target: str) -> None:
     """Checks that no other package has replaced or wrapped ``function``, which was found at the location ``target``.
 
-    Decorators of torch and of the standard library are allowed.
-
-    Raises:
-        PatchRefused: another package has replaced or wrapped the function, or the innermost function is no Python function. The
-            message names the replacement or wrapper.
+    Decorators of torch and of the standard library are allowed. Raises PatchRefused, which names the replacement or wrapper. Also
+    raises PatchRefused if the innermost function is no Python function.
     """
     layers = [function]
-    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None and all(
-        inner is not layer for layer in layers
-    ):
+    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None and inner not in layers:
         layers.append(inner)
     for layer in layers:
-        package = _package(_home(layer))
-        is_decorator = layer is not layers[-1] and package in _DECORATOR_HOMES
-        if package != _package(target) and not is_decorator:
-            raise PatchRefused(
-                f"{target} is already {'wrapped' if len(layers) > 1 else 'replaced'} by {describe(layer)}"
-            )
+        allowed = {_package(target)} | (_DECORATOR_HOMES if layer is not layers[-1] else set())
+        if _package(_home(layer)) not in allowed:
+            what = "wrapped" if len(layers) > 1 else "replaced"
+            raise PatchRefused(f"{target} is already {what} by {describe(layer)}")
     if type(layers[-1]) is not FunctionType:
         raise PatchRefused(f"{target} is a {type(layers[-1]).__name__}, wanted a function")
 
@@ -126,10 +115,15 @@ def require_params(function: Callable[..., Any], params: tuple[str, ...], target
         raise PatchRefused(f"{target} takes ({', '.join(names)}), wanted ({', '.join(params)})")
 
 
-def require_version(supports: str, target: str) -> None:
-    """Checks that the package of ``target`` has a version allowed by the PEP 508 requirement ``supports``. "" allows any version.
+def require_names(function: Callable[..., Any], names: tuple[str, ...], target: str) -> None:
+    """Raises PatchRefused unless the body of ``function`` uses the attributes or global functions ``names``."""
+    used = inspect.unwrap(function).__code__.co_names
+    if missing := [name for name in names if name not in used]:
+        raise PatchRefused(f"{target} no longer uses {' and '.join(missing)}")
 
-    Reads ``__version__`` of the imported package or, without it, the package metadata.
+
+def require_version(supports: str) -> None:
+    """Checks that the installed package has a version allowed by the PEP 508 requirement ``supports``. "" allows any version.
 
     Raises:
         NotInThisVersion: the version is outside ``supports``.
@@ -138,15 +132,22 @@ def require_version(supports: str, target: str) -> None:
     if not supports:
         return
     wanted = Requirement(supports)
-    root = _package(target)
-    version = getattr(sys.modules.get(root), "__version__", None)
+    version = version_of(wanted.name)
     try:
-        version = version if isinstance(version, str) else importlib.metadata.version(wanted.name)
-        fits = wanted.specifier.contains(version, prereleases=True)
-    except (importlib.metadata.PackageNotFoundError, InvalidVersion) as error:
-        raise PatchRefused(f"supports {supports}, but the version of {root} is unknown ({error})") from error
+        fits = wanted.specifier.contains(version or "none", prereleases=True)
+    except InvalidVersion as error:
+        raise PatchRefused(f"supports {supports}, but the version of {wanted.name} is unknown ({error})") from error
     if not fits:
         raise NotInThisVersion(f"supports {supports}, running {version}")
+
+
+def version_of(package: str) -> str | None:
+    """Returns ``__version__`` of the imported ``package``, else the installed version; None if the package is not installed."""
+    version = getattr(sys.modules.get(package), "__version__", None)
+    try:
+        return version if isinstance(version, str) else importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def fingerprint(function: Callable[..., Any]) -> str | None:
@@ -171,8 +172,7 @@ def describe(item: Any) -> str:
     if item is None:
         return "nothing"
     inner = unpack(item)
-    mark = getattr(inner, MARK, None)
-    if mark is not None:
+    if mark := getattr(inner, MARK, None):
         return f"rl-accel's patch {mark}"
     code: Any = getattr(inner, "__code__", None)
     name = getattr(code, "co_qualname", None) or getattr(code, "co_name", type(inner).__qualname__)
@@ -187,18 +187,15 @@ def _locate(where: str) -> Location:
     if module is None:
         raise PatchRefused(f"{match['module']} is not imported")
     parents = match["path"].split(".")
-    attribute = None if match["key"] else parents.pop()
+    name = match["key"] or parents.pop()
     try:
         owner = functools.reduce(getattr, parents, module)
     except AttributeError as error:
         raise NotInThisVersion(f"{where} does not exist ({error})") from error
-    if attribute is None:
-        if not isinstance(owner, dict):
-            raise PatchRefused(f"{where}: wanted a dict, found {type(owner).__name__}")
-        return Location(where, owner, match["key"], keyed=True)
-    if not isinstance(owner, type | ModuleType):
-        raise PatchRefused(f"{where}: wanted a class or module to hold it, found {type(owner).__name__}")
-    return Location(where, owner, attribute, keyed=False)
+    if not isinstance(owner, dict if match["key"] else type | ModuleType):
+        wanted = "dict" if match["key"] else "class or module to hold it"
+        raise PatchRefused(f"{where}: wanted a {wanted}, found {type(owner).__name__}")
+    return Location(where, owner, name)
 
 
 def _package(where: str) -> str:

@@ -29,10 +29,7 @@ _LAZY_BENCH = {
     "reward": ("lab.bench.reward", "A fixed time limit of rewards against the adaptive one."),
     "advantages": ("lab.bench.advantages", "verl's REINFORCE++ and whitening against our replacements."),
     "chaos": ("lab.bench.chaos", "Tail batching on verl while its processes are killed at random moments."),
-    "drafts": (
-        "lab.bench.drafts",
-        "What drafts from earlier responses would save in a run of verl, by its rollout files.",
-    ),
+    "drafts": ("lab.bench.drafts", "What drafts from earlier responses would save in a run of verl."),
     "tail": ("lab.bench.tail", "Tail batching: what its rounds cost on verl, without a model."),
 }
 """Mapping from subcommand of ``rl-accel bench`` to a pair: module below ``rl_accel``, and one-line help text."""
@@ -47,9 +44,8 @@ _EXTRAS = {
 class _LazyGroup(click.Group):
     """A click group that imports the module of a command on first use.
 
-    Args:
-        lazy: mapping from command name to a pair: module below ``rl_accel``, and one-line help text.
-        prefix: beginning of the functions' names. With ``bench_``, the command ``x-y`` is the function ``bench_x_y``.
+    ``lazy`` is a mapping such as :data:`_LAZY`. ``prefix`` is the beginning of the functions' names: with ``bench_``, the command
+    ``x-y`` is the function ``bench_x_y``.
     """
 
     def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], prefix: str = "", **kwargs: Any) -> None:
@@ -68,7 +64,7 @@ class _LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [
-            (name, self._lazy[name][1] if name in self._lazy else (self.commands[name].get_short_help_str(100)))
+            (name, self._lazy[name][1] if name in self._lazy else self.commands[name].get_short_help_str(100))
             for name in self.list_commands(ctx)
         ]
         with formatter.section("Commands"):
@@ -147,8 +143,7 @@ def flags() -> None:
 
 
 def main() -> None:
-    """Runs the command ``rl-accel``. Prints one line and exits with code 2 on an RlAccelError, a missing optional package or a file
-    error."""
+    """Runs the command ``rl-accel``. An RlAccelError, a missing optional package or a file error is one line and exit code 2."""
     sys.stdout = sys.stdout or io.StringIO()  # None if the caller has closed standard output
     with contextlib.suppress(AttributeError, OSError):  # another kind of stream, or its file was replaced
         # a terminal's encoding may lack characters of a path or a table

@@ -1,4 +1,4 @@
-"""Reads flags from all sources and checks these flags against the schema that each feature declares.
+"""Reads flags from all sources and checks the flags against the dataclasses that the features declare.
 
 Sources, each of which overrides the ones before: the defaults, the environment variables ``RL_ACCEL`` (names of features) and
 ``RL_ACCEL_CONFIG`` (inline YAML/JSON or a path), the framework's own configuration (verl: ``+rl_accel.gae.enable=True``), arguments
@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_accel.errors import ConfigError, did_you_mean, one_line
-from rl_accel.features import FEATURES, F, Feature
+from rl_accel.errors import ConfigError, did_you_mean, first_line, one_line
+from rl_accel.features import FEATURES, F, Feature, LosslessFlags
 
 NAMES_VAR, ENV_VAR = "RL_ACCEL", "RL_ACCEL_CONFIG"
 
@@ -35,7 +35,7 @@ Source = tuple[str, Mapping[str, Any]]
 class Flags:
     """All flags, merged from all sources. ``flags[GAE].backend`` is the flag ``backend`` of the feature ``GAE``."""
 
-    auto: bool  # every feature with automatic=True is on, unless a source sets its flag enable to False
+    auto: bool  # every feature with LosslessFlags is on, unless a source sets its flag enable to False
     sections: Mapping[str, Any]  # mapping from feature name to the feature's flags (a dataclass instance)
     warnings: tuple[str, ...] = ()  # one line for each flag that is set for a feature that no source turns on or off
 
@@ -49,14 +49,13 @@ class Flags:
         enable = self.sections[feature.name].enable
         if enable:
             return "by name"
-        return "automatically" if enable is None and self.auto and feature.automatic else "off"
+        return "automatically" if enable is None and self.auto and issubclass(feature.flags, LosslessFlags) else "off"
 
 
 def resolve(sources: Sequence[Source]) -> Flags:
     """Merges the flags of all sources with the default flags. A later source in ``sources`` overrides the earlier ones.
 
-    Raises:
-        ConfigError: a key is unknown, a value has the wrong type or is out of range, or flags contradict each other.
+    Raises ConfigError if a key is unknown, a value has the wrong type or is out of range, or flags contradict each other.
     """
     auto = False
     values_of: dict[str, dict[str, Any]] = {feature.name: {} for feature in FEATURES}
@@ -81,30 +80,26 @@ def resolve(sources: Sequence[Source]) -> Flags:
             except ValueError as error:
                 named = " and ".join(dict.fromkeys(sources_of[name]))
                 raise ConfigError(f"{named}: rl_accel.{name}: {error}") from error
-    merged = Flags(auto, sections)
-    idle = [
-        feature for feature in FEATURES if merged.requested(feature) == "off" and sections[feature.name].enable is None
-    ]
     warnings = [
         f"rl_accel.{feature.name}.{flag} has no effect without rl_accel.{feature.name}.enable"
-        for feature in idle
+        for feature in FEATURES
+        if sections[feature.name].enable is None and not (auto and issubclass(feature.flags, LosslessFlags))
         for flag in values_of[feature.name]
         if flag != "enable"
     ]
-    return replace(merged, warnings=tuple(warnings))
+    return Flags(auto, sections, tuple(warnings))
 
 
 def as_mapping(flags: Any, source: str) -> dict[str, Any]:
     """Returns ``flags`` as a dict with string keys; {} for None. OmegaConf configurations become dicts, nested ones too.
 
-    Raises:
-        ConfigError: ``flags`` is not a mapping, or an OmegaConf interpolation cannot be resolved. The message names ``source``.
+    Raises ConfigError, which names ``source``, if ``flags`` is not a mapping or an interpolation of OmegaConf cannot be resolved.
     """
     if isinstance(flags, DictConfig):
         try:
             flags = OmegaConf.to_container(flags, resolve=True)
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{source}: rl_accel: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"{source}: rl_accel: {first_line(error)}") from error
     if flags is None:
         return {}
     if not isinstance(flags, Mapping):
@@ -120,20 +115,18 @@ def read_names() -> dict[str, bool]:
 def read_environment() -> dict[str, Any]:
     """Returns the flags in the environment variable ``RL_ACCEL_CONFIG``: YAML or JSON text, or the path of such a file.
 
-    Raises:
-        ConfigError: the file cannot be read, or the text is not a mapping in YAML or JSON.
+    Raises ConfigError if the file cannot be read, or the text is not a mapping in YAML or JSON.
     """
     value = os.environ.get(ENV_VAR, "")
     if not value.strip():
         return {}
-    text = value
     if not re.search(r"[{\n]|:(\s|$)", value):
         try:
-            text = Path(value).expanduser().read_text(encoding="utf-8")
+            value = Path(value).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(f"{ENV_VAR}={value!r} is neither inline YAML nor a readable file: {error}") from error
     try:
-        parsed = OmegaConf.create(text)
+        parsed = OmegaConf.create(value)
     except Exception as error:  # yaml and OmegaConf raise unrelated classes for text that is not YAML
         raise ConfigError(f"{ENV_VAR} is not valid YAML or JSON: {one_line(error)}") from error
     return as_mapping(parsed, ENV_VAR)

@@ -15,16 +15,13 @@ if TYPE_CHECKING:
 
 def wide_console(width: int = 160, **options: Any) -> "Console":
     """Returns a console for tables, as wide as the terminal. Without a terminal, the width is ``width`` characters, or the
-    environment variable COLUMNS if that is larger.
-
-    ``options``: further arguments of :class:`rich.console.Console`.
+    environment variable COLUMNS if that is larger. ``options`` are further arguments of :class:`rich.console.Console`.
     """
     from rich.console import Console
 
     columns = os.environ.get("COLUMNS", "")
-    return Console(
-        width=None if sys.stdout.isatty() else max(width, int(columns) if columns.isdecimal() else 0), **options
-    )
+    wanted = max(width, int(columns) if columns.isdecimal() else 0)
+    return Console(width=None if sys.stdout.isatty() else wanted, **options)
 
 
 def say(console: "Console", *lines: str) -> None:
@@ -54,14 +51,9 @@ def aligned(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
 
 
 def refuse_idle_options(mode: str, *options: str) -> None:
-    """Raises an error if the user gave an option that has no effect in this call of the command.
+    """Raises click.UsageError if the user gave one of ``options``, which have no effect in this call of the command.
 
-    Args:
-        mode: how the command was called, for the error message; such as "with --check".
-        options: names of the parameters without effect.
-
-    Raises:
-        click.UsageError: the user gave one of ``options`` on the command line.
+    ``mode`` says for the error message how the command was called, such as "with --check".
     """
     import click
 
@@ -74,11 +66,7 @@ def refuse_idle_options(mode: str, *options: str) -> None:
 
 
 def finite(_context: Any, _parameter: Any, value: float | None) -> float | None:
-    """Callback of an option with a number: refuses NaN and infinities, which click accepts.
-
-    Raises:
-        click.UsageError: ``value`` is not finite.
-    """
+    """Callback of an option with a number: raises click.UsageError for NaN and infinities, which click accepts."""
     import click
 
     if value is not None and not math.isfinite(value):

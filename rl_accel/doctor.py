@@ -1,11 +1,8 @@
 """Diagnosis for the command ``rl-accel doctor``: installed frameworks, kernel backends, and whether each feature works here."""
 
 import contextlib
-import functools
 import importlib
-import importlib.metadata
 import io
-import itertools
 import logging
 import os
 import platform
@@ -18,9 +15,11 @@ from typing import Any
 
 from rl_accel import __version__
 from rl_accel.console import aligned
-from rl_accel.errors import PatchRefused
-from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS, Feature
+from rl_accel.errors import PatchRefused, one_line
+from rl_accel.features import FEATURES, FLAG_READER, METRICS_LOGGER, Feature
 from rl_accel.integrations.slime.custom_config import require_checkout
+from rl_accel.patches.upstream import version_of
+from rl_accel.patches.verl.config_intake import require_adapters
 from rl_accel.patches.verl.verl_run import ENGINES
 from rl_accel.runtime import is_installed, switches_of
 from rl_accel.switch import Switch, SwitchState
@@ -46,15 +45,15 @@ def diagnose() -> dict[str, Any]:
 
         checkout = _use_slime_checkout()
         checks = [check for feature in FEATURES for check in _check_feature(feature)]
-        for name, modules in (("reads flags", FLAG_READERS), ("logs numbers", LOGGERS)):
-            for module in (module for framework, module in modules.items() if is_installed(framework)):
+        if is_installed("verl"):
+            for name, module in (("reads flags", FLAG_READER), ("logs numbers", METRICS_LOGGER)):
                 checks += [_try(name, switch, None) for switch in switches_of(module)]
-        checks += _check_plugin()
+            checks += _check_plugin()
         problem = bubblewrap_problem()
         return {
             "version": __version__,
             "python": platform.python_version(),
-            "versions": {name: _version(name) for name in DISTRIBUTIONS} | {"slime": checkout},
+            "versions": {name: version_of(name) for name in DISTRIBUTIONS} | {"slime": checkout},
             "backends": available_backends(),
             "checks": checks,
             "sandbox": f"process ({problem})" if problem else "bubblewrap",
@@ -69,11 +68,7 @@ def as_text(diagnosis: dict[str, Any]) -> str:
     versions = "  ".join(f"{name} {version or '-'}" for name, version in diagnosis["versions"].items())
     head = [f"rl-accel {diagnosis['version']}, Python {diagnosis['python']}", versions, ""]
     patches = [("switch", "upstream", "remove when")]
-    patches += [
-        (check["switch"], check["upstream"], check["remove_when"])
-        for check in diagnosis["checks"]
-        if "upstream" in check
-    ]
+    patches += [(c["switch"], c["upstream"], c["remove_when"]) for c in diagnosis["checks"] if "upstream" in c]
     return "\n".join([*head, *aligned(rows), "", *aligned(patches), "", f"sandbox: {diagnosis['sandbox']}"])
 
 
@@ -95,16 +90,11 @@ def quiet() -> Iterator[None]:
 
 
 def _use_slime_checkout() -> str | None:
-    """Adds the slime checkout in the environment variable SLIME_ROOT to ``sys.path``.
+    """Adds the slime checkout in the environment variable SLIME_ROOT to ``sys.path``. Returns the folder of the package ``slime``.
 
-    Returns:
-        Folder of the package ``slime``; None if slime cannot be imported.
-
-    Raises:
-        ConfigError: SLIME_ROOT is not the folder of a slime checkout.
+    Returns None if slime cannot be imported. Raises ConfigError if SLIME_ROOT is not the folder of a slime checkout.
     """
-    root = os.environ.get("SLIME_ROOT")
-    if root:
+    if root := os.environ.get("SLIME_ROOT"):
         require_checkout(root)
         if root not in sys.path:
             sys.path.insert(0, root)
@@ -113,8 +103,8 @@ def _use_slime_checkout() -> str | None:
 
 
 def _check_plugin() -> Iterator[dict[str, str]]:
-    """Yields a check that fails if verl does not import the plug-in of rl-accel, and would ignore all flags silently."""
-    if not is_installed("verl") or PLUGIN in os.environ.get("VERL_USE_EXTERNAL_MODULES", ""):
+    """Yields a failed check if verl does not import the plug-in of rl-accel, and would ignore all flags silently."""
+    if PLUGIN in os.environ.get("VERL_USE_EXTERNAL_MODULES", ""):
         return
     named = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     source = getattr(find_spec("verl"), "origin", None)
@@ -129,21 +119,17 @@ def _check_plugin() -> Iterator[dict[str, str]]:
 
 def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:
     for framework, modules in feature.switches.items():
-        if not is_installed(framework):
-            yield _check(feature.name, framework, "absent", f"{framework} is not installed")
-            continue
         engine = ENGINES.get(feature.name, framework) if framework == "verl" else framework
-        if not is_installed(engine):
-            yield _check(feature.name, engine, "absent", f"{engine} is not installed")
+        if absent := [name for name in (framework, engine) if not is_installed(name)]:
+            yield _check(feature.name, absent[0], "absent", f"{absent[0]} is not installed")
             continue
         adapters = None
         if framework == "verl" and feature.verl:
-            require = functools.partial(importlib.import_module(FLAG_READERS["verl"]).require_adapters, feature)
-            adapters = _verdict(feature.name, f"verl.{feature.name}", require)
+            adapters = _verdict(feature.name, f"verl.{feature.name}", lambda: require_adapters(feature))
             yield adapters
             for what, problem in getattr(importlib.import_module(feature.verl), "find_problems", tuple)():
                 yield _check(feature.name, what, "cannot", problem)
-        for switch in itertools.chain.from_iterable(map(switches_of, modules)):
+        for switch in switches_of(*modules):
             if adapters and adapters["verdict"] == "cannot":
                 yield _check(feature.name, switch.name, "cannot", f"needs {adapters['switch']}")
             else:
@@ -153,7 +139,7 @@ def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:
 def _try(feature: str, switch: Switch, settings: Any) -> dict[str, str]:
     def attempt() -> None:
         try:
-            importlib.import_module(switch.target.partition(":")[0])
+            importlib.import_module(switch.module)
         except Exception as error:  # verl's modules for vLLM raise ValueError where there is no vLLM
             raise ImportError(error) from error
         if switch.state() is not SwitchState.APPLIED:
@@ -168,20 +154,9 @@ def _verdict(feature: str, name: str, attempt: Callable[[], None]) -> dict[str, 
     try:
         attempt()
     except (PatchRefused, ImportError) as error:
-        return _check(feature, name, "cannot", " ".join(str(error).split()))
+        return _check(feature, name, "cannot", one_line(error))
     return _check(feature, name, "works")
 
 
 def _check(feature: str, switch: str, verdict: str, reason: str = "") -> dict[str, str]:
     return {"feature": feature, "switch": switch, "verdict": verdict, "reason": reason}
-
-
-def _version(distribution: str) -> str | None:
-    """Returns ``__version__`` of the imported package ``distribution``, else the installed version, else None."""
-    imported = getattr(sys.modules.get(distribution), "__version__", None)
-    if isinstance(imported, str):
-        return imported
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -17,7 +17,7 @@ def refuse(flag: str, key: str, wanted: Any, found: Any, reason: str = "") -> No
     """Raises a ConfigError which says that a feature does not work with a value in the framework's configuration.
 
     Args:
-        flag: flag section of the feature, such as ``"rl_accel.tail_batching"``.
+        flag: name of the feature's section of flags, such as ``"rl_accel.tail_batching"``.
         key: key in the framework's configuration.
         wanted, found: value of ``key`` that the feature needs, and value in the configuration.
         reason: why the feature needs the value ``wanted``; "" if obvious.

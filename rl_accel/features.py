@@ -1,7 +1,6 @@
 """Declarations of all features of rl-accel: the flags of each feature and the names of the modules that implement the feature.
 
-These modules are not imported here. A new feature needs a dataclass with the feature's flags, a :class:`Feature` and a
-position in :data:`FEATURES`.
+A new feature needs a dataclass with the feature's flags, a :class:`Feature` and a position in :data:`FEATURES`.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,20 +9,12 @@ from typing import Any, Generic, TypeVar
 
 F = TypeVar("F")
 
-ENABLE = "True: on, and an error if it cannot be; False or null: off"
-ENABLE_AUTOMATIC = (
-    "True: on, and an error if it cannot be; False: off; null: on only where lossless features are automatic"
-)
-
 
 def flag(default: Any, help: str, **limits: Any) -> Any:
-    """Returns the dataclass field that declares one flag.
+    """Returns the dataclass field that declares one flag. ``help`` is the flag's line in ``rl-accel flags``.
 
-    Args:
-        default: value of the flag if the user does not set the flag.
-        help: one-line description for ``rl-accel flags`` and the documentation pages.
-        limits: ``minimum`` and ``maximum``: inclusive bounds of a number; ``choices``: the allowed strings; ``words``: strings that
-            are allowed in addition to numbers.
+    ``limits`` may be ``minimum`` and ``maximum``: inclusive bounds of a number; ``choices``: the allowed strings; ``words``:
+    strings that are allowed in addition to numbers.
     """
     return field(default=default, metadata={"help": help, **limits})
 
@@ -36,8 +27,7 @@ class SlimeHooks:
 
     Attributes:
         file: slime arguments that the YAML file for slime's ``--custom-config-path`` must contain, with their values.
-        arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets, with their values. A list is
-            appended to the user's list.
+        arguments: slime arguments that rl-accel sets when a run begins, with their values. A list is appended to the user's list.
         unset: names of slime arguments that must be None.
         only_named_with: names of slime arguments. If the user sets one of them, the flag ``auto`` does not turn the feature on.
         check: function ``check(args, flags)`` that raises ConfigError if the feature does not work with slime's arguments ``args``.
@@ -61,6 +51,22 @@ class SlimeHooks:
     engine: Callable[[Any], Mapping[str, Any]] = lambda _flags: {}
 
 
+@dataclass
+class ByNameFlags:
+    """Flag ``enable`` of a feature that is on only by its own name."""
+
+    enable: bool | None = flag(None, "True: on, and an error if it cannot be; False or null: off")
+
+
+@dataclass
+class LosslessFlags:
+    """Flag ``enable`` of a feature that cannot change training results. ``rl_accel.enable()`` turns all these features on."""
+
+    enable: bool | None = flag(
+        None, "True: on, and an error if it cannot be; False: off; null: on only with the flag auto"
+    )
+
+
 SLIME_MEGATRON = {"custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"}
 SLIME_DATA = {"data_source_path": "rl_accel.integrations.slime.hooks.data_source"}
 
@@ -71,9 +77,8 @@ class Feature(Generic[F]):
 
     Attributes:
         name: name of the feature, and of the section of its flags, ``rl_accel.<name>``.
-        flags: dataclass with one field per flag, ``enable`` first. An optional method ``validate()`` raises ValueError for flags
-            that contradict each other.
-        automatic: True if ``rl_accel.enable()`` turns the feature on. Only for features that cannot change training results.
+        flags: dataclass with one field per flag: a subclass of :class:`LosslessFlags` or :class:`ByNameFlags`. An optional method
+            ``validate()`` raises ValueError for flags that contradict each other.
         switches: mapping from framework to names of modules. Each module has a tuple ``SWITCHES`` of
             :class:`~rl_accel.switch.Switch`, and is imported only when the feature is on.
         verl: name of a module with a function ``wire(run, flags)``, which configures verl's extension points for the feature (see
@@ -83,21 +88,17 @@ class Feature(Generic[F]):
 
     name: str
     flags: type[F]
-    automatic: bool = False
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     verl: str = ""
     slime: SlimeHooks | None = None
 
 
 @dataclass
-class GaeFlags:
+class GaeFlags(LosslessFlags):
     """Flags of the feature ``gae``, which computes generalized advantage estimation as a scan instead of a loop over tokens."""
 
-    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
     backend: str = flag(
-        "auto",
-        "kernel; auto is numba on CPU tensors and triton on CUDA tensors",
-        choices=("auto", "naive", "chunk", "numba", "triton"),
+        "auto", "kernel; auto: numba on a CPU, triton on CUDA", choices=("auto", "naive", "chunk", "numba", "triton")
     )
     chunk_size: int | None = flag(None, "tokens per chunk for backend=chunk; null: chosen automatically", minimum=1)
     threads: int | None = flag(None, "CPU threads of the numba kernel; null: usable cores, at most 16", minimum=1)
@@ -106,52 +107,39 @@ class GaeFlags:
 GAE = Feature(
     name="gae",
     flags=GaeFlags,
-    automatic=True,
     switches={"verl": ("rl_accel.patches.verl.gae",), "slime": ("rl_accel.patches.slime.gae",)},
     slime=SlimeHooks(SLIME_MEGATRON, estimators=("ppo",)),
 )
 
 
-@dataclass
-class AdvantagesFlags:
-    """Flags of the feature ``advantages``, which speeds up REINFORCE++ and whitening, the last step of several estimators."""
-
-    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
-
-
 ADVANTAGES = Feature(
     name="advantages",
-    flags=AdvantagesFlags,
-    automatic=True,
+    flags=LosslessFlags,
     switches={
         "verl": ("rl_accel.patches.verl.advantages",),
         "slime": ("rl_accel.patches.slime.reinforce_plus_plus",),
     },
     slime=SlimeHooks(SLIME_MEGATRON, estimators=("reinforce_plus_plus",)),
 )
+"""Speeds up REINFORCE++ and whitening, the last step of several estimators."""
 
 
 @dataclass
-class SamplerFlags:
+class SamplerFlags(LosslessFlags):
     """Flags of the feature ``sampler``, which polls for finished rollouts at adaptive intervals instead of every 2 seconds.
 
     On slime, shortens the wait of 3 seconds between checks whether an SGLang server has aborted all requests.
     """
 
-    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
     max_cpu_share: float = flag(0.05, "maximum share of one CPU core spent on polling", minimum=0.001, maximum=1.0)
     max_delay_s: float = flag(
-        0.02,
-        "maximum delay after the last needed response, in seconds, while polls are cheap",
-        minimum=0.001,
-        maximum=60.0,
+        0.02, "maximum seconds after the last needed response, while polls are cheap", minimum=0.001, maximum=60.0
     )
 
 
 SAMPLER = Feature(
     name="sampler",
     flags=SamplerFlags,
-    automatic=True,
     switches={"verl": ("rl_accel.patches.verl.sampler",), "slime": ("rl_accel.patches.slime.abort",)},
     slime=SlimeHooks(
         SLIME_DATA,
@@ -162,63 +150,42 @@ SAMPLER = Feature(
 )
 
 
-@dataclass
-class FinalOutputFlags:
-    """Flags of the feature ``final_output``: vLLM returns a response to verl when the response is finished, not per token."""
-
-    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
-
-
 FINAL_OUTPUT = Feature(
     name="final_output",
-    flags=FinalOutputFlags,
-    automatic=True,
+    flags=LosslessFlags,
     switches={"verl": ("rl_accel.patches.verl.final_output",)},
 )
-
-
-@dataclass
-class SkipZeroFlags:
-    """Flags of the feature ``skip_zero``, which leaves responses with advantage 0 out of the actor update."""
-
-    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
+"""Makes vLLM return a response to verl when the response is finished, not per token."""
 
 
 SKIP_ZERO = Feature(
     name="skip_zero",
-    flags=SkipZeroFlags,
-    automatic=True,
+    flags=LosslessFlags,
     switches={"verl": ("rl_accel.patches.verl.skip_zero",)},
     verl="rl_accel.integrations.verl.skip_zero",
 )
+"""Leaves responses with advantage 0 out of the actor update."""
 
 
 @dataclass
-class TailBatchingFlags:
+class TailBatchingFlags(ByNameFlags):
     """Flags of the feature ``tail_batching``: most rollouts do not wait for the longest responses.
 
     Such a rollout ("short round") starts extra prompts and responses, and ends when enough have finished. Unfinished prompts run
     again in a later "long round", which waits for all responses, so that no prompt is lost.
     """
 
-    enable: bool | None = flag(None, ENABLE)
     prompt_ratio: float | str = flag(
         1.25, "prompts launched in a short round divided by prompts trained, or auto", minimum=1.0, words=("auto",)
     )
     response_ratio: float = flag(
         1.25, "responses launched per prompt in a short round divided by responses trained; 1 is unbiased", minimum=1.0
     )
-    queue_threshold: int | None = flag(
-        None, "number of deferred prompts that triggers a long round; null: a whole batch", minimum=1
-    )
-    max_deferrals: int = flag(
-        1, "number of times that a prompt may be cut off before it waits for a long round", minimum=1
-    )
+    queue_threshold: int | None = flag(None, "deferred prompts that trigger a long round; null: a batch", minimum=1)
+    max_deferrals: int = flag(1, "times that a prompt may be cut off before it waits for a long round", minimum=1)
     max_retries: int = flag(2, "number of times that a failed response is generated again", minimum=0)
     agent_loop_limit: float | None = flag(
-        None,
-        "time limit of an agent loop in seconds, tools included, after which its response fails; null: no limit",
-        minimum=0.1,
+        None, "seconds after which an agent loop, tools included, fails; null: no limit", minimum=0.1
     )
     auto_limit: float = flag(2.0, "upper bound of the ratio that prompt_ratio=auto chooses", minimum=1.0)
     domain_quotas: dict[str, int] | None = flag(  # noqa: RUF009 (a field, and null is no dict)
@@ -253,13 +220,12 @@ TAIL_BATCHING = Feature(
 
 
 @dataclass
-class RewardTimeoutFlags:
+class RewardTimeoutFlags(ByNameFlags):
     """Flags of the feature ``reward_timeout``, which limits the seconds of each execution of a reward function.
 
     The limits are learned from executions for correct answers.
     """
 
-    enable: bool | None = flag(None, ENABLE)
     scale: float = flag(1.5, "factor between the longest correct execution of a test case and its limit", minimum=1.0)
     slack: float = flag(0.5, "seconds added to the limit", minimum=0.0)
     minimum: float = flag(2.0, "lower bound of a limit, in seconds", minimum=0.0)
@@ -268,29 +234,19 @@ class RewardTimeoutFlags:
         "the full budget, in seconds; null: the framework's own limit, else 300, and 30 for programs under test",
         minimum=0.001,
     )
-    limit_waiting: bool = flag(
-        False, "adaptive limits for coroutines and reward servers too, which mostly wait for other machines"
-    )
+    limit_waiting: bool = flag(False, "adaptive limits for coroutines and reward servers too, which mostly only wait")
     min_correct: int = flag(1, "number of correct executions of a test case before its limit adapts", minimum=1)
-    probe_share: float = flag(
-        0.02, "share of executions that get the full budget although their limit has adapted", minimum=0.0, maximum=1.0
-    )
+    probe_share: float = flag(0.02, "share of adapted limits replaced by the full budget", minimum=0.0, maximum=1.0)
     correct_above: float = flag(0.0, "scores above this value (or `acc`, if the grader returns it) count as correct")
     timeout_score: float = flag(0.0, "score of an answer whose execution was stopped")
     score_errors: bool = flag(
         False, "give timeout_score to an answer whose grader raises or returns no score; false: as without rl-accel"
     )
     early_stop: bool = flag(False, "skip the test cases after the first failure")
-    workers: int | None = flag(
-        None, "number of concurrent executions in each reward process; null: chosen from the number of cores", minimum=1
-    )
-    grader: str | None = flag(
-        None, "slime: dotted path of the grader; null: the one of --custom-rm-path, else of --rm-type"
-    )
+    workers: int | None = flag(None, "executions at once in a reward process; null: by the number of cores", minimum=1)
+    grader: str | None = flag(None, "slime: dotted path of the grader; null: that of --custom-rm-path, else --rm-type")
     isolation: str = flag(
-        "auto",
-        "isolation of programs under test; auto: the strongest that works here",
-        choices=("auto", "process", "bubblewrap"),
+        "auto", "isolation of programs; auto: the strongest that works here", choices=("auto", "process", "bubblewrap")
     )
     memory_mb: int = flag(1024, "memory of a program under test, in MiB", minimum=16)
 
@@ -321,33 +277,21 @@ REWARD_TIMEOUT = Feature(
 )
 
 
-@dataclass
-class TelemetryFlags:
-    """Flags of the feature ``telemetry``, which writes the times of responses and of the parts of each training step to a file.
-
-    The flag ``auto`` does not turn it on.
-    """
-
-    enable: bool | None = flag(None, ENABLE)
-
-
 TELEMETRY = Feature(
     name="telemetry",
-    flags=TelemetryFlags,
+    flags=ByNameFlags,
     switches={"verl": ("rl_accel.integrations.verl.telemetry",)},
     verl="rl_accel.integrations.verl.telemetry",
 )
+"""Writes the times of responses and of the parts of each training step to a file."""
 
 
 @dataclass
-class TpReplanFlags:
+class TpReplanFlags(ByNameFlags):
     """Flags of the feature ``tp_replan``, which advises on or changes the rollout's tensor-parallel size."""
 
-    enable: bool | None = flag(None, ENABLE)
     action: str = flag(
-        "advise",
-        "advise: log the better size; restart: save, stop, and start again under rl-accel run",
-        choices=("advise", "restart"),
+        "advise", "advise: log a better size; restart: go on with it, under rl-accel run", choices=("advise", "restart")
     )
     min_tp: int = flag(1, "smallest tensor-parallel size", minimum=1)
     max_tp: int | None = flag(None, "largest tensor-parallel size; null: the GPUs of a node", minimum=1)
@@ -383,13 +327,12 @@ TP_REPLAN = Feature(
 
 
 @dataclass
-class DraftsFlags:
+class DraftsFlags(ByNameFlags):
     """Flags of the feature ``drafts``: speculative decoding with draft tokens taken from other responses.
 
     The distribution of sampled responses does not change.
     """
 
-    enable: bool | None = flag(None, ENABLE)
     max_tokens: int = flag(8, "maximum number of tokens of a draft", minimum=1)
     batch_limit: int = flag(32, "number of running requests above which an engine makes no drafts", minimum=1)
     memory_mb: int = flag(200, "memory for earlier responses in each engine, in MiB", minimum=1)
@@ -418,18 +361,15 @@ DRAFTS = Feature(
 
 
 @dataclass
-class BalanceFlags:
+class BalanceFlags(ByNameFlags):
     """Flags of the feature ``balance``, which routes requests to rollout replicas.
 
     Requests wait for a free slot of a replica. Long requests start first. Running requests may be preempted or migrate.
     """
 
-    enable: bool | None = flag(None, ENABLE)
     slots: int | None = flag(None, "number of requests that a replica runs at once; null: its max_num_seqs", minimum=1)
     max_moves: int = flag(2, "number of times that a response may be preempted or migrated; 0: never", minimum=0)
-    margin: float = flag(
-        2.0, "a migration must be expected to save this many times the seconds that it costs", minimum=0.0
-    )
+    margin: float = flag(2.0, "least expected gain of a migration, as a multiple of its cost", minimum=0.0)
 
 
 BALANCE = Feature(
@@ -455,8 +395,9 @@ FEATURES: tuple[Feature[Any], ...] = (
 )
 """All features, in the order in which they are listed and configured."""
 
-FLAG_READERS = {"verl": "rl_accel.patches.verl.config_intake"}
-"""Mapping from framework to the module whose switches read flags from the framework's configuration, even without any feature."""
+FLAG_READER = "rl_accel.patches.verl.config_intake"
+"""Module whose switches read flags from verl's configuration. They are applied even while no feature is on, because only they see
+the flags that turn features on."""
 
-LOGGERS = {"verl": "rl_accel.patches.verl.trainer_metrics"}
-"""Mapping from framework to the module that adds rl-accel's metrics to the framework's log while any feature is on."""
+METRICS_LOGGER = "rl_accel.patches.verl.trainer_metrics"
+"""Module whose switches add rl-accel's metrics to verl's log. They are applied while any feature is on."""

@@ -26,8 +26,7 @@ def _finite(value: Any) -> Any:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes ``content`` (text in UTF-8) to ``path`` atomically: readers see the complete old or new file. Creates missing folders.
 
-    Raises:
-        OSError: ``path`` cannot be written; the old file is unchanged.
+    Raises OSError if ``path`` cannot be written; the old file is then unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")

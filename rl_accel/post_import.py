@@ -17,10 +17,9 @@ _waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
 def wait_for_import(module: str) -> None:
     """Imports the module with the dotted name ``module``. Waits if another thread is already importing the module.
 
-    Raises:
-        PatchRefused: the calling thread itself is in the middle of importing ``module``.
+    Raises PatchRefused if the calling thread itself is in the middle of importing ``module``.
     """
-    if is_being_imported(importlib.import_module(module)):
+    if _is_being_imported(importlib.import_module(module)):
         raise PatchRefused(f"{module} is being imported by this very thread; ask before or after, not now")
 
 
@@ -32,8 +31,8 @@ def when_imported(
     Callbacks run in the order of registration, in the thread that imports the module. If a callback raises an exception, the import
     statement raises it, and all callbacks of the module stay registered for a second import.
 
-    If the import is in progress, calls ``wait(module)`` first. ``wait`` must return once the import is complete, or raise an
-    exception. It must raise if the caller holds a lock that callbacks need, because waiting would deadlock.
+    ``wait(module)`` is called first if the import is in progress. It returns once the import is complete. If the caller holds a
+    lock that callbacks need, ``wait`` must raise an exception instead, because waiting would deadlock.
     """
     with _lock:
         loaded = sys.modules.get(module)
@@ -42,7 +41,7 @@ def when_imported(
                 wrapt.register_post_import_hook(_fire, module)
             _waiting.setdefault(module, []).append(callback)
             return
-    if is_being_imported(loaded):
+    if _is_being_imported(loaded):
         wait(module)
     callback(loaded)
 
@@ -54,14 +53,12 @@ def _fire(module: ModuleType) -> None:
             callback(module)
     except BaseException:
         with _lock:
-            # wrapt has dropped our hook and treats every module in sys.modules as imported, even if the import has failed.
-            # importlib would remove the failed module from sys.modules anyway.
+            # wrapt has dropped our hook, and treats every module in sys.modules as imported. importlib would remove it anyway.
             sys.modules.pop(name, None)
             wrapt.register_post_import_hook(_fire, name)
         raise
     del _waiting[name]
 
 
-def is_being_imported(module: ModuleType) -> bool:
-    """Returns whether the import of ``module`` is still in progress, so that not all code of the module has run."""
+def _is_being_imported(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

@@ -40,10 +40,7 @@ def end_with_parent(parent: int) -> Callable[[], None]:
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
-    """Returns all living descendants of the process ``pid``, by default of the calling process.
-
-    Also reaps ended children of the calling process, so that they do not remain as zombies.
-    """
+    """Returns all living descendants of the process ``pid``, by default of the calling process, whose ended children it reaps."""
     return [process for process in psutil.Process(pid).children(recursive=True) if not has_ended(process)]
 
 
@@ -63,10 +60,8 @@ def has_ended(process: psutil.Process) -> bool:
 def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float = 2.0) -> list[str]:
     """Sends SIGTERM to the processes that ``find`` returns and, after ``grace_s`` seconds, SIGKILL to those that it still returns.
 
-    SIGKILL is repeated for up to 10 seconds.
-
-    Returns:
-        Names of the processes that the first call of ``find`` returned. Survivors are added with the suffix ``(still alive)``.
+    Returns the names of the processes that the first call of ``find`` returned. Processes that survive SIGKILL for 10 seconds are
+    added with the suffix ``(still alive)``.
     """
     alive = list(find())
     ended = [_name(process) for process in alive]

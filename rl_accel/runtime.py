@@ -15,13 +15,13 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec
 
 from rl_accel import __version__, log
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError, NotInThisVersion, PatchRefused
-from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
-from rl_accel.post_import import is_being_imported, wait_for_import, when_imported
+from rl_accel.features import FEATURES, FLAG_READER, METRICS_LOGGER
+from rl_accel.post_import import wait_for_import, when_imported
 from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus, forget_when_off
 
 logger = logging.getLogger("rl_accel")
@@ -34,13 +34,12 @@ FLAG_VARIABLES = (cfg.NAMES_VAR, cfg.ENV_VAR, SOURCES_VAR)
 NAMES, ENVIRONMENT = f"environment {cfg.NAMES_VAR}", f"environment {cfg.ENV_VAR}"
 FRAMEWORK, KEYWORDS = "framework config", "rl_accel.enable()"
 _PRECEDENCE = (NAMES, ENVIRONMENT, FRAMEWORK, KEYWORDS)
+"""Names of all sources of flags. A later source overrides the earlier ones."""
 FlagSources = dict[str, dict[str, Any]] | None
-"""Mapping from the name of a source (such as an environment variable) to its flags.
-
-None: :func:`disable` was called, so that all features are off and no source counts."""
+"""Mapping from the name of a source (such as an environment variable) to its flags. None: :func:`disable` was called, so that all
+features are off and no source counts."""
 _VERSION = "version"
-"""Key for the version of rl-accel beside the names of the sources in the flags of a driver process."""
-_FLAG_READER, _LOGGER = "reading flags", "logging"
+"""Key of rl-accel's version in the flags that a driver process passes on; all other keys are names of sources."""
 
 
 @dataclass(eq=False)
@@ -48,51 +47,45 @@ class _WantedSwitch:
     """A switch (a reversible change to a framework) that the flags ask for in this process, applied or not."""
 
     switch: Switch
-    owner: str  # name of the feature, or _FLAG_READER or _LOGGER
+    owner: str  # name of the feature, or FLAG_READER or METRICS_LOGGER
     named: bool  # True if enabled by name: a switch that cannot be applied is then an error, not a warning
     settings: Any  # flags of the feature
-    refusal: str | None = None  # reason why the switch is not applied
-    unsupported: bool = False  # refused because the switch does not fit this framework version
+    refusal: PatchRefused | None = None  # reason why the switch is not applied
 
     def status(self) -> SwitchStatus:
         state = str(self.switch.state().value)
         if self.refusal is not None:
-            state = "unsupported" if self.unsupported else "refused"
-        return SwitchStatus(self.switch.name, self.switch.target, state, self.refusal or "")
+            state = "unsupported" if isinstance(self.refusal, NotInThisVersion) else "refused"
+        return SwitchStatus(self.switch.name, self.switch.target, state, str(self.refusal or ""))
 
 
 class _ImportFirst(Exception):
-    """Asks the caller to release the runtime's lock, import ``module`` and try again.
+    """Asks the caller to release the runtime's lock, import the module that is the argument, and try again.
 
     An import under the lock could deadlock, because import hooks in other threads need the lock.
     """
 
-    def __init__(self, module: str) -> None:
-        self.module = module
-        super().__init__(module)
+
+def _import_first(module: str) -> NoReturn:
+    raise _ImportFirst(module)
 
 
 P = ParamSpec("P")
-R = TypeVar("R")
 
 
-def _retried(method: Callable[P, R]) -> Callable[P, R]:
+def _retried(method: Callable[P, None]) -> Callable[P, None]:
     """Wraps ``method`` so that :class:`_ImportFirst` imports the missing module and calls ``method`` again."""
 
     @functools.wraps(method)
-    def retrying(*args: P.args, **kwargs: P.kwargs) -> R:
+    def retrying(*args: P.args, **kwargs: P.kwargs) -> None:
         while True:
             try:
                 return method(*args, **kwargs)
             except _ImportFirst as missing:
-                module = missing.module
+                (module,) = missing.args
             wait_for_import(module)
 
     return retrying
-
-
-def _import_first(module: str) -> NoReturn:
-    raise _ImportFirst(module)
 
 
 class Runtime:
@@ -104,7 +97,7 @@ class Runtime:
         self._flags = cfg.resolve([])
         self._reads_flags = False
         self._switches: dict[str, _WantedSwitch] = {}
-        self._warned: set[str] = set()
+        self._warned: set[str] = set()  # refusals that a later call does not log again
 
     def flags(self) -> cfg.Flags:
         """Returns the flags in force, merged from all sources."""
@@ -126,14 +119,11 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Applies the flags of the run to which this process belongs. Does nothing after :func:`disable`.
+        """Applies the flags of the run to which this process belongs, and has the framework's configuration read for flags.
 
-        From now on, flags in the framework's configuration count, too.
-
-        Args:
-            payload: flags of the Ray job's driver process, by source, as JSON. ``null``: the driver process has called
-                :func:`disable`. None or ``{}``: it has no flags. For each source that is missing here, the environment of this
-                process counts.
+        Does nothing after :func:`disable`. ``payload`` holds the flags of the Ray job's driver process, by source, as JSON.
+        ``null``: the driver process has called :func:`disable`. None or ``{}``: the driver process has no flags. For a source that
+        is missing here, this process's own environment counts.
         """
         with self._lock:
             if self._sources is None:
@@ -150,13 +140,12 @@ class Runtime:
             self._replace_sources(sources, publish=bool(sources) and payload is None)
 
     def sources(self) -> FlagSources:
-        """Returns a copy of the mapping from source to flags, for a later :meth:`restore`. None after :func:`disable`."""
-        with self._lock:
-            return None if self._sources is None else dict(self._sources)
+        """Returns the flags of each source, for a later :meth:`restore`. None after :func:`disable`."""
+        return self._sources
 
     @_retried
     def restore(self, sources: FlagSources) -> None:
-        """Sets the flags of all sources to an earlier result of :meth:`sources`. None: turns all features off."""
+        """Sets the flags of all sources to an earlier result of :meth:`sources`. None turns all features off."""
         with self._lock:
             self._replace_sources(sources, publish=True)
 
@@ -181,12 +170,10 @@ class Runtime:
             self._publish()
 
     def _publish(self) -> None:
-        payload = (
-            None if self._sources == {} else json.dumps(self._sources and {**self._sources, _VERSION: __version__})
-        )
+        payload = None
         os.environ.pop(SOURCES_VAR, None)
-        if payload is not None:
-            os.environ[SOURCES_VAR] = payload
+        if self._sources != {}:
+            payload = os.environ[SOURCES_VAR] = json.dumps(self._sources and {**self._sources, _VERSION: __version__})
         importlib.import_module("rl_accel.integrations.ray.propagate").publish(payload)
 
     def _bring_in_line(self) -> None:
@@ -201,8 +188,7 @@ class Runtime:
             del self._switches[name]
         self._switches.update(missing)
         for wanted in missing.values():
-            module = wanted.switch.target.partition(":")[0]
-            when_imported(module, functools.partial(self._apply, wanted), wait=_import_first)
+            when_imported(wanted.switch.module, functools.partial(self._apply, wanted), wait=_import_first)
 
     def _wanted(self) -> Iterator[_WantedSwitch]:
         on = False
@@ -213,21 +199,15 @@ class Runtime:
             named, on = requested == "by name", True
             installed = [framework for framework in feature.switches if is_installed(framework)]
             if named and not installed:
-                raise PatchRefused(
-                    f"{feature.name} was asked for, but none of {', '.join(feature.switches)} is installed here"
-                )
+                wanted_frameworks = ", ".join(feature.switches)
+                raise PatchRefused(f"{feature.name} was asked for, but none of {wanted_frameworks} is installed here")
             for framework in installed:
-                for module in feature.switches[framework]:
-                    for switch in _imported_switches(module):
-                        yield _WantedSwitch(switch, feature.name, named, self._flags[feature])
-        for owner, modules, wanted in (
-            (_FLAG_READER, FLAG_READERS, on or (self._reads_flags and self._sources is not None)),
-            (_LOGGER, LOGGERS, on),
-        ):
-            for framework, module in modules.items():
-                if wanted and is_installed(framework):
-                    for switch in _imported_switches(module):
-                        yield _WantedSwitch(switch, owner, False, None)
+                for switch in _imported_switches(*feature.switches[framework]):
+                    yield _WantedSwitch(switch, feature.name, named, self._flags[feature])
+        reads = on or (self._reads_flags and self._sources is not None)
+        for module, wanted in ((FLAG_READER, reads), (METRICS_LOGGER, on)):
+            if wanted and is_installed("verl"):
+                yield from (_WantedSwitch(switch, module, False, None) for switch in _imported_switches(module))
 
     def _apply(self, wanted: _WantedSwitch, _module: ModuleType) -> None:
         with self._lock:
@@ -236,51 +216,44 @@ class Runtime:
             try:
                 wanted.switch.apply(wanted.settings)
             except PatchRefused as error:
-                wanted.refusal = str(error)
-                others = (s for s in self._switches.values() if s.owner == wanted.owner and s.refusal is None)
-                wanted.unsupported = isinstance(error, NotInThisVersion)
-                if wanted.named and not (wanted.unsupported and any(others)):
-                    self._revert_others(wanted)
+                wanted.refusal = error
+                others = [s for s in self._switches.values() if s.owner == wanted.owner and s.refusal is None]
+                if wanted.named and not (isinstance(error, NotInThisVersion) and others):
+                    for other in others:
+                        other.switch.revert()
+                        other.refusal = PatchRefused(f"reverted, because {wanted.switch.name} was refused")
                     raise
-                if wanted.refusal not in self._warned:  # warn once, even if a later call tries the switch again
-                    self._warned.add(wanted.refusal)
+                if str(error) not in self._warned:
+                    self._warned.add(str(error))
                     logger.warning("rl-accel: %s stays off: %s", wanted.switch.name, error)
-
-    def _revert_others(self, refused: _WantedSwitch) -> None:
-        for wanted in self._switches.values():
-            if wanted.owner == refused.owner and wanted.refusal is None:
-                wanted.switch.revert()
-                wanted.refusal = f"reverted, because {refused.switch.name} was refused"
 
     def status(self) -> Status:
         """Returns the status of all features and switches in this process, read from the frameworks' objects in memory."""
         with self._lock:
-            features = [
-                FeatureStatus(feature.name, self._flags.requested(feature), self._status_of(feature.name))
-                for feature in FEATURES
-            ]
             return Status(
                 pid=os.getpid(),
                 sources=tuple(source for source in _PRECEDENCE if source in (self._sources or {})),
-                features=tuple(features),
-                flag_readers=self._status_of(_FLAG_READER),
-                loggers=self._status_of(_LOGGER),
+                features=tuple(
+                    FeatureStatus(feature.name, self._flags.requested(feature), self._status_of(feature.name))
+                    for feature in FEATURES
+                ),
+                flag_readers=self._status_of(FLAG_READER),
+                loggers=self._status_of(METRICS_LOGGER),
             )
 
     def _status_of(self, owner: str) -> tuple[SwitchStatus, ...]:
         return tuple(wanted.status() for wanted in self._switches.values() if wanted.owner == owner)
 
 
-def switches_of(module: str) -> tuple[Switch, ...]:
-    """Imports the module named ``module`` and returns its tuple ``SWITCHES``."""
-    switches: tuple[Switch, ...] = importlib.import_module(module).SWITCHES
-    return switches
+def switches_of(*modules: str) -> list[Switch]:
+    """Imports the modules named ``modules`` and returns the items of their tuples ``SWITCHES``."""
+    return [switch for module in modules for switch in importlib.import_module(module).SWITCHES]
 
 
 def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
-    """Returns the flags in the environment variables ``RL_ACCEL`` and ``RL_ACCEL_CONFIG``, by source. Leaves out empty variables.
+    """Returns the flags in the environment variables ``RL_ACCEL`` and ``RL_ACCEL_CONFIG``, by source.
 
-    Does not read variables whose source is in ``known``, because another process has read them and passed the flags on.
+    Leaves out empty variables, and sources in ``known``, which another process has read and passed on.
     """
     readers: dict[str, Callable[[], dict[str, Any]]] = {NAMES: cfg.read_names, ENVIRONMENT: cfg.read_environment}
     return {source: flags for source, read in readers.items() if source not in known and (flags := read())}
@@ -289,8 +262,7 @@ def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
 def _received(payload: str) -> FlagSources:
     """Returns the flags in ``payload``, as the driver process published them.
 
-    Raises:
-        ConfigError: ``payload`` is damaged, or comes from another version of rl-accel.
+    Raises ConfigError if ``payload`` is damaged, or comes from another version of rl-accel.
     """
     try:
         sources: FlagSources = json.loads(payload)
@@ -304,13 +276,13 @@ def _received(payload: str) -> FlagSources:
     return sources
 
 
-def _imported_switches(module: str) -> tuple[Switch, ...]:
-    """Returns ``SWITCHES`` of the module named ``module``. Raises :class:`_ImportFirst` if the module is not imported yet."""
-    loaded = sys.modules.get(module)
-    if loaded is None or (is_being_imported(loaded) and not hasattr(loaded, "SWITCHES")):
-        raise _ImportFirst(module)
-    switches: tuple[Switch, ...] = loaded.SWITCHES
-    return switches
+def _imported_switches(*modules: str) -> Iterator[Switch]:
+    """Yields what :func:`switches_of` returns, but imports nothing: raises :class:`_ImportFirst` for a module not imported yet."""
+    for module in modules:
+        switches: tuple[Switch, ...] | None = getattr(sys.modules.get(module), "SWITCHES", None)
+        if switches is None:  # not imported, or only half
+            raise _ImportFirst(module)
+        yield from switches
 
 
 def is_installed(framework: str) -> bool:
@@ -328,7 +300,7 @@ log.set_up()
 
 
 def enable(*names: str, **features: Any) -> Status:
-    """Turns features on in this process and in Ray processes that this program starts from now on.
+    """Turns features on in this process and in Ray processes that this program starts later. Returns the status of all features.
 
     - ``enable()`` turns on all lossless features. A lossless feature that cannot work here stays off with a warning.
     - ``enable("gae")``, ``enable(gae=True)`` and ``enable(gae=dict(backend="numba"))`` turn on the named feature.
@@ -341,19 +313,16 @@ def enable(*names: str, **features: Any) -> Status:
         names: names of features to turn on with their default flags.
         features: flags by feature name.
 
-    Returns:
-        The status of all features after the call.
-
     Raises:
         ConfigError: an argument is unknown, has the wrong type or is out of range.
         PatchRefused: a feature enabled by name cannot be applied. All changes of this call are undone.
     """
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise ConfigError(
-            f"{KEYWORDS} wants names of features or name=flags, found {wrong[0]!r} ({type(wrong[0]).__name__})"
-        )
-    if twice := [name for name in names if name in features]:
-        raise ConfigError(f"{KEYWORDS}: {twice[0]} is there twice, as a name and as {twice[0]}={features[twice[0]]!r}")
+    for name in names:
+        if not isinstance(name, str):
+            found = f"{name!r} ({type(name).__name__})"
+            raise ConfigError(f"{KEYWORDS} wants names of features or name=flags, found {found}")
+        if name in features:
+            raise ConfigError(f"{KEYWORDS}: {name} is there twice, as a name and as {name}={features[name]!r}")
     flags: dict[str, Any] = dict.fromkeys(names, True) if names or features else {"auto": True}
     for name, value in features.items():
         flags[name] = {"enable": True, **value} if isinstance(value, Mapping) else value
@@ -362,12 +331,10 @@ def enable(*names: str, **features: Any) -> Status:
 
 
 def disable() -> Status:
-    """Turns all features off in this process and in Ray processes that are started later. Restores every original object.
+    """Turns all features off in this process and in Ray processes that are started later. Returns the status of all features.
 
-    Features stay off until :func:`enable` is called, even if the environment or the framework's configuration turns them on.
-
-    Returns:
-        The status of all features after the call.
+    Restores every original object. Features stay off until :func:`enable` is called, even if the environment or the framework's
+    configuration turns them on.
 
     Raises:
         PatchRefused: other code has wrapped a function that we had patched, so that the original cannot be restored.

@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rl_accel import __version__
 from rl_accel.console import aligned
@@ -25,40 +25,45 @@ class SwitchState(enum.Enum):
     FOREIGN = "foreign"
 
 
-class Switch(Protocol):
-    """A reversible change that a feature makes to a framework. A module lists its switches in the tuple ``SWITCHES``."""
+@dataclass(frozen=True)
+class Switch:
+    """A reversible change that a feature makes to a framework. A module lists its switches in the tuple ``SWITCHES``.
+
+    Attributes:
+        name: unique name of the switch, such as ``"verl.gae"``.
+        target: place of the change, as ``"pkg.mod:name"``. The switch is applied when the module ``pkg.mod`` has been imported.
+    """
+
+    name: str
+    target: str
 
     @property
-    def name(self) -> str:
-        """Unique name of the switch, such as ``"verl.gae"``."""
-
-    @property
-    def target(self) -> str:
-        """Place of the change, as ``"pkg.mod:name"``. The switch is applied when the module ``pkg.mod`` has been imported."""
+    def module(self) -> str:
+        """Name of the module whose import makes the change possible."""
+        return self.target.partition(":")[0]
 
     def state(self) -> SwitchState:
         """Returns the state of the switch, read from the framework's objects in memory. Imports nothing."""
+        raise NotImplementedError
 
     def apply(self, settings: Any) -> None:
-        """Applies the switch with the feature's flags ``settings``. A second call does nothing.
+        """Applies the switch with the feature's flags ``settings``. A second call does nothing, even with other settings.
 
-        Raises:
-            PatchRefused: the switch cannot be applied. Nothing is changed then.
+        Raises PatchRefused if the switch cannot be applied. Nothing is changed then.
         """
+        raise NotImplementedError
 
     def revert(self) -> None:
         """Puts the original objects back. Raises PatchRefused if other code has wrapped our object."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class SwitchStatus:
-    """Status of one switch (a reversible change to a framework). The values of ``state`` are:
+    """Status of one switch (a reversible change to a framework).
 
-    - applied: in force.
-    - waiting: the module to change is not imported yet.
-    - refused: the switch cannot be applied; ``reason`` says why.
-    - foreign: other code has wrapped our object.
-    - unsupported: the switch does not fit this framework version. The feature's other switches stay on.
+    ``state`` is a value of :class:`SwitchState`, or ``refused``: the switch cannot be applied, ``reason`` says why; or
+    ``unsupported``: it does not fit this framework version, and the feature's other switches stay on.
     """
 
     name: str
@@ -114,10 +119,7 @@ class Status:
         head = f"rl-accel {__version__}, process {self.pid}; flags from: {', '.join(self.sources) or 'nowhere'}"
         others = (("reads flags", self.flag_readers), ("logs numbers", self.loggers))
         rows = []
-        for name, requested, switches in (
-            *((feature.name, feature.requested, feature.switches) for feature in self.features),
-            *((name, "", switches) for name, switches in others if switches),
-        ):
-            rows.append((name, requested, "", ""))
-            rows += [("", s.state, s.name, f"{s.target} ({s.reason})" if s.reason else s.target) for s in switches]
+        for item in (*self.features, *(FeatureStatus(name, "", switches) for name, switches in others if switches)):
+            rows.append((item.name, item.requested, "", ""))
+            rows += [("", s.state, s.name, f"{s.target} ({s.reason})" if s.reason else s.target) for s in item.switches]
         return "\n".join([head, *aligned(rows, indent=2)])

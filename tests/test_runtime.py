@@ -140,7 +140,11 @@ def test_new_settings_reach_an_applied_patch_and_wrong_ones_change_nothing(fake_
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(CHANGED_SIGNATURE, "new_argument"), (CHANGED_RESULT, "differs"), (MISSING_PART, "verl.gae: cannot be made for")],
+    [
+        (CHANGED_SIGNATURE, "new_argument"),
+        (CHANGED_RESULT, "the outputs differ"),
+        (MISSING_PART, "verl.gae: cannot be made for"),
+    ],
 )
 def test_a_changed_verl_is_one_warning_automatically_and_one_error_by_name(fake_verl, check, tmp_path, change, reason):
     fake_verl(*change)

@@ -6,7 +6,7 @@ The feature itself is the patch :mod:`rl_accel.patches.verl.skip_zero`, which wo
 import functools
 
 from rl_accel.errors import refuse
-from rl_accel.features import SkipZeroFlags
+from rl_accel.features import LosslessFlags
 from rl_accel.patches.verl import skip_zero
 from rl_accel.patches.verl.verl_run import VerlRun
 
@@ -14,7 +14,7 @@ _FLAG = "rl_accel.skip_zero"
 _ACTOR = "actor_rollout_ref.actor"
 
 
-def wire(run: VerlRun, _flags: SkipZeroFlags) -> None:
+def wire(run: VerlRun, _flags: LosslessFlags) -> None:
     """Checks that rows (responses) with advantage 0 have no influence on the training of ``run``. Changes nothing.
 
     In the trainer process, also tests the policy loss with random rows, if the loss is registered there.

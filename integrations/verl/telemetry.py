@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rl_accel.errors import first_line
-from rl_accel.features import TelemetryFlags
+from rl_accel.features import ByNameFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import engine_of, read_servers
 from rl_accel.log import warn_once
@@ -45,7 +45,7 @@ _FLAG = "rl_accel.telemetry"
 # In the driver
 
 
-def wire(run: VerlRun, _flags: TelemetryFlags) -> None:
+def wire(run: VerlRun, _flags: ByNameFlags) -> None:
     """Adds :class:`RecordingWorker` to the agent-loop workers of ``run`` by an entry in verl's configuration. Idempotent.
 
     Raises:

@@ -1,9 +1,8 @@
-"""Shorter waits between the looks at a server that slime has told to abort all requests.
+"""Shorter waits between the requests for a server's load after slime has told the server to abort all requests.
 
-slime asks a server for its load right after the abort. The load is mostly not zero yet, because SGLang ends a request after the
-next token. slime then sleeps 3 seconds, and aborts and asks again. With the patch, the first sleep takes 0.05 seconds, and each
-further sleep twice as long, up to slime's 3 seconds. Everything else is slime's own code, in a copy of the function with another
-``asyncio.sleep``. slime's log line still says ``retrying in 3 seconds``.
+The first load is mostly not zero yet, because SGLang ends a request after the next token. slime then sleeps 3 seconds, and aborts
+and asks again. With the patch, the first sleep takes 0.05 seconds, and each further sleep twice as long, up to slime's 3 seconds.
+slime's own code runs in a copy of the function with another ``asyncio.sleep``. Its log still says ``retrying in 3 seconds``.
 """
 
 import ast
@@ -16,7 +15,7 @@ from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 
 FIRST_SLEEP = 0.05
-"""Seconds that the patched function sleeps before it asks a server for the load a second time."""
+"""Seconds before a server is asked for its load a second time: about the time of one token. Chosen by hand."""
 
 
 def _make(original: Any, _settings: Any) -> Any:
@@ -37,10 +36,7 @@ def _make(original: Any, _settings: Any) -> Any:
 
 
 def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
-    """Raises PatchRefused unless slime's function sleeps at a single place, for ``retry_interval`` seconds.
-
-    The default of ``retry_interval`` must exceed ``FIRST_SLEEP``.
-    """
+    """Raises PatchRefused unless slime sleeps at one place, for ``retry_interval`` seconds, by default above ``FIRST_SLEEP``."""
     nodes = ast.walk(ast.parse(inspect.getsource(original.__code__)))
     calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
     sleeps = [call for call in calls if "sleep" in call.partition("(")[0]]
@@ -56,7 +52,6 @@ SWITCHES = (
     Patch(
         name="slime.abort",
         target="slime.backends.sglang_utils.server_control:abort_server_until_idle",
-        supports="",
         params=("url", "retry_interval", "*"),
         make=_make,
         fingerprints=(

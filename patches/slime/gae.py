@@ -1,8 +1,7 @@
 """Replaces slime's generalised advantage estimation (GAE) by one fused scan over the unpadded sequences.
 
-slime's GAE pads all sequences to the length of the longest in a Python loop, and then scans them in chunks. If a few responses
-are very long, slime computes mostly on padding. The results are equal to slime's up to float rounding. For sequences that the
-kernels do not support, slime's own function is called.
+slime pads all sequences to the length of the longest. If a few responses are very long, slime computes mostly on padding. The
+results are equal to slime's up to float rounding. For sequences that the kernels do not support, slime's own function is called.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import torch
 
 from rl_accel.errors import BackendMissing, PatchRefused
 from rl_accel.ops import gae_of_lists
-from rl_accel.patches.parity import require_agreement, with_fallback
+from rl_accel.patches.parity import with_fallback
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.slime import packed
 
@@ -60,24 +59,18 @@ def _make(original: Any, settings: Any) -> Any:
 
 
 def _probe(original: Any, _replacement: Any, settings: Any) -> None:
-    """Compares rl-accel's GAE with slime's chunk scan on a small padded batch. Raises PatchRefused if the results differ."""
-    scan = packed.stock_scan(original, "chunked_gae")
     random = torch.Generator().manual_seed(0)
     values, rewards = ([torch.randn(length, generator=random) for length in packed.PROBE_LENGTHS] for _ in range(2))
 
-    def stock(gamma: float, lambd: float) -> list[torch.Tensor]:
-        return [packed.unpadded(rows) for rows in scan(packed.padded(rewards), packed.padded(values), gamma, lambd)]
-
     def ours(gamma: float, lambd: float) -> list[torch.Tensor]:
         try:
-            return [
-                torch.cat(rows) for rows in packed_gae(values, rewards, packed.PROBE_LENGTHS, gamma, lambd, settings)
-            ]
+            outputs = packed_gae(values, rewards, packed.PROBE_LENGTHS, gamma, lambd, settings)
         except (ValueError, BackendMissing) as error:
             raise PatchRefused(f"gae.backend={settings.backend} cannot be checked on the CPU: {error}") from error
+        return [torch.cat(rows) for rows in outputs]
 
-    for gamma, lambd in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0)):
-        require_agreement(stock, ours, {"gamma": gamma, "lambd": lambd}, **packed.ROUNDING)
+    arguments = [{"gamma": gamma, "lambd": lambd} for gamma, lambd in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0))]
+    packed.require_equal_scan(original, "chunked_gae", (rewards, values), ours, arguments)
 
 
 SWITCHES = (
@@ -85,7 +78,6 @@ SWITCHES = (
         name="slime.gae",
         target=f"{packed.LOSS}:{_NAME}",
         bindings=(f"{packed.PPO_UTILS}:{_NAME}",),
-        supports="",
         params=_PARAMS,
         make=_make,
         fingerprints=("c95e193c270dbe3b7c1636026fa207eaab5247a71f8efb1df787ccbc924c7179",),

@@ -1,14 +1,15 @@
 """Helpers of the patches that replace slime's computation of advantages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rl_accel.errors import PatchRefused
+from rl_accel.patches.parity import require_agreement
 
 LOSS = "slime.backends.megatron_utils.loss"
-"""Module of slime that has imported the functions to replace by name. They must be replaced in this module, too."""
+"""Module of slime that has imported the functions to replace by name, so that they must be replaced in it, too."""
 PPO_UTILS = "slime.utils.ppo_utils"
 
 
@@ -23,10 +24,9 @@ def on_whole_responses(
     With context parallelism, each rank holds two slices of each response, and all ranks must call this function together.
 
     Args:
-        compute: function of one argument for each item of ``slices``. Each argument is a list of whole responses [length].
-        slices: one list for each per-token quantity, such as KL, with this rank's part of each response.
-        totals: number of tokens of each sequence, including the prompt.
-        lengths: number of tokens of each response.
+        compute: function of one argument for each item of ``slices``: a list of whole responses [length].
+        slices: for each per-token quantity, such as KL, a list with this rank's part of each response.
+        totals, lengths: number of tokens of each sequence, including the prompt, and of each response.
     """
     from megatron.core import mpu
 
@@ -43,23 +43,29 @@ def on_whole_responses(
 
 PROBE_LENGTHS = (130, 1, 57, 128, 3)
 """Lengths in tokens of the sequences that are compared with slime. Some lengths are near 128, the chunk length of slime's scans."""
-ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
-"""Relative and absolute tolerance in the comparison of slime's chunk scan with rl-accel's scan."""
 
 
-def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Pads sequences with zeros to the length of the longest sequence, as slime does. Returns a tensor [B, T]."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+def require_equal_scan(
+    function: Any,
+    scan: str,
+    rows: Sequence[Sequence[torch.Tensor]],
+    ours: Callable[..., list[torch.Tensor]],
+    arguments: Sequence[Mapping[str, float]],
+) -> None:
+    """Compares rl-accel's computation ``ours(**arguments)`` with the scan that slime's ``function`` calls by the name ``scan``.
 
+    slime's scan gets, before the arguments, each item of ``rows``: sequences of the lengths ``PROBE_LENGTHS``, here padded with
+    zeros to [B, T]. ``ours`` returns each of the scan's outputs as one tensor without padding. Raises PatchRefused if slime has no
+    such scan, or if outputs differ by more than 1e-4, which leaves room for the rounding of float32.
+    """
+    if (stock_scan := function.__globals__.get(scan)) is None:
+        raise PatchRefused(f"{PPO_UTILS} has no {scan} to compare with")
+    padded = [torch.nn.utils.rnn.pad_sequence(list(each), batch_first=True) for each in rows]
 
-def unpadded(rows: torch.Tensor) -> torch.Tensor:
-    """Removes padding from sequences [B, T] of the lengths ``PROBE_LENGTHS``, and concatenates the sequences."""
-    return torch.cat([row[:length] for row, length in zip(rows, PROBE_LENGTHS, strict=True)])
+    def stock(**given: float) -> list[torch.Tensor]:
+        outputs = stock_scan(*padded, *given.values())
+        each_output = outputs if isinstance(outputs, tuple | list) else [outputs]
+        return [torch.cat([row[:n] for row, n in zip(o, PROBE_LENGTHS, strict=True)]) for o in each_output]
 
-
-def stock_scan(function: Any, name: str) -> Any:
-    """Returns the scan ``name`` that slime's ``function`` calls. Raises PatchRefused if slime has no function of this name."""
-    scan = function.__globals__.get(name)
-    if scan is None:
-        raise PatchRefused(f"{PPO_UTILS} has no {name} to compare with")
-    return scan
+    for given in arguments:
+        require_agreement(stock, ours, given, rtol=1e-4, atol=1e-4)

@@ -56,7 +56,6 @@ SWITCHES = (
         name="slime.requests",
         target="slime.rollout.sglang_rollout:post",
         bindings=("slime.utils.http_utils:post",),
-        supports="",
         params=("url", "payload", "max_retries", "headers"),
         make=_make,
         no_seam="a custom generate function would have to repeat the whole of slime's own to add one key to its payload",

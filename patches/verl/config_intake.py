@@ -18,7 +18,6 @@ import difflib
 import functools
 import importlib
 import inspect
-import itertools
 import logging
 import re
 import sys
@@ -45,9 +44,8 @@ from rl_accel.runtime import FRAMEWORK, RUNTIME, switches_of
 logger = logging.getLogger("rl_accel")
 
 SECTION = "rl_accel"
-"""Section of verl's configuration that holds the flags of rl-accel."""
 _SECTION_LIKE = re.compile("rl[_-]?accel(?![a-z])", re.IGNORECASE)
-"""Pattern of a misspelt key that was meant as a flag of the section ``rl_accel``, such as ``rl_accel_auto=True``."""
+"""Beginning of a misspelt key that was meant for the section ``rl_accel``, such as ``rl_accel_auto=True``."""
 
 _is_read = False  # whether flags were looked for in a configuration
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
@@ -76,8 +74,7 @@ def resumed_checkpoint(trainer: Trainer) -> Path | None:
 def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
     """Sets verl's extension points for all features that are enabled by name, in the configuration of ``run``.
 
-    Returns:
-        Mapping from the name of a feature without effect in this run to the reason.
+    Returns a mapping from the name of each feature that has no effect in this run to the reason.
 
     Raises:
         ConfigError: a feature enabled by name cannot work in this run.
@@ -100,14 +97,13 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
 def require_adapters(feature: Feature[Any]) -> None:
     """Checks that the installed verl has all members that the integration modules of ``feature`` use or override.
 
-    Raises:
-        PatchRefused: members are absent or different. The message names each member.
+    Raises PatchRefused if members are absent or different. The message names each member.
     """
-    for switch in itertools.chain.from_iterable(map(switches_of, feature.switches["verl"])):
+    for switch in switches_of(*feature.switches["verl"]):
         if isinstance(switch, Registration):
             # An import hook on this module may import adapters, which must not be half imported at that time.
             with contextlib.suppress(ImportError):
-                importlib.import_module(switch.target.partition(":")[0])
+                importlib.import_module(switch.module)
     modules = seams.modules_of(f"rl_accel.integrations.verl.{feature.name}")
     seams.require_members(feature.name, seams.interfaces_of(modules))
 
@@ -119,36 +115,19 @@ def in_driver(config: Any) -> None:
         ConfigError: a key is unknown, a value is invalid, or a feature cannot work with ``config``.
         PatchRefused: a feature enabled by name cannot be applied to the installed verl.
     """
-    if _is_readable(config):
-        _take_in(VerlRun(config, in_driver=True))
+    _take_in(config, in_driver=True)
 
 
 def in_trainer(config: Any, trainer: Any = None) -> None:
     """Applies the flags in verl's ``config`` in the trainer process, while ``trainer`` is being built.
 
-    Raises:
-        ConfigError, PatchRefused: as :func:`in_driver`.
-        ConfigError: a feature needs a setting that the driver process has not made, see :meth:`VerlRun.require_chosen`.
+    Raises the exceptions of :func:`in_driver`, and ConfigError if a feature needs a setting that the driver process has not made
+    (:meth:`VerlRun.require_chosen`).
     """
     global _trainer
     if trainer is not None:
         _trainer = weakref.ref(trainer)
-    if _is_readable(config):
-        _take_in(VerlRun(config, trainer))
-
-
-def _is_readable(config: Any) -> bool:
-    """Returns whether ``config`` is verl's configuration. A user's own trainer may have an object of another type.
-
-    Raises:
-        ConfigError: ``config`` is of another type, and a feature that is enabled by name needs verl's configuration.
-    """
-    if OmegaConf.is_dict(config):
-        return True
-    for feature in FEATURES:
-        if RUNTIME.flags().requested(feature) == "by name" and (feature.verl or feature.name in TRAINERS):
-            refuse(f"rl_accel.{feature.name}", "the type of the configuration", "DictConfig", type(config).__name__)
-    return False
+    _take_in(config, trainer)
 
 
 def _require_section_name(config: Any) -> None:
@@ -181,31 +160,36 @@ def _require_section_name(config: Any) -> None:
             else:
                 yield from misplaced(value, f"{path}{key}.")
 
-    for key in misplaced(OmegaConf.to_container(config) if OmegaConf.is_dict(config) else {}):
+    for key in misplaced(OmegaConf.to_container(config)):
         raise ConfigError(f"{FRAMEWORK}: flags of rl-accel belong in {SECTION}, found {key}")
 
 
-def _take_in(run: VerlRun) -> None:
+def _take_in(config: Any, trainer: Any = None, in_driver: bool = False) -> None:
     global _is_read
+    if not OmegaConf.is_dict(config):  # a user's own trainer may have a configuration of its own
+        for feature in FEATURES:
+            if RUNTIME.flags().requested(feature) == "by name" and (feature.verl or feature.name in TRAINERS):
+                refuse(f"{SECTION}.{feature.name}", "the configuration's type", "DictConfig", type(config).__name__)
+        return
     _is_read = True
-    if run.in_driver:
-        _require_section_name(run.config)
+    if in_driver:
+        _require_section_name(config)
+    run = VerlRun(config, trainer, in_driver)
     try:
         section = run.get(SECTION)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{FRAMEWORK}: {SECTION}: {first_line(error)}") from error
-    if section is None and run.in_driver and FRAMEWORK in (RUNTIME.sources() or {}):
+    if section is None and in_driver and FRAMEWORK in (RUNTIME.sources() or {}):
         section = {}  # flags of an earlier run of this process (hydra's --multirun) end with that run
     if section is not None:
         RUNTIME.set_source(FRAMEWORK, section)
     flags = RUNTIME.flags()
-    for warning in flags.warnings if run.in_driver else ():
+    for warning in flags.warnings if in_driver else ():
         warn_once(warning, "rl-accel: %s", warning)
-    for feature, reason in wire(run, flags).items():
-        if run.in_driver or not run.is_v1:  # else verl's V1 driver has logged it
-            message = "rl-accel: %s is on and has nothing to do in this run: %s"
-            warn_once((feature, reason), message, feature, reason)
-    checkpoint = run.checkpoint_to_resume if run.in_driver and not flags[TAIL_BATCHING].enable else None
+    for name, reason in wire(run, flags).items():
+        if in_driver or not run.is_v1:  # else verl's V1 driver has logged it
+            warn_once((name, reason), "rl-accel: %s is on and has nothing to do in this run: %s", name, reason)
+    checkpoint = run.checkpoint_to_resume if in_driver and not flags[TAIL_BATCHING].enable else None
     if checkpoint is not None and (checkpoint / "tail_batching").is_dir():
         logger.warning(
             "rl-accel: tail_batching is off, and prompts that it had deferred in %s are not trained", checkpoint
@@ -235,13 +219,12 @@ def _after_flags(original: Any, _settings: Any = None) -> Any:
     return with_flags
 
 
-def _refusing_unread_flags(original: Any, _settings: Any = None) -> Any:
+def _refusing_unread_flags(original: Any, _settings: Any) -> Any:
     """Returns a wrapper of the constructor of verl's logger. It ends the program if flags of rl-accel in ``config`` went unread.
 
     An example is verl's SFT trainer, which no other patch of this module reaches.
     """
 
-    @functools.wraps(original)
     def with_check(*args: Any, **kwargs: Any) -> None:
         global _is_read
         config, sources = inspect.signature(original).bind(*args, **kwargs).arguments.get("config"), RUNTIME.sources()
@@ -263,17 +246,18 @@ def _hook() -> Any:
     return trainer and vars(trainer).get("__init_subclass__")
 
 
-def _wrap_constructor(cls: Any) -> None:
-    constructor = vars(cls).get("__init__")
-    if constructor is not None and not hasattr(constructor, "__rl_accel_original__"):
+def _constructors(cls: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields each subclass of ``cls`` that defines a constructor, and this constructor."""
+    for subclass in cls.__subclasses__():
+        if constructor := vars(subclass).get("__init__"):
+            yield subclass, constructor
+        yield from _constructors(subclass)
+
+
+def _wrap(cls: Any, constructor: Any) -> None:
+    if not hasattr(constructor, "__rl_accel_original__"):
         cls.__init__ = _after_flags(constructor)
         cls.__init__.__rl_accel_original__ = constructor
-
-
-def _subclasses(cls: Any) -> Iterator[Any]:
-    for subclass in cls.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
 
 
 def _wrap_subclasses(_settings: Any) -> None:
@@ -281,19 +265,18 @@ def _wrap_subclasses(_settings: Any) -> None:
 
     def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
         super(trainer, cls).__init_subclass__(**kwargs)
-        _wrap_constructor(cls)
+        if "__init__" in vars(cls):
+            _wrap(cls, cls.__init__)
 
     trainer.__init_subclass__ = classmethod(__init_subclass__)
-    for cls in _subclasses(trainer):
-        _wrap_constructor(cls)
+    for cls, constructor in _constructors(trainer):
+        _wrap(cls, constructor)
 
 
 def _unwrap_subclasses() -> None:
     del _ray_trainer().__init_subclass__
-    for cls in _subclasses(_ray_trainer()):
-        constructor = vars(cls).get("__init__")
-        if hasattr(constructor, "__rl_accel_original__"):
-            cls.__init__ = constructor.__rl_accel_original__
+    for cls, constructor in _constructors(_ray_trainer()):
+        cls.__init__ = getattr(constructor, "__rl_accel_original__", constructor)
 
 
 def _flag_reader(name: str, target: str, supports: str, *params: str, make: Any = _after_flags) -> Patch:

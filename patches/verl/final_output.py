@@ -1,24 +1,19 @@
 """Makes vLLM return a response to verl when the response is finished, not after each token.
 
-verl waits for whole responses, but requests an output after every token. For every token of every running request, vLLM's server
-process builds the text and an output with all tokens so far, and wakes a task that drops this output. The server process has one
-thread, which limits the engine's speed when many requests run. With ``RequestOutputKind.DELTA`` and a ``stream_interval``, vLLM
-sends the first token, which tells verl that the request was admitted, and later the remaining tokens. This module joins both
+verl waits for whole responses, but requests an output after every token. vLLM's server process builds each of these outputs in its
+only thread, which limits the engine's speed when many requests run. With ``RequestOutputKind.DELTA`` and a ``stream_interval``,
+vLLM sends the first token, which tells verl that the request was admitted, and later the remaining tokens. This module joins both
 parts into the output that verl expects.
 """
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from contextvars import ContextVar
 from typing import Any
 
-from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 
 NEVER = 1 << 30
-"""Value for vLLM's ``stream_interval``: more tokens than any response has, so that no output is sent in between."""
-
-_in_parts: ContextVar[bool] = ContextVar("in_parts", default=False)
+"""Value for vLLM's ``stream_interval``, in tokens: longer than any response, so that no output is sent in between."""
 
 
 def _at_the_end(original: Any, _settings: Any) -> Any:
@@ -27,67 +22,61 @@ def _at_the_end(original: Any, _settings: Any) -> Any:
 
     has_interval = "stream_interval" in SamplingParams.__struct_fields__
 
-    async def generate(
-        self: Any, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
-    ) -> Any:
+    async def generate(self: Any, prompt_ids: Any, sampling_params: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self._disaggregation_role != "null" or sampling_params.keys() & {"output_kind", "n", "prompt_logprobs"}:
-            return await original(self, prompt_ids, sampling_params, request_id, *args, **kwargs)
+            return await original(self, prompt_ids, sampling_params, *args, **kwargs)
         params = {**sampling_params, "output_kind": RequestOutputKind.DELTA}
         if not params.get("stop"):  # verl uses only the tokens; vLLM needs the text to find stop strings
             params.setdefault("detokenize", False)
         if has_interval:
             params["stream_interval"] = NEVER
-        with _joining(self.engine, None if has_interval else self.engine.output_processor):
-            return await original(self, prompt_ids, params, request_id, *args, **kwargs)
+        server = _View(self, engine=_View(self.engine, generate=_joined(self.engine.generate)))
+        with contextlib.nullcontext() if has_interval else _never_between(self.engine.output_processor):
+            return await original(server, prompt_ids, params, *args, **kwargs)
 
     return generate
 
 
+class _View:
+    """Object with the attributes of ``base``, except those in ``instead``. Attributes are set on ``base``."""
+
+    def __init__(self, base: Any, **instead: Any) -> None:
+        vars(self).update(instead, _base=base)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._base, name, value)
+
+
 @contextlib.contextmanager
-def _joining(engine: Any, processor: Any) -> Iterator[None]:
-    """Context manager that replaces ``engine.generate``, so that the partial outputs of requests in the block are joined.
+def _never_between(processor: Any) -> Iterator[None]:
+    """Sets the ``stream_interval`` of an engine's output processor to ``NEVER`` until the last of overlapping blocks has ended.
 
-    Blocks of several requests may overlap. When the last block ends, the original ``engine.generate`` is restored.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        processor: the engine's output processor, whose ``stream_interval`` is changed too; None if requests have their own
-            ``stream_interval``.
+    vLLM before 0.27 has one interval for all requests.
     """
-    if (joined := getattr(engine, "_rl_accel_joined", None)) is None:
-        joined = engine._rl_accel_joined = _joined(engine.generate)
-        joined.running, joined.replaced = 0, vars(engine).get("generate")
-        engine.generate = joined
-        if processor is not None:
-            joined.interval, processor.stream_interval = processor.stream_interval, NEVER
-    joined.running += 1
-    token = _in_parts.set(True)
+    running, interval = getattr(processor, "_rl_accel_blocks", (0, processor.stream_interval))
+    processor._rl_accel_blocks, processor.stream_interval = (running + 1, interval), NEVER
     try:
         yield
     finally:
-        _in_parts.reset(token)
-        joined.running -= 1
-        if not joined.running and engine.generate is joined:  # else other code has wrapped ``joined``, which then stays
-            del engine.generate, engine._rl_accel_joined
-            if joined.replaced is not None:
-                engine.generate = joined.replaced
-            if processor is not None:
-                processor.stream_interval = joined.interval
+        running, interval = processor._rl_accel_blocks
+        processor._rl_accel_blocks = running - 1, interval
+        if running == 1:
+            del processor._rl_accel_blocks
+            processor.stream_interval = interval
 
 
 def _joined(generate: Any) -> Any:
-    """Returns a wrapper of ``AsyncLLM.generate`` whose outputs hold all tokens of the response so far.
-
-    vLLM puts only the new tokens into an output of the kind ``DELTA``. Requests outside :func:`_joining` are not changed.
-    """
+    """Returns a wrapper of ``AsyncLLM.generate`` whose outputs hold all tokens of the response so far, not only the new tokens."""
 
     async def joined(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        in_parts = _in_parts.get()
         tokens: list[int] = []
         logprobs: list[Any] = []
         async with contextlib.aclosing(generate(*args, **kwargs)) as outputs:
             async for output in outputs:
-                if in_parts and output.outputs:
+                if output.outputs:
                     (part,) = output.outputs
                     tokens += part.token_ids
                     part.token_ids = tokens
@@ -99,32 +88,15 @@ def _joined(generate: Any) -> Any:
     return joined
 
 
-def _require_attributes(original: Any, _replacement: Any, _settings: Any) -> None:
-    missing = {"_disaggregation_role", "engine"} - set(original.__code__.co_names)
-    if missing:
-        raise PatchRefused(f"it no longer reads self.{min(missing)}")
-
-
 SWITCHES = (
     Patch(
         name="verl.final_output",
         target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.generate",
         supports="verl>=0.9",
-        params=(
-            "self",
-            "prompt_ids",
-            "sampling_params",
-            "request_id",
-            "image_data",
-            "video_data",
-            "audio_data",
-            "mm_processor_kwargs",
-            "priority",
-            "kv_transfer_params",
-        ),
+        params=("self", "prompt_ids", "sampling_params", "*"),  # further arguments are passed on
         make=_at_the_end,
         fingerprints=("35068cca988bd96e871621af32e92aecff5f6913fba26d8c37a3aedc046826a0",),
-        probe=_require_attributes,
+        uses=("_disaggregation_role", "engine"),
         no_seam="the kind of output has no key in verl's configuration, and vLLM's default is every token",
         remove_when="verl asks vLLM for final outputs only",
     ),

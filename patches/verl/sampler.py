@@ -1,12 +1,12 @@
 """Adaptive waits between polls for finished rollouts in verl's V1 replay buffer, instead of a fixed 2 seconds.
 
-The patch leaves verl's wait unchanged if the times of polls affect more than the delay. With a group filter, poll times decide
-which prompts replace dropped groups, so the patch never changes them. In asynchronous modes, and perhaps in a custom buffer, poll
-times decide which responses are in a batch. The patch then acts only if the feature is enabled by name.
+The original method still runs and logs, with a changed ``poll_interval`` that is restored right after the call. The wait is
+unchanged if the times of polls affect more than the delay. With a group filter, they decide which prompts replace dropped groups.
+In asynchronous modes, and perhaps in a custom buffer, they decide which responses are in a batch; there the patch acts only if the
+feature is enabled by name.
 
-One patch covers the trainer modes ``sync``, ``colocate_async`` and ``separate_async``. The original method still runs and logs,
-with a changed ``poll_interval`` that is restored right after the call. ``separate_async`` counts a step as idle if the wait was
-longer than the configured ``poll_interval``; shorter waits, which verl rounds up to an interval, no longer count with the patch.
+``separate_async`` counts a step as idle if the wait was longer than the configured ``poll_interval``. With the patch, shorter
+waits, which verl rounds up to an interval, no longer count.
 """
 
 import math
@@ -15,14 +15,12 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
 _CPU_PER_SECOND = 1.25
-"""Upper bound of the CPU seconds that a poll costs for each second of its duration. Above 1, because two processes work in
-parallel."""
+"""Upper bound of the CPU seconds per second of a poll. Above 1, because two processes work in parallel."""
 
 
 @dataclass
@@ -62,10 +60,8 @@ def _adaptive(original: Any, settings: Any) -> Any:
             stock: float = original(self, partition_id, last_debug_time)
             return stock
         now, interval = time.perf_counter(), self.poll_interval
-        state = buffers.get(self)
-        if state is None:
-            policy = AdaptiveWait(settings.max_cpu_share, settings.max_delay_s)
-            state = buffers[self] = _Sampling(policy)
+        if (state := buffers.get(self)) is None:
+            state = buffers[self] = _Sampling(AdaptiveWait(settings.max_cpu_share, settings.max_delay_s))
         if state.debug_time != last_debug_time:
             state.begin(now, last_debug_time)
         outstanding = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
@@ -85,11 +81,6 @@ def _adaptive(original: Any, settings: Any) -> Any:
     return wait_for_next_poll
 
 
-def _require_interval(original: Any, _replacement: Any, _settings: Any) -> None:
-    if "poll_interval" not in original.__code__.co_names:
-        raise PatchRefused("it no longer reads self.poll_interval, so setting it would change nothing")
-
-
 SWITCHES = (
     Patch(
         name="verl.sampler",
@@ -98,7 +89,7 @@ SWITCHES = (
         params=("self", "partition_id", "last_debug_time"),
         make=_adaptive,
         fingerprints=("a97c732c9241ce181966ac9ebddac049e606ca99d3472ce629c248e51908d1af",),
-        probe=_require_interval,
+        uses=("poll_interval",),
         no_seam="poll_interval has no configuration key, and a custom sampler would replace all of the user's own",
         remove_when="the sampler is told of finished responses, or poll_interval is a key",
     ),

@@ -23,14 +23,15 @@ from rl_accel.patches import upstream
 from rl_accel.patches.patch import Patch
 
 _LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
-"""Lengths in tokens of the 8 random responses with which :func:`find_influence` tests a policy loss."""
+"""Lengths in tokens of the 8 random responses with which :func:`find_influence` tests a policy loss. Short and long, by hand."""
 _ZERO_ROWS = (0, 3, 7)
-"""Indices in ``_LENGTHS`` of the responses that get advantage 0."""
+"""Indices in ``_LENGTHS`` of the responses that get advantage 0: the first, one in the middle, and the last."""
 _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
 """Standard deviation of the differences between old and new log-probabilities, for each batch of :func:`find_influence`. None: both
 are drawn independently. Large differences make losses clip; small differences keep losses from dropping rows."""
-_PROMPT = 3
+_PROMPT = 3  # tokens of each random prompt
 _ACTOR = "actor_rollout_ref.actor"
+_LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
 _DIFFERENCES = (
     "leaves out rows with advantage 0: actor/ppo_kl and actor/pg_clipfrac* are means over the other rows, and gradients "
     "equal verl's up to the rounding of another packing of rows"
@@ -41,12 +42,9 @@ _refuse = functools.partial(refuse, "rl_accel.skip_zero")
 def find_influence(loss_function: Callable[..., Any]) -> str:
     """Returns the reason why rows (responses) with advantage 0 influence training with ``loss_function``, or "" if they do not.
 
-    Computes gradients for random batches of 8 rows, of which 3 have advantage 0. The gradients of these 3 must be 0. The gradients
-    of the other 5 must be the same with and without these 3. A loss that drops rows of every batch cannot be tested, which is a
-    reason, too.
-
-    Args:
-        loss_function: verl's loss function with its configuration, ``loss_function(model_output=..., data=..., dp_group=...)``.
+    Computes gradients for random batches of 8 rows, of which 3 have advantage 0. The gradients of these 3 must be 0, and those of
+    the other 5 the same with and without these 3. A loss that drops rows of every batch cannot be tested, which is a reason, too.
+    ``loss_function`` is verl's, with its configuration: ``loss_function(model_output=..., data=..., dp_group=...)``.
     """
     every = range(len(_LENGTHS))
     others, keeps_every_row = [row for row in every if row not in _ZERO_ROWS], False
@@ -71,7 +69,7 @@ def _random_batch(random: torch.Generator, distance: float | None) -> dict[str, 
     """Returns a random batch, as a mapping from field name to a list with one tensor per row (response).
 
     Shapes are [_PROMPT + T] for the model's outputs ``log_probs`` and ``entropy``, [_PROMPT] for ``prompts``, and [T] for other
-    fields. ``distance`` is the standard deviation of the differences between old and new log-probabilities, see :data:`_DISTANCES`.
+    fields. For ``distance`` see :data:`_DISTANCES`.
     """
     batch: dict[str, list[torch.Tensor]] = {}
     for row, length in enumerate(_LENGTHS):
@@ -123,7 +121,7 @@ def require_silent(loss_function: Callable[..., Any]) -> None:
     if reason := find_influence(loss_function):
         config, mode = _config_and_mode(loss_function)
         loss_name = f"{mode} with loss_agg_mode {config.loss_agg_mode}" if config and mode else repr(loss_function)
-        _refuse(f"{_ACTOR}.policy_loss.loss_mode", "a loss that advantage 0 silences", loss_name, reason)
+        _refuse(_LOSS_MODE, "a loss that advantage 0 silences", loss_name, reason)
 
 
 def _config_and_mode(loss_function: Any) -> tuple[Any, Any]:
@@ -143,9 +141,7 @@ def _require_verls(loss_function: Any) -> None:
             upstream.require_own(function, "verl:the loss")
         except PatchRefused:
             reason = "a trial would change the state of a loss that has one; rl_accel.skip_zero.enable=True tries it"
-            _refuse(
-                f"{_ACTOR}.policy_loss.loss_mode", "a loss of verl's own", mode or upstream.describe(function), reason
-            )
+            _refuse(_LOSS_MODE, "a loss of verl's own", mode or upstream.describe(function), reason)
 
 
 def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
@@ -202,16 +198,13 @@ def _warn(message: str) -> None:
 
 
 def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[int], int]:
-    """Agrees with the other data-parallel ranks on the number of rows (responses) that every rank trains of its mini-batch.
+    """Agrees with the other data-parallel ranks on the number of rows (responses) that every rank trains of its own mini-batch.
 
-    Args:
-        engine, data: engine and mini-batch of this rank.
-        zero: for each row of ``data``, whether its gradient is certainly 0.
+    ``data`` is the mini-batch of this rank. ``zero`` says for each of its rows whether the row's gradient is certainly 0.
 
     Returns:
-        A tuple ``(wanted, sizes, tokens)``. ``wanted``: number of rows that each rank trains, the same on all ranks. ``sizes``:
-        number of rows in each rank's mini-batch. ``tokens``: number of trained tokens (``loss_mask``) in the mini-batches of all
-        ranks together.
+        ``wanted``: number of rows that each rank trains. ``sizes``: number of rows in each rank's mini-batch. ``tokens``: number of
+        trained tokens (``loss_mask``) in the mini-batches of all ranks together.
     """
     from verl.utils import tensordict_utils as tu
     from verl.utils.device import get_device_id
@@ -228,10 +221,9 @@ def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[
 
 
 def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
-    """Returns an empty counter of skipped rows; None, with a log line, if rows must not be skipped with ``loss_function``.
+    """Returns an empty counter of skipped rows; None, after a log line, if rows must not be skipped.
 
-    Raises:
-        ConfigError: rows must not be skipped, and the feature is enabled by name.
+    Raises ConfigError instead of returning None if the feature is enabled by name.
     """
     try:
         if not settings.enable:
@@ -245,21 +237,18 @@ def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) ->
         return None
 
 
-def _train_rows(
-    original: Any, engine: Any, data: Any, loss_function: Any, forward_only: Any, skipped: Counter[str]
-) -> Any:
-    """Calls verl's function with only the rows that must be trained. Adds to ``skipped`` what this saves:
+def _train_rows(original: Any, engine: Any, data: Any, loss_function: Any, skipped: Counter[str]) -> Any:
+    """Calls verl's function with only the rows that must be trained. Adds to ``skipped`` what this saves.
 
-    - ``rows``: number of rows left out on all ranks.
-    - ``tokens``: number of tokens left out on this rank, times the number of ranks.
-    - ``seconds_saved``: estimate for this rank.
+    Keys are ``rows`` (of all ranks), ``tokens`` (of this rank, times the number of ranks) and ``seconds_saved`` (estimate for this
+    rank).
     """
     from verl.utils import tensordict_utils as tu
 
     zero = _find_zero_rows(data)
     wanted, sizes, tokens = _agree_on_rows(engine, data, zero)
     if wanted >= min(sizes):
-        return original(engine, data, loss_function, forward_only)
+        return original(engine, data, loss_function, False)
 
     def normalised_by_all(model_output: Any, data: Any, dp_group: Any = None) -> Any:
         tu.assign_non_tensor(data, batch_num_tokens=tokens)
@@ -268,7 +257,7 @@ def _train_rows(
     lengths = data["input_ids"].offsets().diff().tolist()
     rows = _choose_rows(zero, lengths, wanted)
     started = time.perf_counter()
-    output = original(engine, tu.index_select_tensor_dict(data, rows), normalised_by_all, forward_only)
+    output = original(engine, tu.index_select_tensor_dict(data, rows), normalised_by_all, False)
     seconds = time.perf_counter() - started
     left_out = sum(lengths) - (computed := sum(lengths[row] for row in rows))
     # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
@@ -298,7 +287,7 @@ def _make(original: Any, settings: Any) -> Any:
         skipped = engines[self][1]
         if skipped is None:
             return original(self, data, loss_function, forward_only)
-        output = _train_rows(original, self, data, loss_function, forward_only, skipped)
+        output = _train_rows(original, self, data, loss_function, skipped)
         if tu.get_non_tensor_data(data, "update_lr_scheduler", True):  # the last mini-batch of the step
             for name in ("rows", "tokens", "seconds_saved"):
                 output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(skipped[name]))
@@ -306,12 +295,6 @@ def _make(original: Any, settings: Any) -> Any:
         return output
 
     return forward_backward_batch
-
-
-def _require_steps(original: Any, _replacement: Any, _settings: Any) -> None:
-    names = original.__code__.co_names
-    if missing := [name for name in ("prepare_micro_batches", "forward_step") if name not in names]:
-        raise PatchRefused(f"it no longer calls {' and '.join(missing)}")
 
 
 SWITCHES = (
@@ -322,7 +305,7 @@ SWITCHES = (
         params=("self", "data", "loss_function", "forward_only"),
         make=_make,
         fingerprints=("31a4f7024bd19fe1328d957d62930f340f43ff5bb623a7617895d98f32f2662a",),
-        probe=_require_steps,
+        uses=("prepare_micro_batches", "forward_step"),
         no_seam="verl chooses the rows of a micro-batch itself, and a registered policy loss sees rows after their forward pass",
         upstream="https://github.com/verl-project/verl/issues/5770",
         remove_when="verl leaves rows with advantage 0 out of the actor update",

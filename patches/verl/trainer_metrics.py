@@ -1,6 +1,5 @@
 """Adds the metrics ``rl_accel/...`` to the metrics that a verl trainer logs each step, while any feature is on."""
 
-import functools
 from typing import Any
 
 from rl_accel.patches.patch import Patch
@@ -9,22 +8,18 @@ from rl_accel.telemetry import metrics
 
 
 def _with_ours(original: Any, _settings: Any) -> Any:
-    @functools.wraps(original)
     def log(self: Any, data: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
         # verl puts actor/ before the metrics of an actor update, ours included.
         named = {key.removeprefix("actor/") if key.startswith("actor/rl_accel/") else key: data[key] for key in data}
-        return original(self, {**named, **_collect(data, step)}, step, *args, **kwargs)
+        applied = {
+            f"rl_accel/{feature.name}/applied": float(feature.applied)
+            for feature in RUNTIME.status().features
+            if feature.requested != "off"
+        }
+        ours = {**applied, **metrics.drain(), **metrics.run_observers(step, data)}
+        return original(self, {**named, **ours}, step, *args, **kwargs)
 
     return log
-
-
-def _collect(data: Any, step: Any) -> dict[str, float]:
-    applied = {
-        f"rl_accel/{feature.name}/applied": float(feature.applied)
-        for feature in RUNTIME.status().features
-        if feature.requested != "off"
-    }
-    return {**applied, **metrics.drain(), **metrics.run_observers(step, data)}
 
 
 SWITCHES = (

@@ -1,8 +1,7 @@
 """Facts about a verl run that decide which features work in the run: trainer, engine, advantage estimator, group filter, replicas.
 
-All checks of features read these facts here. ``trainer.use_v1`` is True by default, even for verl's entry points that ignore this
-key. A trainer is therefore identified by the trainer's class. Before the trainer is built, the sections of the configuration
-identify the trainer.
+``trainer.use_v1`` is True by default, even for verl's entry points that ignore this key. A trainer is therefore identified by its
+class or, before it is built, by the sections of the configuration.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from omegaconf import OmegaConf
 from rl_accel.errors import refuse
 
 ON_POLICY = ("V1 sync", "V1 tail_batching")
-"""Names of the trainers (see :attr:`VerlRun.trainer`) whose rollouts begin and end within one training step."""
+"""Trainers (values of :attr:`VerlRun.trainer`) whose rollouts begin and end within one training step."""
 TRAINERS = {
     "sampler": ("V1",),
     "tail_batching": ON_POLICY,
@@ -30,6 +29,12 @@ ENGINES = {"final_output": "vllm", "drafts": "vllm"}
 """Mapping from feature to the only rollout engine that the feature supports. Features that are not listed work with all engines."""
 WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """verl's advantage estimators that end with ``masked_whiten``. The feature ``advantages`` has no effect with other estimators."""
+
+_IDLE_WITH_GROUP_FILTER = {
+    "sampler": "which prompts are launched depends on when verl looks",
+    "skip_zero": "no group has equal rewards",
+}
+"""Mapping from feature to the reason why the feature has no effect with verl's group filter."""
 
 ROLLOUT = "actor_rollout_ref.rollout"
 """Section of verl's configuration for the rollout."""
@@ -48,10 +53,6 @@ MAINS = {
 """Mapping from verl's entry-point module to the folder (in the package ``verl``) and the name of its hydra configuration."""
 
 RAY_TRAINER_CLASS = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
-_HOMES = {
-    "verl.experimental.fully_async_policy": "fully_async",
-    "verl.experimental.one_step_off_policy": "one_step_off",
-}
 
 
 class VerlRun:
@@ -172,19 +173,17 @@ class VerlRun:
     def idle(self, feature: str) -> str:
         """Returns the reason why ``feature`` would have no effect in this run, or "" if there is none."""
         estimator = self.get("algorithm.adv_estimator")
-        by_estimator = f"algorithm.adv_estimator = {estimator}"
-        if (feature == "gae" and estimator != "gae") or (feature == "skip_zero" and estimator == "gae"):
-            return by_estimator
-        if feature == "advantages" and estimator not in WHITENING_ESTIMATORS:
-            return by_estimator
-        if feature == "sampler" and self.filters_groups:
-            return "algorithm.filter_groups.enable = True: which prompts are launched depends on when verl looks"
-        if feature == "skip_zero" and self.filters_groups:
-            return "algorithm.filter_groups.enable = True: no group has equal rewards"
-        if feature == "balance":
-            replica_gpus = self.gpus_besides_tp * self._number(f"{ROLLOUT}.tensor_model_parallel_size")
-            return "the rollout has one replica" if self.gpus == replica_gpus else ""
-        return ""
+        is_idle_with_estimator = {
+            "gae": estimator != "gae",
+            "skip_zero": estimator == "gae",
+            "advantages": estimator not in WHITENING_ESTIMATORS,
+        }
+        if is_idle_with_estimator.get(feature):
+            return f"algorithm.adv_estimator = {estimator}"
+        if self.filters_groups and feature in _IDLE_WITH_GROUP_FILTER:
+            return f"algorithm.filter_groups.enable = True: {_IDLE_WITH_GROUP_FILTER[feature]}"
+        replica_gpus = self.gpus_besides_tp * self._number(f"{ROLLOUT}.tensor_model_parallel_size")
+        return "the rollout has one replica" if feature == "balance" and self.gpus == replica_gpus else ""
 
     def _number(self, key: str) -> int:
         return int(self.get(key, 1) or 1)
@@ -201,9 +200,8 @@ class VerlRun:
         bases = {(base.__module__, base.__qualname__): base for base in cls.__mro__}
         if ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer") in bases:
             return f"V1 {self.get('trainer.v1.trainer_mode')}"
-        for module, _ in bases:
-            for home, trainer in _HOMES.items():
-                if module.startswith(home):
-                    return trainer
+        for trainer in ("fully_async", "one_step_off"):
+            if any(module.startswith(f"verl.experimental.{trainer}_policy") for module, _ in bases):
+                return trainer
         verls: Any = bases.get(RAY_TRAINER_CLASS)
         return "legacy" if verls and cls.init_workers is verls.init_workers else "recipe"  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ MODE = "trainer.v1.trainer_mode"
 MANAGER = "reward.reward_manager"
 TAIL = features.TailBatchingFlags(enable=True, prompt_ratio="auto", queue_threshold=3)
 REWARD = features.RewardTimeoutFlags(enable=True, scale=2.0, workers=3)
-TELEMETRY = features.TelemetryFlags(enable=True)
+TELEMETRY = features.ByNameFlags(enable=True)
 BALANCE = features.BalanceFlags(enable=True)
 DRAFTS = features.DraftsFlags(enable=True, max_tokens=5)
 REPLAN = features.TpReplanFlags(enable=True)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_accel.errors import PatchRefused
+from rl_accel.patches.upstream import require_names
 from rl_accel.patches.verl import final_output
 
 PARTS = [([5], [{5: -0.1}]), ([6, 7], [{6: -0.2}, {7: -0.3}]), ([], [])]
@@ -26,9 +27,8 @@ class Engine:
             self.closed = True
 
 
-def seen(parts, in_parts):
+def seen(parts):
     async def collect():
-        final_output._in_parts.set(in_parts)
         joined = final_output._joined(Engine(parts).generate)
         return [
             (list(part.token_ids), None if part.logprobs is None else list(part.logprobs))
@@ -39,17 +39,14 @@ def seen(parts, in_parts):
     return asyncio.run(collect())
 
 
-def test_each_output_has_all_tokens_so_far_but_requests_of_others_pass_as_they_are():
+def test_each_output_has_all_tokens_so_far():
     whole = [5, 6, 7], [{5: -0.1}, {6: -0.2}, {7: -0.3}]
-    assert seen(PARTS, in_parts=True) == [([5], [{5: -0.1}]), whole, whole]
-    assert seen([([5], None), ([6], None)], in_parts=True) == [([5], None), ([5, 6], None)], "none were asked for"
-    assert seen(PARTS, in_parts=False) == PARTS
+    assert seen(PARTS) == [([5], [{5: -0.1}]), whole, whole]
+    assert seen([([5], None), ([6], None)]) == [([5], None), ([5, 6], None)], "none were asked for"
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_a_request_that_is_dropped_ends_at_once(in_parts):
+def test_a_request_that_is_dropped_ends_at_once():
     async def drop():
-        final_output._in_parts.set(in_parts)
         engine = Engine(PARTS)
         outputs = final_output._joined(engine.generate)("p")
         await anext(outputs)
@@ -60,7 +57,9 @@ def test_a_request_that_is_dropped_ends_at_once(in_parts):
 
 
 @pytest.mark.parametrize("has_interval", [True, False])
-def test_when_the_last_request_has_ended_the_engine_is_as_it_was(monkeypatch, has_interval):
+def test_requests_of_others_pass_as_they_are_and_when_the_last_has_ended_the_engine_is_as_it_was(
+    monkeypatch, has_interval
+):
     fields = {"stream_interval": ()} if has_interval else {}
     parameters = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
     vllm = SimpleNamespace(SamplingParams=SimpleNamespace(__struct_fields__=fields))
@@ -74,6 +73,8 @@ def test_when_the_last_request_has_ended_the_engine_is_as_it_was(monkeypatch, ha
 
     async def of_verl(server, prompt_ids, sampling_params, request_id):
         outputs = []
+        server.requests += 1
+        assert [output.outputs[0].token_ids async for output in engine.generate("p")] == [ids for ids, _ in PARTS]
         async for output in server.engine.generate(prompt=prompt_ids):
             await asyncio.sleep(0)
             seen_intervals.append(processor.stream_interval)
@@ -83,7 +84,7 @@ def test_when_the_last_request_has_ended_the_engine_is_as_it_was(monkeypatch, ha
         return outputs
 
     ours = patch.make(of_verl, None)
-    server = SimpleNamespace(engine=engine, _disaggregation_role="null")
+    server = SimpleNamespace(engine=engine, _disaggregation_role="null", requests=0)
 
     async def run():
         requests = [ours(server, "p", {}, name) for name in ("first", "fails", "last")]
@@ -91,6 +92,7 @@ def test_when_the_last_request_has_ended_the_engine_is_as_it_was(monkeypatch, ha
 
     first, _, last = asyncio.run(run())
     assert first == last == [[5, 6, 7]]
+    assert server.requests == 3
     assert set(seen_intervals) == {1 if has_interval else final_output.NEVER}
     assert vars(engine) | {"closed": False} == before
     assert processor.stream_interval == 1
@@ -101,5 +103,5 @@ def test_a_server_of_another_shape_is_refused():
         return self.engine
 
     (patch,) = final_output.SWITCHES
-    with pytest.raises(PatchRefused, match="no longer reads self"):
-        patch.probe(generate, None, None)
+    with pytest.raises(PatchRefused, match="no longer uses _disaggregation_role"):
+        require_names(generate, patch.uses, patch.target)

@@ -23,8 +23,9 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
 from rl_accel.errors import ConfigError, PatchRefused
-from rl_accel.features import SkipZeroFlags
+from rl_accel.features import LosslessFlags
 from rl_accel.lab.verl_cpu.platform import PlatformCPU
+from rl_accel.patches.upstream import require_names
 from rl_accel.patches.verl import skip_zero
 from rl_accel.patches.verl.verl_run import VerlRun
 
@@ -136,7 +137,7 @@ def stock(engine, batch, loss):
 def skipping():
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    return skip_zero._make(FSDPEngine.forward_backward_batch, SkipZeroFlags(enable=True))
+    return skip_zero._make(FSDPEngine.forward_backward_batch, LosslessFlags(enable=True))
 
 
 def update(function, batch, loss, dtype=torch.float32, module=None):
@@ -270,7 +271,7 @@ def test_a_row_that_may_not_be_finite_is_trained_as_by_verl(skipping):
 
 def test_forward_passes_critics_and_other_data_are_verls(skipping):
     seen = []
-    ours = skip_zero._make(lambda *arguments: seen.append(arguments), SkipZeroFlags(enable=True))
+    ours = skip_zero._make(lambda *arguments: seen.append(arguments), LosslessFlags(enable=True))
     batch = make_batch([9, 20], [0, 0], DYNAMIC)
     calls = [
         (make_engine(make_model()), batch, None, True),
@@ -305,7 +306,7 @@ def test_what_zero_advantages_do_not_silence_is_refused_by_name_and_left_to_verl
     batch["ref_log_prob"] = batch["old_log_probs"].clone()
     engine = make_engine(make_model(**of_model))
     with pytest.raises(ConfigError, match=message) as refused:
-        skip_zero._make(None, SkipZeroFlags(enable=True))(engine, batch, ppo(**of_loss))
+        skip_zero._make(None, LosslessFlags(enable=True))(engine, batch, ppo(**of_loss))
     assert "\n" not in str(refused.value)
     calls = []
 
@@ -313,7 +314,7 @@ def test_what_zero_advantages_do_not_silence_is_refused_by_name_and_left_to_verl
         calls.append(arguments)
 
     functools.update_wrapper(original, FSDPEngine.forward_backward_batch)
-    automatic = skip_zero._make(original, SkipZeroFlags())
+    automatic = skip_zero._make(original, LosslessFlags())
     loss = ppo(**of_loss)
     for _ in range(2):
         automatic(engine, batch, loss)
@@ -362,11 +363,11 @@ def test_in_auto_a_loss_of_the_users_own_is_not_tried_since_it_may_keep_a_state(
     for name, mode in {"annealed": "annealed", "a function": "vanilla"}.items():
         loss = ppo(mode)
         mine = loss if mode == "annealed" else lambda loss=loss, **given: loss(**given)
-        ours = skip_zero._make(type(make_engine(None)).forward_backward_batch, SkipZeroFlags())
+        ours = skip_zero._make(type(make_engine(None)).forward_backward_batch, LosslessFlags())
         assert update(ours, batch, mine)[2] == [3], name
     assert calls == [3]
     assert caplog.text.count("loss_mode = a loss of verl's own, found ") == 2
-    named = skip_zero._make(type(make_engine(None)).forward_backward_batch, SkipZeroFlags(enable=True))
+    named = skip_zero._make(type(make_engine(None)).forward_backward_batch, LosslessFlags(enable=True))
     assert update(named, batch, ppo("annealed"))[2] == [1]
 
 
@@ -374,7 +375,7 @@ def test_a_training_step_that_other_code_has_replaced_is_left_to_it(monkeypatch)
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda *given: None)
-    named = skip_zero._make(None, SkipZeroFlags(enable=True))
+    named = skip_zero._make(None, LosslessFlags(enable=True))
     with pytest.raises(ConfigError, match=r"own training step: .*forward_step is already replaced by .*test_skip_zero"):
         named(make_engine(make_model()), make_batch([9, 20], [1, 0], DYNAMIC), ppo())
 
@@ -386,8 +387,9 @@ def test_a_trial_draws_no_random_numbers_of_the_run():
 
 
 def test_a_function_that_makes_no_micro_batches_is_refused():
-    with pytest.raises(PatchRefused, match="no longer calls prepare_micro_batches and forward_step"):
-        skip_zero._require_steps(replace, None, None)
+    (patch,) = skip_zero.SWITCHES
+    with pytest.raises(PatchRefused, match="no longer uses prepare_micro_batches and forward_step"):
+        require_names(replace, patch.uses, patch.target)
 
 
 def two_ranks(rank, folder):
@@ -400,7 +402,7 @@ def two_ranks(rank, folder):
     store = torch.distributed.FileStore(f"{folder}/store", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    ours = skip_zero._make(FSDPEngine.forward_backward_batch, SkipZeroFlags(enable=True))
+    ours = skip_zero._make(FSDPEngine.forward_backward_batch, LosslessFlags(enable=True))
     result = {}
     # Rank 1 has one trained row, or none; rank 0 has long ones, which need more micro-batches than rank 1 has such rows.
     rows = {
