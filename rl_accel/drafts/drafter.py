@@ -16,23 +16,20 @@ from numpy.typing import NDArray
 
 from rl_accel.drafts.index import (
     CONTEXT,
-    FOUND,
     LAST,
     LENGTH,
-    MATCHED,
     NUMBER,
     OTHER,
     PROMPT,
-    SOURCE,
     SOURCES,
     VERSION,
     Ints,
-    Matches,
     Pool,
     extend,
+    hash_of,
     is_live,
-    lookup,
     make_pool,
+    predict,
     sequence,
     tokens_of,
 )
@@ -50,14 +47,15 @@ PRIOR = 4.0
 """Weight of the acceptance rate over all prompts in the estimate for one prompt, as a number of predicted tokens of this prompt."""
 REMEMBERED = 4096
 """Maximum number of requests that are remembered after they have left the batch, for ``take_finished`` and in case they return."""
-RATES, HEAD, TAKEN = range(NUMBER + 1, NUMBER + 4)
-"""Columns 6 to 8 of ``_Batch.sequences``, which has one row per request. Columns 0 to 5: see ``LAST`` in ``index.py``.
+TAIL, RATES, HEAD, TAKEN, FOUND, MATCHED, SOURCE, PROPOSED = range(NUMBER + 1, NUMBER + 9)
+"""Columns 6 to 13 of ``_Batch.requests``. Columns 0 to 5: see ``LAST`` in ``index.py``.
 
+TAIL: hash of the last tokens, see ``_tail_of``.
 RATES: row of ``_Rates.own`` with the acceptance rates of the request's prompt.
 HEAD: number of prompt tokens.
-TAKEN: 1 if ``take_finished`` has returned the response, else 0."""
-PROPOSED = SOURCE + 1
-"""Column 3 of ``_Batch.numbers``: number of tokens in the draft of a request. Columns 0 to 2: see ``FOUND`` in ``index.py``."""
+TAKEN: 1 if ``take_finished`` has returned the response, else 0.
+FOUND, MATCHED, SOURCE: result of ``predict`` in ``index.py``. FOUND is 0 if nothing was predicted.
+PROPOSED: number of predicted tokens that are the request's draft."""
 
 logger = logging.getLogger(__name__)
 
@@ -80,16 +78,15 @@ class _Prompt:
 class _Batch(NamedTuple):
     """Running requests as arrays with R rows, the same rows as in vLLM. The length is -1 in a row without a request."""
 
-    sequences: Any  # int64[R, 9]
-    tails: Any  # int32[R, CONTEXT]: last tokens of each request
-    tokens: Any  # tokens, shares, numbers: see Matches
-    shares: Any
-    numbers: Any  # int64[R, 4]
+    requests: Any  # int64[R, 14], columns: see LAST and TAIL
+    tokens: Any  # int32[R, L]: predicted tokens
+    shares: Any  # float64[R, L]: share of the votes for each predicted token
 
     @classmethod
     def empty(cls, rows: int, longest: int) -> "_Batch":
-        batch = cls(np.zeros((rows, TAKEN + 1), np.int64), _tails(rows), *Matches.empty(rows, longest, PROPOSED + 1))
-        batch.sequences[:, LENGTH] = -1
+        shape = rows, longest
+        batch = cls(np.zeros((rows, PROPOSED + 1), np.int64), np.zeros(shape, np.int32), np.zeros(shape))
+        batch.requests[:, LENGTH] = -1
         return batch
 
 
@@ -97,7 +94,7 @@ class _Rates(NamedTuple):
     """Numbers of hits and of tries. Hits / tries estimates the acceptance rate: the probability that a predicted token is accepted.
 
     A try is a predicted token that was compared with a sampled token. It counts as the token's share of the votes (see
-    ``Matches``). A hit is a try with equal tokens, and counts as 1. Older hits and tries count less. Source 0: predictions from the
+    ``predict``). A hit is a try with equal tokens, and counts as 1. Older hits and tries count less. Source 0: predictions from the
     same prompt and its responses. Source 1: predictions from other prompts.
     """
 
@@ -141,7 +138,7 @@ class Drafter:
             self._begin(1)
             for end in (1, 2):
                 self.propose([[0]], np.array([end]), np.zeros((1, 2 * CONTEXT), np.int32))
-            tokens_of(self._pool, self._batch.sequences[0])
+            tokens_of(self._pool, self._batch.requests[0])
         self._begin(1 if self._idle else self.settings.memory_mb)
 
     def _begin(self, memory_mb: float) -> None:
@@ -150,7 +147,7 @@ class Drafter:
         self._prompts: FIFOCache[int, _Prompt] = FIFOCache(prompts)
         self._new_prompts = 0  # number of prompts so far
         self._batch, self._running = _Batch.empty(1, self._longest), 0
-        self._gone: LRUCache[tuple[int, bytes], tuple[Any, ...]] = LRUCache(REMEMBERED)
+        self._gone: LRUCache[tuple[int, int], tuple[Any, ...]] = LRUCache(REMEMBERED)
         self._version = 0
         first = [[8 * rate, 8] for _, rate in FIRST_RATES]
         self._rates = _Rates(np.zeros((prompts, 2, 2)), np.array([first, first]))
@@ -187,20 +184,19 @@ class Drafter:
         drafts: list[list[int]] = [[] for _ in range(running)]
         if self._idle or not running:
             return drafts
-        if len(self._batch.sequences) != len(token_ids_cpu):  # the first call
+        if len(self._batch.requests) != len(token_ids_cpu):  # the first call
             if token_ids_cpu.ndim != 2 or token_ids_cpu.dtype != np.int32:
                 found = f"{token_ids_cpu.dtype}{list(token_ids_cpu.shape)}"
                 raise ValueError(f"token_ids_cpu must be int32[rows, max_model_len], found {found}")
             self._batch, self._running = _Batch.empty(len(token_ids_cpu), self._longest), 0
+        requests = self._batch.requests[:running]
         new = np.array([len(tokens) for tokens in sampled_token_ids])
         ends = num_tokens_no_spec[:running].astype(np.int64)
-        step = self._pool, self._batch, self._rates, self._counts, token_ids_cpu, new, ends
-        known = False
-        if running == self._running:
-            known, went_on, verified = _advance(*step, False)
-        if not known:
-            self._follow(new, ends, token_ids_cpu)
-            (_, _, verified), went_on = _advance(*step, True), False
+        others = np.flatnonzero(_differ(requests, token_ids_cpu, new, ends)).tolist()
+        went_on = not others and running == self._running and np.array_equal(requests[:, LENGTH], ends - new)
+        if others or running < self._running:
+            self._follow(others, new, ends, token_ids_cpu)
+        verified = _advance(self._pool, self._batch, self._rates, self._counts, token_ids_cpu, new, ends)
         self._steps += 1
         if self._called is not None and went_on:
             self._stopped += self._costs.add(running, verified, now - self._called, int(new.sum()))
@@ -208,16 +204,13 @@ class Drafter:
         if running > self.settings.batch_limit or not self._costs.allows(running):
             return drafts
         if self._costs.pays(running, _choose(self._pool, self._batch, self._rates, token_ids_cpu, running)):
-            for row, count in enumerate(self._batch.numbers[:running, PROPOSED].tolist()):
-                if count:
-                    drafts[row] = self._batch.tokens[row, :count].tolist()
-        else:
-            self._batch.numbers[:, PROPOSED] = 0
+            counts = requests[:, PROPOSED].tolist()
+            return [tokens[:count].tolist() for tokens, count in zip(self._batch.tokens, counts, strict=False)]
+        requests[:, PROPOSED] = 0
         return drafts
 
-    @property
-    def counts(self) -> Counter[str]:
-        """Counters of the drafter, by name.
+    def take_counts(self) -> Counter[str]:
+        """Returns the counters since the last call, by name, and resets them.
 
         - ``steps``: calls of :meth:`propose`.
         - ``tokens``: tokens sampled in these steps.
@@ -234,13 +227,8 @@ class Drafter:
             counter[f"drafted_{source}"], counter[f"accepted_{source}"] = drafted, accepted
         for bits in np.flatnonzero(by_length[:, 1]).tolist():
             counter[f"tokens_from_{2**bits // 2}"], counter[f"row_steps_from_{2**bits // 2}"] = by_length[bits].tolist()
-        return counter
-
-    def take_counts(self) -> Counter[str]:
-        """Returns the counters (see :attr:`counts`) since the last call, and resets them."""
-        counts = self.counts
         self._begin_counts()
-        return counts
+        return counter
 
     def new_weights(self) -> None:
         """Tells the drafter that the engine has new weights. All running requests leave the drafter's batch.
@@ -272,44 +260,43 @@ class Drafter:
             self._version = max(self._version, version)
             extend(self._pool, self._request(tokens, length, version)[None], tokens[None], np.array([len(tokens)]))
 
-    def _follow(self, new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
+    def _follow(self, others: list[int], new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
         """Updates ``_batch`` after requests have started, ended or changed rows in vLLM.
 
-        A row for which vLLM sampled no token, as during an incomplete prefill, becomes empty.
+        ``others``: rows with another request than in the last call. A row for which vLLM sampled no token, as during an incomplete
+        prefill, becomes empty.
         """
-        begins, running = ends - new, len(new)
-        others = [row for row in range(running) if not _is_same(self._batch, row, matrix[row], begins[row], new[row])]
-        predictions = self._leave([*others, *range(running, self._running)])
+        left = self._leave([*others, *range(len(new), self._running)])
         for row in others:
             if new[row]:
-                begin = int(begins[row])
-                gone = self._gone.pop((begin, _tails(1, matrix[row, :begin]).tobytes()), None)
+                begin = int(ends[row] - new[row])
+                gone = self._gone.pop((begin, _tail_of(matrix[row], begin)), None)
                 if gone is None:
-                    self._batch.sequences[row] = self._request(matrix[row], begin, self._version)
+                    self._batch.requests[row] = self._request(matrix[row], begin, self._version)
                 else:
                     for array, values in zip(self._batch, gone, strict=True):
                         array[row] = values
-        for numbers in predictions:  # vLLM drops the draft of a request that it preempts
-            numbers[PROPOSED] = 0
-        self._running = running
+        for request in left:  # vLLM drops the draft of a request that it preempts
+            request[PROPOSED] = 0
+        self._running = len(new)
 
     def _leave(self, rows: Iterable[int]) -> list[Ints]:
         """Removes the requests in ``rows`` from the batch, and keeps them in ``_gone`` in case they return.
 
-        Returns the kept rows of ``_Batch.numbers``, one per removed request.
+        Returns the kept rows of ``_Batch.requests``.
         """
-        predictions = []
+        left = []
         for row in rows:
-            length = int(self._batch.sequences[row, LENGTH])
-            if length >= 0:
-                request = tuple(array[row].copy() for array in self._batch)
-                self._gone[length, self._batch.tails[row].tobytes()] = request
-                self._batch.sequences[row, LENGTH], self._batch.numbers[row] = -1, 0
-                predictions.append(request[-1])
-        return predictions
+            request = self._batch.requests[row]
+            if request[LENGTH] >= 0:
+                gone = tuple(array[row].copy() for array in self._batch)
+                self._gone[int(request[LENGTH]), int(request[TAIL])] = gone
+                left.append(gone[0])
+                request[LENGTH], request[FOUND:] = -1, 0
+        return left
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
-        """Returns a new row of ``_Batch.sequences``, int64[9], for a request with the prompt ``tokens[:length]``.
+        """Returns a new row of ``_Batch.requests``, int64[14], for a request with the prompt ``tokens[:length]``.
 
         Adds the prompt to the index if missing. ``version``: version of the weights that generate the response.
         """
@@ -329,94 +316,79 @@ class Drafter:
         # in the first epochs of a prompt no response is too old, so that responses to other prompts are used
         oldest = prompt.versions[0] if len(prompt.versions) == prompt.versions.maxlen else 0
         begun = sequence(key, version, oldest, int(prompt.sequence[LAST]), length)
-        return np.array([*begun, prompt.rates_row, length, False])
-
-
-def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
-    """Returns an array [rows, CONTEXT]: the last CONTEXT tokens of ``tokens`` in each row, padded with zeros on the left."""
-    tails = np.zeros((rows, CONTEXT), np.int32)
-    last = tokens[-CONTEXT:]
-    tails[:, CONTEXT - len(last) :] = last
-    return tails
+        return np.array([*begun, 0, prompt.rates_row, length, False, 0, 0, 0, 0])
 
 
 @compiled
-def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool:
-    """Returns whether ``row`` has the same request in ``batch`` and in vLLM. Compares the last tokens that ``batch`` has stored.
+def _tail_of(tokens: Any, end: int) -> Any:
+    """Returns a hash of the last CONTEXT tokens of ``tokens[:end]``, by which a request is recognised."""
+    return hash_of(tokens, max(0, end - CONTEXT), end, 0)
 
-    ``tokens``: vLLM's tokens of the row: ``begin`` tokens from before the last step, then ``new`` tokens from the last step.
+
+@compiled
+def _differ(requests: Any, matrix: Any, new: Any, ends: Any) -> Any:
+    """Returns an array bool[R]: whether each row has another request in vLLM than in ``requests``.
+
+    ``matrix``, ``ends``: vLLM's tokens of each row and their number. ``new``: number of tokens from the last step, for each row.
     """
-    length = batch.sequences[row, LENGTH]
-    # the known length is below ``begin`` if vLLM did not call ``propose`` after some steps; 0.29.0 does not call it while
-    # a request is within num_speculative_tokens of max_model_len
-    same = new > 0 and 0 <= length <= begin
-    for back in range(1, min(CONTEXT, length) + 1 if same else 0):
-        same = same and tokens[length - back] == batch.tails[row, CONTEXT - back]
-    return same
+    others = np.ones(len(new), np.bool_)
+    for row in range(len(new)):
+        length = requests[row, LENGTH]
+        # the known length is below the length before the step if vLLM did not call ``propose`` after some steps; 0.29.0 does not
+        # call it while a request is within num_speculative_tokens of max_model_len
+        if new[row] > 0 and 0 <= length <= ends[row] - new[row]:
+            others[row] = requests[row, TAIL] != _tail_of(matrix[row], length)
+    return others
 
 
 @compiled
-def _rates_of(rates: _Rates, request: Any, numbers: Any) -> tuple[Any, Any]:
+def _rates_of(rates: _Rates, request: Any) -> tuple[Any, Any]:
     """Returns two pairs (hits, tries) for the acceptance rate of a prediction for ``request``, as views of ``rates``.
 
     The first pair is for the prompt of ``request``, the second for all prompts at a similar match length. Both are for the source
-    of the prediction (see ``_Rates``). ``numbers``: row of ``Matches.numbers`` of the prediction.
+    of the prediction (see ``_Rates``).
     """
-    other, at = int(numbers[SOURCE] == OTHER), 0
-    while numbers[MATCHED] > FIRST_RATES[at][0]:
+    other, at = int(request[SOURCE] == OTHER), 0
+    while request[MATCHED] > FIRST_RATES[at][0]:
         at += 1
     return rates.own[request[RATES], other], rates.all[other, at]
 
 
 @compiled
-def _advance(
-    pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: Any, new: Any, ends: Any, sure: bool
-) -> tuple[bool, bool, bool]:
+def _advance(pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: Any, new: Any, ends: Any) -> bool:
     """Compares the predicted tokens with the new tokens, updates the acceptance rates, and adds the new tokens to the index.
 
-    Returns three booleans:
-
-    - True if ``batch`` and vLLM have the same request in each row; not checked if ``sure``. If False, nothing was changed.
-    - True if the drafter knew all tokens before the last step, because no call of :meth:`Drafter.propose` was missed.
-    - True if at least one draft was verified in the last step.
+    Returns True if at least one draft was verified in the last step.
     """
-    went_on, verified, rows = True, False, len(new)
+    verified, rows = False, len(new)
     for row in range(rows):
-        begin = ends[row] - new[row]
-        if not sure and not _is_same(batch, row, matrix[row], begin, new[row]):
-            return False, False, False
-        went_on = went_on and batch.sequences[row, LENGTH] == begin
-    for row in range(rows):
-        request, numbers = batch.sequences[row], batch.numbers[row]
-        length, end = request[LENGTH], ends[row]
+        request, end = batch.requests[row], ends[row]
+        length, found = request[LENGTH], request[FOUND]
         if length < 0:
             continue
         # tokens that were not proposed count too: they are sampled as often as they would be accepted in a draft, and a
         # rising acceptance rate must be noticed while drafting pauses
-        if numbers[FOUND] > 0:
-            came, hits, tries = end - length, 0, 0.0
-            while hits < min(numbers[FOUND], came) and batch.tokens[row, hits] == matrix[row, length + hits]:
+        if found > 0:
+            came, hits = end - length, 0
+            while hits < min(found, came) and batch.tokens[row, hits] == matrix[row, length + hits]:
                 hits += 1
-            for at in range(min(hits + 1, came, numbers[FOUND])):
-                tries += batch.shares[row, at]
-            own, of_all = _rates_of(rates, request, numbers)
+            tries = batch.shares[row, : min(hits + 1, came, found)].sum()
+            own, of_all = _rates_of(rates, request)
             for rate, kept in ((own, 0.95), (of_all, 0.99)):
                 rate[0], rate[1] = kept * rate[0] + hits, kept * rate[1] + tries
-            if numbers[PROPOSED] and came == new[row]:
+            if request[PROPOSED] and came == new[row]:
                 verified = True
-                counts.by_source[numbers[SOURCE], 0] += numbers[PROPOSED]
-                counts.by_source[numbers[SOURCE], 1] += new[row] - 1
-        numbers[FOUND] = numbers[PROPOSED] = 0
+                counts.by_source[request[SOURCE], 0] += request[PROPOSED]
+                counts.by_source[request[SOURCE], 1] += new[row] - 1
+        request[FOUND] = request[PROPOSED] = 0
         bits, left = 0, end - request[HEAD]
         while left > 0:
             bits, left = bits + 1, left >> 1
         counts.by_length[bits, 0] += new[row]
         counts.by_length[bits, 1] += 1
-        batch.tails[row] = 0
-        for back in range(1, min(CONTEXT, end) + 1):
-            batch.tails[row, CONTEXT - back] = matrix[row, end - back]
-    extend(pool, batch.sequences[:rows], matrix, ends)
-    return True, went_on, verified
+        request[TAIL] = _tail_of(matrix[row], end)
+    extend(pool, batch.requests[:rows], matrix, ends)
+    return verified
 
 
 @compiled
@@ -426,17 +398,19 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
     Returns the expected number of accepted draft tokens in the next step, summed over requests.
     """
     expected = 0.0
-    lookup(pool, batch.sequences[:rows], matrix, Matches(batch.tokens, batch.shares, batch.numbers))
     for row in range(rows):
-        numbers = batch.numbers[row]
-        if numbers[FOUND] > 0:
-            own, of_all = _rates_of(rates, batch.sequences[row], numbers)
+        request, shares = batch.requests[row], batch.shares[row]
+        request[FOUND], request[MATCHED], request[SOURCE] = predict(
+            pool, request, matrix[row], batch.tokens[row], shares
+        )
+        if request[FOUND] > 0:
+            own, of_all = _rates_of(rates, request)
             rate, chance = min(1.0, (own[0] + PRIOR * of_all[0] / of_all[1]) / (own[1] + PRIOR)), 1.0
-            for at in range(numbers[FOUND]):
-                chance *= rate * batch.shares[row, at]
+            for share in shares[: request[FOUND]]:
+                chance *= rate * share
                 if chance < FLOOR:
                     break
-                numbers[PROPOSED] += 1
+                request[PROPOSED] += 1
                 expected += chance
     return expected
 
@@ -453,8 +427,8 @@ class _CostModel:
     WITHOUT, LEAST, TRIED, WINDOW, PAUSE = 32, 8, 32, 512, 512
 
     def __init__(self) -> None:
-        # by batch size: numbers of steps, seconds and tokens without drafts, then the same with drafts
-        self._sizes: defaultdict[int, list[float]] = defaultdict(lambda: [0.0] * 6)
+        # by batch size: float64[2, 3]; row 0: steps without drafts, row 1: with; columns: numbers of steps, seconds, tokens
+        self._sizes: defaultdict[int, NDArray[Any]] = defaultdict(lambda: np.zeros((2, 3)))
         self._paused: Counter[int] = Counter()
         self._told = False
 
@@ -467,8 +441,8 @@ class _CostModel:
         if self._paused[size] > 0:
             self._paused[size] -= 1
             return False
-        without, _, _, verified, _, _ = self._sizes[size]
-        return without >= self.LEAST and without * self.WITHOUT >= verified
+        without, verified = self._sizes[size][:, 0].tolist()
+        return bool(without >= self.LEAST and without * self.WITHOUT >= verified)
 
     def pays(self, rows: int, expected: float) -> bool:
         """Returns whether a step with drafts should take fewer seconds per token than a step without drafts.
@@ -476,8 +450,8 @@ class _CostModel:
         Returns True until TRIED steps with drafts were measured. ``rows``: number of requests. ``expected``: expected number of
         accepted draft tokens of all requests.
         """
-        plain_steps, plain, _, steps, spent, _ = self._sizes[_about(rows)]
-        return steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected)
+        (plain_steps, plain, _), (steps, spent, _) = self._sizes[_about(rows)].tolist()
+        return bool(steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected))
 
     def add(self, rows: int, verified: bool, seconds: float, tokens: int) -> bool:
         """Adds a measured step of ``rows`` requests. Returns True if a pause begins now, because drafting does not save time.
@@ -488,13 +462,13 @@ class _CostModel:
             tokens: number of tokens sampled in the step, over all requests.
         """
         size = _about(rows)
-        seen, at = self._sizes[size], 3 * verified
-        if seen[at] >= self.LEAST:
-            seconds = min(seconds, 4 * seen[at + 1] / seen[at])  # a longer time means that the engine was idle
-        seen[:] = [value * (1 - 1 / self.WINDOW) for value in seen]
-        for more, value in enumerate((1, seconds, tokens)):
-            seen[at + more] += value
-        plain_steps, plain, plain_tokens, steps, spent, gained = seen
+        seen = self._sizes[size]
+        steps, spent, _ = seen[int(verified)].tolist()
+        if steps >= self.LEAST:
+            seconds = min(seconds, 4 * spent / steps)  # a longer time means that the engine was idle
+        seen *= 1 - 1 / self.WINDOW
+        seen[int(verified)] += 1, seconds, tokens
+        (plain_steps, plain, plain_tokens), (steps, spent, gained) = seen.tolist()
         if plain_steps < self.LEAST or steps < self.TRIED or spent / gained <= plain / plain_tokens:
             return False
         if not self._told:
@@ -504,7 +478,7 @@ class _CostModel:
             )
         self._told = True
         self._paused[size] = self.PAUSE
-        seen[3:] = [0.0] * 3
+        seen[1] = 0
         return True
 
 

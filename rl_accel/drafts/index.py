@@ -53,32 +53,12 @@ sequence.
 BEFORE: position of the sequence's token before the block; -1 for none.
 AFTER: number of the sequence's next block; -1 for none.
 COUNT: number of tokens in the block."""
-FOUND, MATCHED, SOURCE = range(3)
-"""Columns of ``Matches.numbers``, which has one row per context.
-
-FOUND: number of predicted tokens; 0 for no match.
-MATCHED: length of the match in tokens.
-SOURCE: index in SOURCES of the origin of the predicted tokens; of several matches, the newest counts."""
 _numbers = itertools.count(1)
 
 
 def sequence(key: int, version: int, oldest: int = 0, last: int = -1, length: int = 0) -> Ints:
     """Returns the columns of a new sequence (a prompt or a response), int64[6]; see LAST for their meaning."""
     return np.array([last, length, oldest, key, version, next(_numbers)])
-
-
-class Matches(NamedTuple):
-    """Predicted next tokens for S contexts, up to L tokens each: the tokens that followed the longest matches in the index."""
-
-    tokens: Any  # int32[S, L]
-    shares: Any  # float64[S, L]: share of the votes for each token
-    numbers: Any  # int64[S, 3 or more], columns: see FOUND
-
-    @classmethod
-    def empty(cls, count: int, longest: int, columns: int = 3) -> "Matches":
-        """Returns empty matches for ``count`` contexts, with at most ``longest`` tokens each."""
-        shape = count, longest
-        return cls(np.zeros(shape, np.int32), np.zeros(shape), np.zeros((count, columns), np.int64))
 
 
 class Pool(NamedTuple):
@@ -112,17 +92,23 @@ def tokens_of(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
 
 
 @compiled
+def hash_of(tokens: Any, begin: int, end: int, start: int) -> Any:
+    """Returns a 64-bit hash of ``tokens[begin:end]``. Another ``start`` gives another hash function."""
+    mixed = np.uint64(start)
+    for at in range(begin, end):
+        mixed = (mixed ^ np.uint64(tokens[at])) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return np.int64(mixed)
+
+
+@compiled
 def bucket_of(chain: int, key: int, tokens: Any, end: int, buckets: int) -> Any:
     """Returns the hash bucket of a chain of positions after the tokens ``tokens[end - GRAM : end]``.
 
     ``chain``: 0 for the chain of the prompt with the hash ``key``, 1 for the global chain. ``buckets``: number of hash buckets for
     each kind of chain, a power of two.
     """
-    mixed = np.uint64(0 if chain else key)
-    for at in range(end - GRAM, end):
-        mixed = (mixed ^ np.uint64(tokens[at])) * np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(29)
-    return np.int64(mixed & np.uint64(buckets - 1))
+    return hash_of(tokens, end - GRAM, end, 0 if chain else key) & (buckets - 1)
 
 
 @compiled
@@ -230,27 +216,27 @@ def _best_positions(
 
 
 @compiled
-def lookup(pool: Pool, sequences: Any, tokens: Any, matches: Matches) -> None:
-    """Predicts the next tokens of each sequence: the tokens that followed the longest matches. Writes them into ``matches``.
+def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -> tuple[int, int, int]:
+    """Predicts the next tokens of a sequence: the tokens that followed the longest matches with its last tokens.
 
-    ``sequences`` and ``tokens`` are as in :func:`extend`. Compares the newest CANDIDATES positions of the prompt's chain and of the
-    global chain (see the module's docstring). The positions with the longest match vote on one next token after another; newer
-    positions have more weight, and a position that is outvoted no longer votes.
+    Compares the newest CANDIDATES positions of the prompt's chain and of the global chain (see the module's docstring). The
+    positions with the longest match vote on one next token after another. Newer positions have more weight. A position that is
+    outvoted no longer votes.
 
-    The number of predicted tokens is at most the number of columns of ``matches.tokens``, and less than the number of free columns
-    after the sequence in ``tokens``.
+    Args:
+        pool: arrays of the index.
+        sequence: a row of ``sequences`` in :func:`extend`.
+        context: all tokens of the sequence, then free columns. Fewer tokens are predicted than there are free columns.
+        tokens: receives the predicted tokens, int32[L]; at most L tokens are predicted.
+        shares: receives each predicted token's share of the votes, float64[L].
+
+    Returns:
+        Number of predicted tokens, 0 for no match; length of the match in tokens; index in SOURCES of the newest match.
     """
-    for row in range(len(sequences)):
-        _match(pool, sequences[row], tokens[row], matches.tokens[row], matches.shares[row], matches.numbers[row])
-
-
-@compiled
-def _match(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any, numbers: Any) -> None:
     end, key, oldest = sequence[LENGTH], sequence[KEY], sequence[OLDEST]
     limit, count = min(len(tokens), len(context) - 1 - end), 0
-    numbers[FOUND] = 0
     if end < GRAM or limit < 1:
-        return
+        return 0, 0, 0
     positions, voters, matched = _best_positions(pool, 0, context, end, key, oldest, GRAM)
     others, more, longer = _best_positions(pool, 1, context, end, key, oldest, matched + (voters > 0))
     if more:
@@ -284,7 +270,7 @@ def _match(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any, nu
                 positions[left], weights[left] = following, weights[voter]
                 left += 1
         voters = left
-    numbers[FOUND], numbers[MATCHED], numbers[SOURCE] = count, matched, source
+    return count, matched, source
 
 
 @compiled

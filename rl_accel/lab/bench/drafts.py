@@ -127,7 +127,7 @@ def replay(steps: list[list[PromptAndResponse]], running: int, settings: dict[st
             waiting = [_Row(prompt, tokens, seen[tuple(prompt)]) for prompt, tokens in reversed(step) if tokens]
             _replay_responses(waiting, matrix, drafter if drafts else None, result)
         drafter.new_weights()
-    result.counts = drafter.counts
+    result.counts = drafter.take_counts()
     return result
 
 
