@@ -52,10 +52,8 @@ def _store_when_connected(worker: ModuleType) -> None:
 
 
 def _store() -> None:
-    from ray.experimental.internal_kv import _internal_kv_put
-
     # An empty payload is stored instead of none, because the job's environment variable may still hold an older payload.
-    _internal_kv_put(_job_key(), os.environ.get(SOURCES_VAR, "{}"), overwrite=True, namespace=_NAMESPACE)
+    put("sources", os.environ.get(SOURCES_VAR, "{}"))
 
 
 def received() -> str | None:
@@ -63,13 +61,22 @@ def received() -> str | None:
 
     Reads Ray's key-value store, or the environment variable :data:`~rl_accel.runtime.SOURCES_VAR` if the store has no flags.
     """
-    if is_connected():
-        from ray.experimental.internal_kv import _internal_kv_get
+    return (get("sources") if is_connected() else None) or os.environ.get(SOURCES_VAR)
 
-        stored = _internal_kv_get(_job_key(), namespace=_NAMESPACE)
-        if stored:
-            return str(stored, "utf-8")
-    return os.environ.get(SOURCES_VAR)
+
+def put(name: str, text: str) -> None:
+    """Stores ``text`` in the Ray cluster's key-value store, under ``name`` and the id of this job. Replaces an earlier text."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(_key(name), text, overwrite=True, namespace=_NAMESPACE)
+
+
+def get(name: str) -> str | None:
+    """Returns the text that a process of this Ray job has stored under ``name`` with :func:`put`; None if there is none."""
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    stored = _internal_kv_get(_key(name), namespace=_NAMESPACE)
+    return None if stored is None else str(stored, "utf-8")
 
 
 def add_to_runtime_env(runtime_env: Any) -> Any:
@@ -96,7 +103,7 @@ def is_connected() -> bool:
     return ray is not None and ray.is_initialized()
 
 
-def _job_key() -> str:
+def _key(name: str) -> str:
     import ray
 
-    return f"sources:{ray.get_runtime_context().get_job_id()}"
+    return f"{name}:{ray.get_runtime_context().get_job_id()}"

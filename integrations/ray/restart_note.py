@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel.files import write_atomically
-from rl_accel.integrations.ray.propagate import is_connected
+from rl_accel.integrations.ray import propagate
 from rl_accel.relaunch import EXIT_CODE, NOTE_VAR
 
-_NAMESPACE = b"rl_accel"
 _is_armed = False
 _has_note = threading.Event()
 
@@ -29,9 +28,7 @@ def publish(note: dict[str, Any]) -> None:
 
     ``note`` must be serialisable as JSON. The module docstring of :mod:`rl_accel.relaunch` lists the keys of ``note``.
     """
-    from ray.experimental.internal_kv import _internal_kv_put
-
-    _internal_kv_put(_key(), json.dumps(note), overwrite=True, namespace=_NAMESPACE)
+    propagate.put("restart", json.dumps(note))
 
 
 def arm() -> None:
@@ -51,20 +48,16 @@ def arm() -> None:
 def _look() -> None:
     threading.main_thread().join()
     try:
-        if not is_connected():
-            return
-        from ray.experimental.internal_kv import _internal_kv_get
-
-        stored = _internal_kv_get(_key(), namespace=_NAMESPACE)
+        note = propagate.get("restart") if propagate.is_connected() else None
     except Exception as error:  # without the cluster, there is no note
         print(f"rl-accel: no word of a restart could be had from Ray: {error}", file=sys.stderr)
         return
-    if not stored:
+    if not note:
         return
     if file := os.environ.get(NOTE_VAR):
-        write_atomically(Path(file), stored.decode())
+        write_atomically(Path(file), note)
     else:
-        overrides = " ".join(json.loads(stored)["overrides"])
+        overrides = " ".join(json.loads(note)["overrides"])
         words = f"this run goes on when it is launched again with: {overrides} (rl-accel run -- does that)"
         print(f"rl-accel: {words}", file=sys.stderr)
     _has_note.set()
@@ -81,9 +74,3 @@ def _exit_with_code() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_CODE)  # a function that runs at exit cannot change the exit code in another way
-
-
-def _key() -> str:
-    import ray
-
-    return f"restart:{ray.get_runtime_context().get_job_id()}"

@@ -10,7 +10,6 @@ store creates a new actor. Grading never waits for the actor.
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
 import threading
 import weakref
@@ -104,22 +103,18 @@ class StoreClient:
     """
 
     def __init__(self, anchors: LocalAnchors, path: str | None) -> None:
-        self._anchors = anchors
-        self._path = path
+        self._anchors, self._path = anchors, path
         self._task: asyncio.Task[None] | None = None
-        self._wanted = False
-        self._silent = False
+        self._wanted = self._silent = False
         self._handle: Any = None
         self._call: tuple[AnchorDelta, asyncio.Future[Update]] | None = None
+        self._exchanging = asyncio.Lock()
         self.loop: asyncio.AbstractEventLoop | None = None
         with _clients_lock:
             _clients.add(self)
 
     def use(self) -> None:
-        """Starts the periodic exchange with the anchor store, or keeps it running.
-
-        The exchange stops a few seconds after the last call of :meth:`use`.
-        """
+        """Starts the periodic exchange with the store, or keeps it running. It stops a few seconds after the last call."""
         self._wanted = True
         if ray.is_initialized() and (self._task is None or self._task.done()):
             self.loop = asyncio.get_running_loop()
@@ -129,8 +124,6 @@ class StoreClient:
         """Ends the periodic exchange with the store, then makes a last exchange."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
         if ray.is_initialized():
             await self._exchange()
 
@@ -149,27 +142,26 @@ class StoreClient:
     async def _exchange(self) -> None:
         """Sends this process's new anchors and counts to the store, and applies the store's answer to this process's copy.
 
-        If the store does not answer in time, the next exchange waits for the same answer instead of sending again.
+        If the store does not answer in time, the next exchange waits for the same answer. Sending again would count twice.
         """
-        if self._call is None:
-            delta = self._anchors.take_delta()
-            self._call = delta, asyncio.ensure_future(self._ask(delta))
-        delta, call = mine = self._call
-        try:
-            update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
-        except TimeoutError:
-            self._complain("it takes long")  # the call goes on; sending again would count everything twice
-        except (RayError, ValueError) as error:  # ValueError: the actor ended during the look-up
-            if self._call is not mine:  # another coroutine has handled this call
+        async with self._exchanging:
+            if self._call is None:
+                delta = self._anchors.take_delta()
+                self._call = delta, asyncio.ensure_future(self._ask(delta))
+            delta, call = self._call
+            try:
+                update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
+            except TimeoutError:
+                self._complain("it takes long")
                 return
-            self._call, self._handle = None, None
-            self._anchors.put_back(delta)
-            self._complain(first_line(error))
-        else:
-            if self._call is not mine:
-                return
-            self._call, self._silent = None, False
-            self._anchors.apply(update)
+            except (RayError, ValueError) as error:  # ValueError: the actor ended during the look-up
+                self._handle = None
+                self._anchors.put_back(delta)
+                self._complain(first_line(error))
+            else:
+                self._silent = False
+                self._anchors.apply(update)
+            self._call = None
 
     async def _ask(self, delta: AnchorDelta) -> Update:
         if self._handle is None:
