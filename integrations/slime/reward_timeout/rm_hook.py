@@ -37,6 +37,7 @@ from rl_accel.reward.execution import ExecutionResult, Limits, gather_until, run
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
 from rl_accel.reward.sandbox import Graders, Sandbox
 from rl_accel.reward.scores import Scores
+from rl_accel.reward.worker_pool import WorkerPool
 from rl_accel.switch import forget_when_off
 
 _MOST_WORKERS = 16
@@ -120,7 +121,8 @@ class Grading:
         number_keys = keys[:1] or ["acc", "score"]
         self._scores = Scores(flags, self.anchors, keys, number_keys, number_keys, numbers_only=False)
         self._args = grader_worker.Arguments(args)
-        self._graders: dict[str, Graders] = {}
+        self._pools: dict[str | None, Graders] = {}
+        self._sandbox: Sandbox | None = None
 
     async def grade(self, args: Any, given: Any, kwargs: dict[str, Any]) -> Any:
         """Returns the reward of the sample ``given``, or the rewards if ``given`` is a list. Stops the graders if cancelled."""
@@ -136,13 +138,21 @@ class Grading:
         graded, gradings = _LAST_GRADED.get()
         gradings = gradings + 1 if graded is given else 0
         _LAST_GRADED.set((given, gradings))
+        in_loop = spec.awaits or (is_list and sample is not given[0])
+
+        async def run(limits: Limits) -> ExecutionResult:
+            if not in_loop:
+                return await self._run_in_process(spec, args, given, kwargs, limits)
+            if spec.function is not None:
+                return await run_within(spec.function(args, given, **kwargs), limits, spec.name)
+            own_args = copy.copy(args)
+            own_args.custom_rm_path = None
+            return await run_within(rm_hub.async_rm(own_args, given, **kwargs), limits, spec.name)
+
         if spec.name == "code":
             result = await self._run_program(prompt, sample, teach)
         else:
-            if spec.awaits or (is_list and sample is not given[0]):
-                executor, run = self._awaited_executor, functools.partial(self._await, spec, args, given, kwargs)
-            else:
-                executor, run = self._executor, functools.partial(self._run_in_process, spec, args, given, kwargs)
+            executor = self._awaited_executor if in_loop else self._executor
             case = f"{spec.name}/{size or 1}" + (f"/{gradings}" if gradings else "")
             result = await executor.execute(
                 prompt, case, run, lambda result: self._scores.is_correct(result, size), teach
@@ -170,21 +180,20 @@ class Grading:
         self, spec: GraderSpec, args: Any, given_samples: Any, kwargs: dict[str, Any], limits: Limits
     ) -> ExecutionResult:
         """Runs a grader in a separate process. If the grader finishes, applies the grader's changes to the samples here."""
-        name = spec.name if spec.function else ""  # slime's own graders share one pool of processes
-        if name not in self._graders:
-            arguments = {"args": self._args.packed, "grader": name or None}
-            self._graders[name] = Graders(
+        path = spec.name if spec.function else None  # slime's own graders share one pool of processes
+        if path not in self._pools:
+            self._pools[path] = Graders(
                 grader_worker.MAKE,
                 self._workers,
-                arguments,
+                {"args": self._args.packed, "grader": path},
                 environment=grader_cluster.environment(),
                 setup=grader_cluster.SETUP,
             )
-        samples = given_samples if isinstance(given_samples, list) else [given_samples]
-        packed = tuple(grader_worker.pack_sample(sample, whole=bool(name)) for sample in samples)
-        call = {"samples": packed, "single": not isinstance(given_samples, list), "kwargs": kwargs}
-        call["args"] = self._args.changes(args)
-        result = await self._graders[name].call(call, replace(limits, kind=spec.name))
+        is_list = isinstance(given_samples, list)
+        samples = given_samples if is_list else [given_samples]
+        packed = tuple(grader_worker.pack_sample(sample, whole=path is not None) for sample in samples)
+        call = {"samples": packed, "single": not is_list, "kwargs": kwargs, "args": self._args.changes(args)}
+        result = await self._pools[path].call(call, replace(limits, kind=spec.name))
         if result.verdict != "done":
             return result
         value, changes, order = result.value
@@ -193,17 +202,6 @@ class Grading:
             fields |= {key: grader_worker.unsent_restored(item, fields.get(key)) for key, item in changed.items()}
         samples[:] = [samples[place] for place in order]  # slime assigns the rewards in this order
         return replace(result, value=value)
-
-    async def _await(
-        self, spec: GraderSpec, args: Any, given: Any, kwargs: dict[str, Any], limits: Limits
-    ) -> ExecutionResult:
-        """Calls a grader directly on slime's event loop, within ``limits``. For graders that await something, such as a request."""
-        function = spec.function
-        if function is None:
-            function, args = rm_hub.async_rm, copy.copy(args)
-            args.custom_rm_path = None
-        coroutine = function(args, given, **kwargs)
-        return await run_within(coroutine, limits, spec.name)
 
     async def _run_program(self, prompt: str, sample: Any, teach: bool) -> ExecutionResult:
         """Runs the program in a response in the sandbox. The score is the share of passed test cases.
@@ -217,6 +215,8 @@ class Grading:
         program = program_of(sample.response)
         if program is None:
             return ExecutionResult(verdict="done", value=0.0)
+        if self._sandbox is None:
+            self._sandbox = Sandbox(self._workers, self.flags.isolation)
         program, early_stop = program + addition, self.flags.early_stop
         results = await execute_program(
             self._program_executor, self._sandbox, prompt, program, cases, teach, early_stop
@@ -224,25 +224,19 @@ class Grading:
         passed = sum(result.verdict == "passed" for result in results)
         return ExecutionResult(verdict="done", value=passed / len(cases))
 
-    @functools.cached_property
-    def _sandbox(self) -> Sandbox:
-        return Sandbox(self._workers, self.flags.isolation)
+    def _all_pools(self) -> list[WorkerPool]:
+        return [*self._pools.values(), *filter(None, [self._sandbox])]
 
     def abandon(self) -> None:
         """Ends all grader processes and the sandbox after the event loop has been closed."""
-        for pool in self._graders.values():
+        for pool in self._all_pools():
             pool.abandon()
-        if "_sandbox" in vars(self):
-            self._sandbox.abandon()
 
     async def close(self) -> None:
         """Ends all grader processes and the sandbox, including graders that are still running."""
         await self.store_client.close()
-        graders, self._graders = self._graders, {}
-        for pool in graders.values():
+        for pool in self._all_pools():
             await pool.close()
-        if "_sandbox" in vars(self):
-            await self._sandbox.close()
 
 
 OPEN: dict[asyncio.AbstractEventLoop, Grading] = {}
