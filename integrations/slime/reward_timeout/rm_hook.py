@@ -37,29 +37,25 @@ from rl_accel.reward.execution import ExecutionResult, Limits, gather_until, run
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
 from rl_accel.reward.sandbox import Graders, Sandbox
 from rl_accel.reward.scores import Scores
-from rl_accel.reward.worker_pool import WorkerPool
 from rl_accel.switch import forget_when_off
 
 _MOST_WORKERS = 16
 """Upper bound of the default number of grader processes. Each process takes some 250 MiB of memory."""
-_MOST_AWAITED = 1 << 20  # these graders mostly wait, and cost this machine nothing
-"""Maximum number of graders that run on slime's event loop at once: in effect unlimited, as in slime."""
+_MOST_AWAITED = 1 << 20
+"""Maximum number of graders that run on slime's event loop at once: in effect unlimited, as in slime. They mostly wait."""
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
-"""True if the current asyncio task grades an evaluation sample. slime marks and grades a sample in the same task."""
+"""True if the current asyncio task grades an evaluation sample. :func:`mark_evaluation` sets it. slime calls :func:`grade` in the
+same task, so :func:`grade` never sees the value of another sample."""
 _LAST_GRADED: ContextVar[tuple[Any, int]] = ContextVar("graded", default=(None, 0))
-"""Sample that the current asyncio task has graded last, and the number of times that the task had graded it before. Each grading of
-a sample has its own time limit, because a generate function may grade a sample after each turn."""
+"""Sample that the current asyncio task has graded last, and the number of its earlier gradings. A generate function may grade a
+sample after each turn, and each of these gradings has its own time limit."""
 
 
 def mark_evaluation(args: Any, sample: Any, evaluation: bool = False, rollout_id: int | None = None) -> None:
-    """Stores in the current asyncio task whether a sample belongs to an evaluation (slime's ``--rollout-sample-hook-path``).
-
-    Also makes slime grade evaluation samples with :func:`grade`: removes ``custom_rm_path`` from the sample if it names
-    :func:`grade` or the user's grader.
-    """
+    """Notes for :func:`grade` whether a sample belongs to an evaluation (slime's ``--rollout-sample-hook-path``)."""
     EVALUATION.set(evaluation)
-    # slime copies --custom-rm-path to evaluation samples before it reads rl-accel's YAML file.
+    # slime copies --custom-rm-path to evaluation samples before it reads rl-accel's YAML file, and would call that function.
     if sample.custom_rm_path is not None and sample.custom_rm_path in (RM_HOOK, flags_of(args)[REWARD_TIMEOUT].grader):
         sample.custom_rm_path = None
 
@@ -82,13 +78,13 @@ async def grade(args: Any, sample: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class GraderSpec:
-    """Grader that a sample needs, and the way to call this grader.
+    """Grader of a sample.
 
     Attributes:
         name: dotted path of the user's grader, or slime's ``rm_type``.
         function: the user's grader; None: slime's own grader.
         awaits: True if the grader awaits something. It then runs on slime's event loop, else in a separate process.
-        takes_lists: True if the grader gets a list of samples as a whole. False if it is called once for each sample of the list.
+        takes_lists: True if the grader gets a list of samples as a whole. False if it is called for each sample of the list.
     """
 
     name: str
@@ -98,7 +94,7 @@ class GraderSpec:
 
 
 class Grading:
-    """Grades samples on one event loop: holds the grader processes, the sandbox, and the anchors from which limits are derived.
+    """Grader processes, sandbox and anchors (from which limits are derived) of one event loop.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -154,9 +150,8 @@ class Grading:
         else:
             executor = self._awaited_executor if in_loop else self._executor
             case = f"{spec.name}/{size or 1}" + (f"/{gradings}" if gradings else "")
-            result = await executor.execute(
-                prompt, case, run, lambda result: self._scores.is_correct(result, size), teach
-            )
+            is_correct = functools.partial(self._scores.is_correct, size=size)
+            result = await executor.execute(prompt, case, run, is_correct, teach)
         if spec.function is None and result.reason.startswith("NotImplementedError"):
             raise ConfigError(
                 f"rl_accel.reward_timeout wants an --rm-type that slime has, found {spec.name!r}: {result.reason}"
@@ -179,7 +174,7 @@ class Grading:
     async def _run_in_process(
         self, spec: GraderSpec, args: Any, given_samples: Any, kwargs: dict[str, Any], limits: Limits
     ) -> ExecutionResult:
-        """Runs a grader in a separate process. If the grader finishes, applies the grader's changes to the samples here."""
+        """Runs a grader in a separate process, and applies its changes to the samples in this process."""
         path = spec.name if spec.function else None  # slime's own graders share one pool of processes
         if path not in self._pools:
             self._pools[path] = Graders(
@@ -204,38 +199,28 @@ class Grading:
         return replace(result, value=value)
 
     async def _run_program(self, prompt: str, sample: Any, teach: bool) -> ExecutionResult:
-        """Runs the program in a response in the sandbox. The score is the share of passed test cases.
-
-        The test cases are in ``metadata["test_cases"]`` of the sample.
-        """
+        """Runs the program in a response on ``metadata["test_cases"]``, in the sandbox. The score is the share that passes."""
         try:
             cases, addition = cases_of((sample.metadata or {}).get("test_cases"))
         except ValueError as error:
             return ExecutionResult(verdict="error", reason=f"ValueError: {error}", error=error)
-        program = program_of(sample.response)
-        if program is None:
+        if (program := program_of(sample.response)) is None:
             return ExecutionResult(verdict="done", value=0.0)
-        if self._sandbox is None:
-            self._sandbox = Sandbox(self._workers, self.flags.isolation)
-        program, early_stop = program + addition, self.flags.early_stop
-        results = await execute_program(
-            self._program_executor, self._sandbox, prompt, program, cases, teach, early_stop
-        )
+        self._sandbox = self._sandbox or Sandbox(self._workers, self.flags.isolation)
+        executor, early_stop = self._program_executor, self.flags.early_stop
+        results = await execute_program(executor, self._sandbox, prompt, program + addition, cases, teach, early_stop)
         passed = sum(result.verdict == "passed" for result in results)
         return ExecutionResult(verdict="done", value=passed / len(cases))
 
-    def _all_pools(self) -> list[WorkerPool]:
-        return [*self._pools.values(), *filter(None, [self._sandbox])]
-
     def abandon(self) -> None:
         """Ends all grader processes and the sandbox after the event loop has been closed."""
-        for pool in self._all_pools():
+        for pool in filter(None, [*self._pools.values(), self._sandbox]):
             pool.abandon()
 
     async def close(self) -> None:
         """Ends all grader processes and the sandbox, including graders that are still running."""
         await self.store_client.close()
-        for pool in self._all_pools():
+        for pool in filter(None, [*self._pools.values(), self._sandbox]):
             await pool.close()
 
 
@@ -265,7 +250,7 @@ def _spec_of_path(path: str) -> GraderSpec:
 
 
 def _awaits(function: Any) -> bool:
-    """Returns whether the source code of a coroutine function awaits anything; True if the source code is not available."""
+    """Returns whether a coroutine function awaits anything, by its source code; True if the source code is not available."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
@@ -278,7 +263,7 @@ _collect = Collector()
 
 
 def _close_all() -> None:
-    """Discards all :class:`Grading` objects and the collected counts. The grader processes end in the background."""
+    """Forgets all :class:`Grading` objects and collected counts. The grader processes end in the background."""
     global _collect
     _collect = Collector()
     while OPEN:

@@ -59,20 +59,12 @@ _WARN_AFTER_UNCALLED = 8
 
 @dataclass
 class _Response:
-    """Response that the running asyncio task scores.
-
-    Attributes:
-        prompt: key of the prompt.
-        teach: False for a validation response, from which no time limits are learned.
-        calls: number of calls of the reward function for the response so far.
-        refusal: reason why the reward function could not be called. Kept here because the held manager may catch it as an error of
-            the function.
-    """
+    """Response that the running asyncio task scores, with the key of its prompt."""
 
     prompt: str
-    teach: bool = True
-    calls: int = 0
-    refusal: SandboxError | None = None
+    teach: bool = True  # False for a validation response, from which no time limits are learned
+    calls: int = 0  # of the reward function for this response so far
+    refusal: SandboxError | None = None  # the held manager may catch it as an error of the reward function
 
 
 _RESPONSE: ContextVar[_Response | None] = ContextVar("rl_accel_response", default=None)
@@ -82,16 +74,14 @@ _RESPONSE: ContextVar[_Response | None] = ContextVar("rl_accel_response", defaul
 class RewardTimeoutManager(RewardManagerBase):
     """Reward manager that runs the configured manager, with a time limit for each execution of the reward function.
 
-    The configured manager (naive, dapo, gdpo, remote, rate_limited or a user's class) still computes the scores, with two changes.
-    ``naive`` replaces ``remote``, because the reward function runs in other processes anyway. The ``reward.timeout`` of
-    ``rate_limited`` is only the default of the full budget (the longest limit).
+    The configured manager (of verl or the user) still computes the scores, with two changes. ``naive`` replaces ``remote``, because
+    the reward function runs in other processes anyway. The ``reward.timeout`` of ``rate_limited`` is only the default of the full
+    budget (the longest limit).
 
     A response whose execution was stopped gets ``timeout_score``. With the flag ``score_errors``, so does a response for which the
     reward function raised an exception or returned an unusable value. Without the flag, both are passed on unchanged.
 
-    Args:
-        config, tokenizer, compute_score: as for every reward manager of verl.
-        given: further arguments of verl, such as ``reward_model_tokenizer``, for the configured manager.
+    Takes the arguments of every reward manager of verl. ``given`` is for the configured manager.
     """
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **given: Any) -> None:
@@ -172,13 +162,10 @@ class RewardTimeoutManager(RewardManagerBase):
         )
 
     async def score(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the configured reward function within a time limit. Takes the arguments of verl's reward functions.
-
-        Returns:
-            A reward as verl's reward managers expect: a number, or a dict with the key ``score``.
+        """Calls the reward function within a time limit, with the same arguments. Returns its reward, or a substitute.
 
         Raises:
-            SandboxError: the reward function cannot be imported in a separate process.
+            SandboxError: the reward function cannot be imported in a separate process, or an argument cannot be sent there.
             Exception: the exception that the reward function raised.
         """
         # A user's manager may pass other arguments than verl's; these names only serve to identify prompt and source.
@@ -265,7 +252,6 @@ def _target_of(config: Any, function: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _configured_manager(config: Any, **arguments: Any) -> Any:
-    """Creates the reward manager that the user configured; verl's ``naive`` manager in place of ``remote``."""
     configured, original = config.reward[SECTION].manager, config.copy()
     section = original.reward.reward_manager
     section.source, section.name, section.module.path = (configured[key] for key in ("source", "name", "path"))
@@ -277,10 +263,7 @@ def _configured_manager(config: Any, **arguments: Any) -> Any:
 
 
 def _share_of_cores(reward_workers: int) -> int:
-    """Returns the number of executions that each reward worker may run at once: its share of the node's CPU cores, at least 1.
-
-    ``reward_workers`` is the number of reward workers on all nodes together.
-    """
+    """Returns the share of this node's CPU cores for each of the ``reward_workers``, which run on all nodes; at least 1."""
     nodes = 1
     if ray.is_initialized():
         nodes = sum(1 for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0)
@@ -288,10 +271,7 @@ def _share_of_cores(reward_workers: int) -> int:
 
 
 def _prompt_of(data_source: Any, ground_truth: Any, raw_prompt: Any, extra_info: Any) -> str:
-    """Returns the key of a prompt for the time limits, computed from data source, ground truth and text of the prompt.
-
-    If ``raw_prompt`` has no text, ``extra_info["index"]`` takes its place.
-    """
+    """Returns the key under which time limits of a prompt are learned. ``extra_info["index"]`` stands in for an absent text."""
     texts = list(_texts(raw_prompt))
     index = extra_info.get("index") if isinstance(extra_info, dict) and not texts else None
     return prompt_key(str(data_source), ground_truth, texts, index)
