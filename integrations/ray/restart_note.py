@@ -1,9 +1,8 @@
 """Restart notes: requests to launch a run again, sent from the trainer process to the driver process of a Ray job.
 
-The trainer process may be on another node and cannot set the exit code of the driver process. Therefore the trainer process puts a
-note into the key-value store of the Ray cluster, under the id of the job. When the main thread of the driver process has ended, the
-driver process reads the note and writes the note to the file that ``rl-accel run`` asked for. Then the driver process exits with
-:data:`rl_accel.relaunch.EXIT_CODE`.
+The trainer process may be on another node and cannot set the exit code of the driver process. It therefore stores a note in the Ray
+cluster. When the main thread of the driver process has ended, the driver process writes the note to the file that ``rl-accel run``
+asked for, and exits with :data:`rl_accel.relaunch.EXIT_CODE`.
 """
 
 import atexit
@@ -24,10 +23,7 @@ _has_note = threading.Event()
 
 
 def publish(note: dict[str, Any]) -> None:
-    """Stores a restart note for the driver process of this Ray job. Replaces an earlier note.
-
-    ``note`` must be serialisable as JSON. The module docstring of :mod:`rl_accel.relaunch` lists the keys of ``note``.
-    """
+    """Stores a note for the driver process of this Ray job, in place of an earlier one. Its keys: see :mod:`rl_accel.relaunch`."""
     propagate.put("restart", json.dumps(note))
 
 
@@ -64,7 +60,7 @@ def _look() -> None:
 
 
 def _exit_with_code() -> None:
-    """Ends this process with :data:`EXIT_CODE` if there is a restart note."""
+    """Ends this process with :data:`EXIT_CODE` if there is a note that asks for a restart, see :func:`publish`."""
     if not _has_note.is_set():
         return
     import ray

@@ -22,15 +22,13 @@ from rl_accel.patches.verl.interfaces import RewardLoopWorker
 logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
-ATTEMPTS = 4
-"""Maximum number of attempts to score a response. Chosen by hand."""
-_PAUSE_SECONDS = 1.0
-"""Seconds before the next attempt if Ray cannot reach the reward worker at the moment."""
-_STOP_SECONDS = 30.0
-"""Maximum seconds to wait for the end of a remote call after its cancellation. Chosen by hand."""
+# All three are chosen by hand.
+ATTEMPTS = 4  # to score a response
+_PAUSE_SECONDS = 1.0  # before the next attempt, if Ray cannot reach the reward worker at the moment
+_STOP_SECONDS = 30.0  # to wait at most for the end of a remote call after its cancellation
 
 SUCCESSOR = "_successor_"
-"""Separator in the name of the actor that replaces a dead reward worker. ``reward_loop_worker_2_successor_3_<job id>`` is the third
+"""Part of the name of an actor that replaces a dead reward worker, such as ``reward_loop_worker_2_successor_3_<job id>``, the third
 replacement of worker 2."""
 
 
@@ -63,19 +61,13 @@ async def outcome(call: Awaitable[T]) -> T | None:
 
 
 class RewardWorkerProxy:
-    """Proxy of a reward worker. Cancelling a task that awaits ``compute_score`` also cancels the remote call.
+    """Proxy of ``worker``, the handle of a reward worker. Only ``compute_score`` does not go directly to the worker.
 
-    Calls of other methods go directly to the reward worker.
-
-    Args:
-        worker: handle of the reward worker, a Ray actor.
-        successor: function that takes the number of deaths so far and returns the handle of the next worker.
+    ``successor`` takes the number of deaths so far and returns the handle of the next worker.
     """
 
     def __init__(self, worker: RewardLoopWorker, successor: Callable[[int], RewardLoopWorker]) -> None:
-        self._worker = worker
-        self._successor = successor
-        self._deaths = 0
+        self._worker, self._successor, self._deaths = worker, successor, 0
         self.compute_score = Method(self._compute_score)
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +76,7 @@ class RewardWorkerProxy:
         return getattr(self._worker, name)
 
     async def _compute_score(self, data: Any) -> Any:
-        """Scores ``data`` in the reward worker and returns the result. If the worker dies, its successor scores ``data``.
+        """Returns the score of ``data``. If the worker dies, its successor computes it. Cancelling also cancels the remote call.
 
         Raises:
             RayActorError: the worker was dead or unavailable in all :data:`ATTEMPTS` attempts.
@@ -109,14 +101,10 @@ class RewardWorkerProxy:
 
 
 def proxies(workers: Sequence[Any] | None, config: Any) -> list[RewardWorkerProxy] | None:
-    """Returns a proxy for each of a job's reward workers, in the same order; None if ``workers`` is None.
+    """Returns a proxy for each of a job's reward workers (handles of actors, or proxies, which are kept). None for None.
 
     A dead worker is replaced by a new actor, which all agent-loop workers share. With a reward model, another existing worker takes
     over instead.
-
-    Args:
-        workers: handles of verl's ``RewardLoopWorker`` actors, or proxies, which are kept. None if agent loops compute no rewards.
-        config: verl's configuration.
     """
     if workers is None:
         return None

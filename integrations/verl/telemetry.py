@@ -66,10 +66,7 @@ CURRENT: ContextVar[ResponseTimes | None] = ContextVar("rl_accel_response", defa
 
 @extends(AgentLoopWorkerTQ)  # untested with a verl that lacks this class
 class RecordingWorker(agent_loop.WorkerPart):
-    """Agent-loop worker mixin that records when each training response began, was generated, was rewarded and ended.
-
-    Validation responses are not recorded.
-    """
+    """Agent-loop worker mixin that records when each response of training began, was generated, was rewarded and ended."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -144,12 +141,9 @@ def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TelemetryObserver:
-    """Computes the telemetry metrics of each logged training step.
+    """Computes the telemetry metrics of each logged training step from the records of ``workers`` (:class:`RecordingWorker`).
 
-    Args:
-        config: verl's configuration.
-        workers: handles of agent-loop workers with the mixin :class:`RecordingWorker`.
-        client: verl's rollout client, whose load balancer lists the rollout servers.
+    ``config`` is verl's configuration. The load balancer of ``client``, verl's rollout client, lists the rollout servers.
     """
 
     def __init__(self, config: Any, workers: Sequence[Any], client: ObservedClient) -> None:
@@ -163,10 +157,7 @@ class TelemetryObserver:
         self._window_known = VerlRun(config, config_intake.trainer()).generates_within_stage
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the telemetry metrics of a training step by name, such as ``telemetry/idle_share``; {} outside a training step.
-
-        ``logged`` are the metrics that verl logs.
-        """
+        """Returns the telemetry metrics of a step by name, such as ``telemetry/idle_share``. Arguments: :func:`observe_stages`."""
         began = time.perf_counter()
         numbers = observe_stages(step, logged)
         if not numbers:

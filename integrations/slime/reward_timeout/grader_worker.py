@@ -86,20 +86,14 @@ def unsent_restored(changed: Any, original: Any) -> Any:
 
 
 class Arguments:
-    """Packed copy of slime's arguments, which each grader process gets when it starts.
-
-    A user's rollout may change the arguments later. These :meth:`changes` are sent with each call of the grader.
-    """
+    """Packed copy of slime's arguments for grader processes that start. Later :meth:`changes` are sent with each call."""
 
     def __init__(self, args: Any) -> None:
         self._known = dict(vars(args))
         self.packed = pack(self._known, "args")
 
     def changes(self, args: Any) -> Packed:
-        """Returns the packed entries of ``args`` that differ from this copy.
-
-        Finds a change inside an entry only if the entry is a dict or list.
-        """
+        """Returns the packed entries of ``args`` that differ from this copy. Looks for changes inside dicts and lists only."""
         known = self._known
         items = vars(args).items()
         new = {
@@ -109,10 +103,7 @@ class Arguments:
 
 
 def pack_sample(sample: Any, whole: bool) -> Packed:
-    """Returns a sample for a grader process, packed by :func:`pack`.
-
-    If ``whole`` is True, packs all fields and the class of the sample, else only :data:`_NEEDED_FIELDS`.
-    """
+    """Returns a packed sample: all fields and the class if ``whole`` is True, else only :data:`_NEEDED_FIELDS`."""
     fields = sample.to_dict()
     if not whole:
         return pack({name: fields[name] for name in _NEEDED_FIELDS}, "sample")

@@ -78,19 +78,15 @@ async def grade(args: Any, sample: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class GraderSpec:
-    """Grader of a sample.
+    """Grader of a sample: the user's ``function`` or, if None, slime's own grader.
 
-    Attributes:
-        name: dotted path of the user's grader, or slime's ``rm_type``.
-        function: the user's grader; None: slime's own grader.
-        awaits: True if the grader awaits something. It then runs on slime's event loop, else in a separate process.
-        takes_lists: True if the grader gets a list of samples as a whole. False if it is called for each sample of the list.
+    A grader that ``awaits`` something runs on slime's event loop, any other in a separate process.
     """
 
-    name: str
+    name: str  # dotted path of the user's grader, or slime's ``rm_type``
     function: Callable[..., Any] | None = None
     awaits: bool = False
-    takes_lists: bool = False
+    takes_lists: bool = False  # whether it gets a list of samples as a whole; else it is called for each sample
 
 
 class Grading:

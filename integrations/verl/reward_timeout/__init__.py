@@ -64,11 +64,6 @@ def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
 
 
 def _check(run: VerlRun) -> None:
-    """Refuses a configuration that adaptive reward time limits do not support.
-
-    Raises:
-        ConfigError: the message names the unsupported setting.
-    """
     if run.get(_REWARD) is None:
         import verl
 
