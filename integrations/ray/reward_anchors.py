@@ -32,7 +32,7 @@ EXCHANGE_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
 """Seconds after which an exchange that the store has not answered is logged. Chosen by hand."""
 _REPLY_SECONDS = 5.0
-"""Seconds that the logging of a step waits for counts. Counts that come later belong to the next step. Chosen by hand."""
+"""Maximum seconds that the logging of a step waits for counts. Later counts appear in the next step."""
 _COUNTS = (
     *("executions", "correct", "timeouts", "timeouts_full", "killed", "cancelled", "probes", "suspended", "errors"),
     *("seconds", "waited_seconds", "saved_seconds"),

@@ -22,10 +22,11 @@ from rl_accel.patches.verl.interfaces import RewardLoopWorker
 logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
-# All three are chosen by hand.
-ATTEMPTS = 4  # to score a response
-_PAUSE_SECONDS = 1.0  # before the next attempt, if Ray cannot reach the reward worker at the moment
-_STOP_SECONDS = 30.0  # to wait at most for the end of a remote call after its cancellation
+ATTEMPTS = 4
+"""Maximum number of attempts to score a response. Limited, because a response may kill every worker that scores it."""
+_PAUSE_SECONDS = 1.0  # before the next attempt if Ray cannot reach the reward worker, which may come back
+_STOP_SECONDS = 30.0
+"""Maximum seconds to wait for the end of a remote call after its cancellation. Chosen by hand."""
 
 SUCCESSOR = "_successor_"
 """Part of the name of an actor that replaces a dead reward worker, such as ``reward_loop_worker_2_successor_3_<job id>``, the third

@@ -35,8 +35,8 @@ FILE_KEY = "trainer.rl_accel_telemetry"
 """Key in verl's configuration for the path of the file with response records."""
 WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
-"""Number of steps in a row with an unknown number of preemptions, after which telemetry stops asking the rollout servers. Chosen by
-hand."""
+"""Number of steps in a row with an unknown number of preemptions, after which telemetry stops asking the rollout servers. Servers
+that do not answer would slow down every step."""
 _MOST_RECORDS = 200_000
 """Maximum number of response records that an agent-loop worker keeps until the trainer process fetches them. Chosen by hand."""
 _FLAG = "rl_accel.telemetry"
