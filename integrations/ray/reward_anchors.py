@@ -97,7 +97,7 @@ class StoreClient:
             _clients.add(self)
 
     def use(self) -> None:
-        """Keeps up the exchange with the store until a few seconds after the last call. Call it before and after an execution."""
+        """Keeps up the exchange with the store until a few seconds after the last call of this method."""
         self._wanted = True
         if ray.is_initialized() and (self._task is None or self._task.done()):
             self.loop = asyncio.get_running_loop()
