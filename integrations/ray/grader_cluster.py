@@ -12,10 +12,7 @@ _ADDRESS, _JOB = "RAY_ADDRESS", "RL_ACCEL_RAY_JOB"
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment variables with which a grader process can join this Ray job; {} if Ray is not initialised here.
-
-    They hold the address of the Ray cluster, and as JSON the namespace and the runtime environment of the job.
-    """
+    """Returns the environment variables with which a grader process can join this Ray job; {} if Ray is not initialised here."""
     import ray
 
     if not ray.is_initialized():

@@ -1,12 +1,11 @@
-"""Passes the rl-accel flags of a Ray job's driver process to all other processes of the job, in one of two ways.
+"""Passes the rl-accel flags of a Ray job's driver process to all other processes of the job, in two ways.
 
 If Ray is not connected yet, ``ray.init`` calls the function in ``RAY_RUNTIME_ENV_HOOK`` with the runtime environment of the job.
-Our function adds one environment variable with the payload (the flags as JSON). This also works with a Ray cluster that was
-started earlier.
+Our function adds the flags, as JSON in an environment variable.
 
-Under ``uv run``, ``ray.init`` ignores ``RAY_RUNTIME_ENV_HOOK``. And if Ray is already connected, the runtime environment of
-the job is fixed. The payload is therefore also stored in the key-value store of the cluster, under the id of the job.
-:func:`received` reads the payload when a worker process of the job imports the framework.
+Under ``uv run``, ``ray.init`` ignores ``RAY_RUNTIME_ENV_HOOK``. And if Ray is already connected, the runtime environment of the job
+is fixed. The flags are therefore also stored in the key-value store of the cluster. A worker process of the job calls
+:func:`received` when it imports the framework.
 """
 
 import os
@@ -24,9 +23,9 @@ _NAMESPACE = "rl_accel"
 
 
 def publish(payload: str | None) -> None:
-    """Passes ``payload`` (rl-accel's flags as JSON) to the processes of this Ray job that start from now on.
+    """Passes rl-accel's flags to the processes of this Ray job that start from now on; with None, withdraws them.
 
-    None withdraws an earlier payload. The caller must first update :data:`~rl_accel.runtime.SOURCES_VAR` in ``os.environ``.
+    The caller must first update :data:`~rl_accel.runtime.SOURCES_VAR` in ``os.environ``, which holds the flags.
     """
     current = os.environ.get(HOOK_VAR)
     if payload is not None:
@@ -52,24 +51,28 @@ def _store_when_connected(worker: ModuleType) -> None:
 
 
 def _store() -> None:
-    from ray.experimental.internal_kv import _internal_kv_put
-
-    # An empty payload is stored instead of none, because the job's environment variable may still hold an older payload.
-    _internal_kv_put(_job_key(), os.environ.get(SOURCES_VAR, "{}"), overwrite=True, namespace=_NAMESPACE)
+    # Withdrawn flags are stored as "{}", because the job's environment variable may still hold earlier flags.
+    put("sources", os.environ.get(SOURCES_VAR, "{}"))
 
 
 def received() -> str | None:
-    """Returns rl-accel's flags in this Ray job as JSON, or None if there are none.
+    """Returns rl-accel's flags in this Ray job as JSON, from the key-value store or the environment; None if there are none."""
+    return (get("sources") if is_connected() else None) or os.environ.get(SOURCES_VAR)
 
-    Reads Ray's key-value store, or the environment variable :data:`~rl_accel.runtime.SOURCES_VAR` if the store has no flags.
-    """
-    if is_connected():
-        from ray.experimental.internal_kv import _internal_kv_get
 
-        stored = _internal_kv_get(_job_key(), namespace=_NAMESPACE)
-        if stored:
-            return str(stored, "utf-8")
-    return os.environ.get(SOURCES_VAR)
+def put(name: str, text: str) -> None:
+    """Stores ``text`` in the Ray cluster's key-value store, under ``name`` and the id of this job. Replaces an earlier text."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(_key(name), text, overwrite=True, namespace=_NAMESPACE)
+
+
+def get(name: str) -> str | None:
+    """Returns the text that a process of this job has stored under ``name`` with :func:`put`; None if there is none."""
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    stored = _internal_kv_get(_key(name), namespace=_NAMESPACE)
+    return None if stored is None else str(stored, "utf-8")
 
 
 def add_to_runtime_env(runtime_env: Any) -> Any:
@@ -77,13 +80,11 @@ def add_to_runtime_env(runtime_env: Any) -> Any:
 
     ``ray.init`` calls this function through ``RAY_RUNTIME_ENV_HOOK``. A value that the user has set is kept.
     """
-    previous = os.environ.get(PREVIOUS_HOOK_VAR)
-    if previous:
+    if previous := os.environ.get(PREVIOUS_HOOK_VAR):
         from ray._common.utils import load_class
 
         runtime_env = load_class(previous)(runtime_env)
-    payload = os.environ.get(SOURCES_VAR)
-    if not payload:
+    if not (payload := os.environ.get(SOURCES_VAR)):
         return runtime_env
     runtime_env = dict(runtime_env or {})
     runtime_env["env_vars"] = {SOURCES_VAR: payload, **(runtime_env.get("env_vars") or {})}
@@ -96,7 +97,7 @@ def is_connected() -> bool:
     return ray is not None and ray.is_initialized()
 
 
-def _job_key() -> str:
+def _key(name: str) -> str:
     import ray
 
-    return f"sources:{ray.get_runtime_context().get_job_id()}"
+    return f"{name}:{ray.get_runtime_context().get_job_id()}"

@@ -1,9 +1,8 @@
 """Restart notes: requests to launch a run again, sent from the trainer process to the driver process of a Ray job.
 
-The trainer process may be on another node and cannot set the exit code of the driver process. Therefore the trainer process puts a
-note into the key-value store of the Ray cluster, under the id of the job. When the main thread of the driver process has ended, the
-driver process reads the note and writes the note to the file that ``rl-accel run`` asked for. Then the driver process exits with
-:data:`rl_accel.relaunch.EXIT_CODE`.
+The trainer process may be on another node and cannot set the exit code of the driver process. It therefore stores a note in the Ray
+cluster. When the main thread of the driver process has ended, the driver process writes the note to the file that ``rl-accel run``
+asked for, and exits with :data:`rl_accel.relaunch.EXIT_CODE`.
 """
 
 import atexit
@@ -16,22 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel.files import write_atomically
-from rl_accel.integrations.ray.propagate import is_connected
+from rl_accel.integrations.ray import propagate
 from rl_accel.relaunch import EXIT_CODE, NOTE_VAR
 
-_NAMESPACE = b"rl_accel"
 _is_armed = False
 _has_note = threading.Event()
 
 
 def publish(note: dict[str, Any]) -> None:
-    """Stores a restart note for the driver process of this Ray job. Replaces an earlier note.
-
-    ``note`` must be serialisable as JSON. The module docstring of :mod:`rl_accel.relaunch` lists the keys of ``note``.
-    """
-    from ray.experimental.internal_kv import _internal_kv_put
-
-    _internal_kv_put(_key(), json.dumps(note), overwrite=True, namespace=_NAMESPACE)
+    """Stores a note for the driver process of this Ray job, in place of an earlier one. Its keys: see :mod:`rl_accel.relaunch`."""
+    propagate.put("restart", json.dumps(note))
 
 
 def arm() -> None:
@@ -51,27 +44,23 @@ def arm() -> None:
 def _look() -> None:
     threading.main_thread().join()
     try:
-        if not is_connected():
-            return
-        from ray.experimental.internal_kv import _internal_kv_get
-
-        stored = _internal_kv_get(_key(), namespace=_NAMESPACE)
+        note = propagate.get("restart") if propagate.is_connected() else None
     except Exception as error:  # without the cluster, there is no note
         print(f"rl-accel: no word of a restart could be had from Ray: {error}", file=sys.stderr)
         return
-    if not stored:
+    if not note:
         return
     if file := os.environ.get(NOTE_VAR):
-        write_atomically(Path(file), stored.decode())
+        write_atomically(Path(file), note)
     else:
-        overrides = " ".join(json.loads(stored)["overrides"])
+        overrides = " ".join(json.loads(note)["overrides"])
         words = f"this run goes on when it is launched again with: {overrides} (rl-accel run -- does that)"
         print(f"rl-accel: {words}", file=sys.stderr)
     _has_note.set()
 
 
 def _exit_with_code() -> None:
-    """Ends this process with :data:`EXIT_CODE` if there is a restart note."""
+    """Ends this process with :data:`EXIT_CODE` if there is a note that asks for a restart, see :func:`publish`."""
     if not _has_note.is_set():
         return
     import ray
@@ -81,9 +70,3 @@ def _exit_with_code() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_CODE)  # a function that runs at exit cannot change the exit code in another way
-
-
-def _key() -> str:
-    import ray
-
-    return f"restart:{ray.get_runtime_context().get_job_id()}"

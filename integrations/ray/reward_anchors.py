@@ -1,16 +1,15 @@
 """Store of reward anchors as a named Ray actor, with a client for each process and a collector of counts.
 
-A reward anchor is the duration of the longest correct reward execution so far for a prompt and test case. Reward anchors determine
-the time limits of later executions.
+A reward anchor is the duration of the longest correct reward execution so far for a prompt and test case. Time limits are derived
+from anchors.
 
-The actor belongs to the Ray job, and is created by the first process that needs the store. If the process of the actor dies, Ray
-restarts the actor from the last save. If the process that created the actor has died as well, the next process that needs the
-store creates a new actor. Grading never waits for the actor.
+The first process of a Ray job that needs the store creates its actor. If the actor's process dies, Ray restarts the actor, which
+loads its last save. If the process that created the actor has died as well, the next process that needs the store creates another
+actor. Grading never waits for the actor.
 """
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
 import threading
 import weakref
@@ -31,42 +30,28 @@ logger = logging.getLogger("rl_accel")
 
 EXCHANGE_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
+"""Seconds after which an exchange that the store has not answered is logged. Chosen by hand."""
 _REPLY_SECONDS = 5.0
+"""Maximum seconds that the logging of a step waits for counts. Later counts appear in the next step."""
 _COUNTS = (
-    "executions",
-    "correct",
-    "timeouts",
-    "timeouts_full",
-    "killed",
-    "cancelled",
-    "probes",
-    "suspended",
-    "errors",
-    "seconds",
-    "waited_seconds",
-    "saved_seconds",
-    "eval_executions",
-    "eval_errors",
-    "workers_replaced",
-    "reward_workers_lost",
-    "store_unreachable",
+    *("executions", "correct", "timeouts", "timeouts_full", "killed", "cancelled", "probes", "suspended", "errors"),
+    *("seconds", "waited_seconds", "saved_seconds"),
+    *("eval_executions", "eval_errors"),
+    *("workers_replaced", "reward_workers_lost", "store_unreachable"),
 )
+"""Names of the counts that are logged as 0 if no process has counted anything."""
 _handles: dict[Any, Any] = {}
-"""Handles of all store actors that this process has used, by actor id. Kept because Ray ends an actor if its creator drops the
-handle."""
+"""Handles of store actors by actor id. Kept because Ray ends an actor if the process that created it drops the handle."""
 forget_when_off.append(_handles.clear)
 
 
 def store_name() -> str:
-    """Returns the name of the store actor of this Ray job. Jobs that share a Ray namespace have different names."""
+    """Returns the name of the store actor of this Ray job. It contains the job's id, because jobs may share a Ray namespace."""
     return f"rl_accel_reward_anchors_{ray.get_runtime_context().get_job_id()}"
 
 
 def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
-    """Returns the handle of the store actor of this Ray job. Creates the actor if there is none.
-
-    ``path`` is the file of the store; None keeps the store in memory only.
-    """
+    """Returns the store actor of this Ray job; creates it if there is none. ``path``: its file; None: memory only."""
     handle = (
         ray.remote(AnchorStore)
         .options(name=store_name(), get_if_exists=True, num_cpus=0, max_restarts=-1)
@@ -80,7 +65,7 @@ _clients_lock = threading.Lock()
 
 
 def flush_here(_actor: Any = None) -> None:
-    """Sends this process's counts of executions to the anchor store. Blocks up to a few seconds: not for use on an event loop."""
+    """Sends this process's counts of executions to the anchor store. Blocks for a few seconds at most: not for an event loop."""
     with _clients_lock:
         loops = [(client, client.loop) for client in _clients if client.loop and ray.is_initialized()]
     flushes = [asyncio.run_coroutine_threadsafe(client.flush(), loop) for client, loop in loops if loop.is_running()]
@@ -96,41 +81,32 @@ def flush(actors: Sequence[Any]) -> None:
 class StoreClient:
     """Exchanges anchors and counts of executions between this process and the anchor store, once a second while in use.
 
-    Runs on the event loop on which :meth:`use` is called. Does nothing outside a Ray job.
-
-    Args:
-        anchors: this process's own copy of the anchors and counts.
-        path: file of the store; None: memory only.
+    Runs on the event loop on which :meth:`use` is called. Does nothing outside a Ray job. ``anchors`` is this process's own copy of
+    anchors and counts, ``path`` the file of the store, or None.
     """
 
     def __init__(self, anchors: LocalAnchors, path: str | None) -> None:
-        self._anchors = anchors
-        self._path = path
+        self._anchors, self._path = anchors, path
         self._task: asyncio.Task[None] | None = None
-        self._wanted = False
-        self._silent = False
+        self._wanted = self._silent = False
         self._handle: Any = None
         self._call: tuple[AnchorDelta, asyncio.Future[Update]] | None = None
+        self._exchanging = asyncio.Lock()
         self.loop: asyncio.AbstractEventLoop | None = None
         with _clients_lock:
             _clients.add(self)
 
     def use(self) -> None:
-        """Starts the periodic exchange with the anchor store, or keeps it running.
-
-        The exchange stops a few seconds after the last call of :meth:`use`.
-        """
+        """Keeps up the exchange with the store until a few seconds after the last call of this method."""
         self._wanted = True
         if ray.is_initialized() and (self._task is None or self._task.done()):
             self.loop = asyncio.get_running_loop()
             self._task = self.loop.create_task(self._keep_up())
 
     async def close(self) -> None:
-        """Ends the periodic exchange with the store, then makes a last exchange."""
+        """Ends the periodic exchange, and makes a last exchange."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
         if ray.is_initialized():
             await self._exchange()
 
@@ -147,29 +123,28 @@ class StoreClient:
             await asyncio.sleep(EXCHANGE_SECONDS)
 
     async def _exchange(self) -> None:
-        """Sends this process's new anchors and counts to the store, and applies the store's answer to this process's copy.
+        """Sends this process's changes to the store, and applies the store's answer to this process's copy.
 
-        If the store does not answer in time, the next exchange waits for the same answer instead of sending again.
+        If the answer is late, the next exchange waits for the same answer. Sending again would count everything twice.
         """
-        if self._call is None:
-            delta = self._anchors.take_delta()
-            self._call = delta, asyncio.ensure_future(self._ask(delta))
-        delta, call = mine = self._call
-        try:
-            update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
-        except TimeoutError:
-            self._complain("it takes long")  # the call goes on; sending again would count everything twice
-        except (RayError, ValueError) as error:  # ValueError: the actor ended during the look-up
-            if self._call is not mine:  # another coroutine has handled this call
+        async with self._exchanging:
+            if self._call is None:
+                delta = self._anchors.take_delta()
+                self._call = delta, asyncio.ensure_future(self._ask(delta))
+            delta, call = self._call
+            try:
+                update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
+            except TimeoutError:
+                self._complain("it takes long")
                 return
-            self._call, self._handle = None, None
-            self._anchors.put_back(delta)
-            self._complain(first_line(error))
-        else:
-            if self._call is not mine:
-                return
-            self._call, self._silent = None, False
-            self._anchors.apply(update)
+            except (RayError, ValueError) as error:  # ValueError: the actor ended during the look-up
+                self._handle = None
+                self._anchors.put_back(delta)
+                self._complain(first_line(error))
+            else:
+                self._silent = False
+                self._anchors.apply(update)
+            self._call = None
 
     async def _ask(self, delta: AnchorDelta) -> Update:
         if self._handle is None:
@@ -178,7 +153,7 @@ class StoreClient:
         return update
 
     def _complain(self, why: str) -> None:
-        self._wanted = True  # continue until the changes are sent
+        self._wanted = True  # keeps up the exchange until the changes are sent
         self._anchors.count("store_unreachable")
         if not self._silent:
             logger.warning("rl-accel: the store of reward anchors does not answer: %s", why)
@@ -188,7 +163,7 @@ class StoreClient:
 class Collector:
     """Fetches the counts of reward executions from the anchor store, in the process that logs training steps.
 
-    If the store has died, the counts of the step are lost. If the store answers too late, the counts appear in the next step.
+    Counts that a dead store had not handed out yet are lost. If the store answers too late, its counts appear in the next step.
     """
 
     def __init__(self) -> None:
@@ -196,10 +171,7 @@ class Collector:
         self._reply: Any = None
 
     def __call__(self, _step: int, _logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the counts since the last call, by metric name; {} until the store has answered for the first time.
-
-        ``docs/metrics.md`` lists the counts.
-        """
+        """Returns the counts since the last call, by metric name (``docs/metrics.md``); {} before the store's first answer."""
         if not ray.is_initialized():
             return {}
         try:

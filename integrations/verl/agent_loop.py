@@ -1,11 +1,10 @@
 """Extensions of verl's agent-loop workers. Each enabled feature adds one mixin class (a part), and nothing else changes.
 
 The wiring of a feature adds the feature's mixin to verl's configuration with :func:`choose`. In the trainer process, verl asks
-:class:`AgentLoops` for an agent-loop manager. The class of this manager's workers inherits from the mixins first, and then from
-verl's worker class.
+:class:`AgentLoops` for an agent-loop manager. Its workers have a class that inherits from the mixins, and then from verl's worker.
 """
 
-import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
@@ -22,8 +21,7 @@ else:
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 MANAGER, LEGACY_MANAGER = f"{__name__}.AgentLoops", f"{__name__}.LegacyAgentLoops"
-"""Values that rl-accel sets for verl's configuration key :data:`KEY`: ``MANAGER`` with the V1 trainer, ``LEGACY_MANAGER`` with all
-other trainers."""
+"""Values of verl's configuration key :data:`KEY` with the V1 trainer, and with all other trainers."""
 
 PARTS = "trainer.rl_accel_agent_loop_parts"
 """Configuration key for the full names of the enabled :class:`WorkerPart` mixins, in alphabetical order."""
@@ -31,7 +29,7 @@ PARTS = "trainer.rl_accel_agent_loop_parts"
 
 @extends(AgentLoopWorker)
 class WorkerPart(_Worker):
-    """Mixin with one feature's additions to verl's agent-loop worker. The mixin comes before verl's class in the list of bases."""
+    """Mixin with one feature's additions to verl's agent-loop worker."""
 
     outermost = False  # True places this mixin before all others; the order is alphabetical otherwise
 
@@ -41,13 +39,13 @@ class WorkerPart(_Worker):
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Sets up the mixin's feature in the trainer process, when the workers have started. Does nothing by default."""
+        """Called in the trainer process when the workers have started, so that the mixin's feature can be set up there."""
 
 
 def check(run: VerlRun, flag: str, reason: str) -> None:
-    """Raises ConfigError if a user's agent-loop manager is configured, because rl-accel cannot add mixins to its workers.
+    """Raises ConfigError if an agent-loop manager of the user is configured: rl-accel cannot add mixins to its workers.
 
-    The message contains ``flag`` (of the feature) and ``reason`` (why the feature needs rl-accel's manager).
+    The message names ``flag`` (of the feature) and ``reason`` (why the feature needs a mixin).
     """
     manager = run.get(KEY, "")
     if manager not in ("", MANAGER, LEGACY_MANAGER):
@@ -55,25 +53,22 @@ def check(run: VerlRun, flag: str, reason: str) -> None:
 
 
 def choose(run: VerlRun, part: str) -> None:
-    """Adds the mixin ``part`` to the agent-loop workers in verl's configuration. Idempotent.
-
-    ``part`` is the full name of a subclass of :class:`WorkerPart`.
-    """
+    """Adds ``part``, the full name of a :class:`WorkerPart`, to the agent-loop workers in verl's configuration. Idempotent."""
     run.set(KEY, MANAGER if run.is_v1 else LEGACY_MANAGER)
     run.set(PARTS, sorted({*run.get(PARTS, ()), part}))
 
 
 class AgentLoops:
-    """Agent-loop manager class that verl's configuration names for the V1 trainer. verl calls only the method ``create``."""
+    """Agent-loop manager class that verl's configuration names for the V1 trainer."""
 
     @staticmethod
     def create(config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls ``create`` of verl's own agent-loop manager, whose workers get the mixins named in ``config``."""
+        """Returns verl's own agent-loop manager, whose workers have the mixins named in ``config``. Called by verl."""
         return manager_class(config).create(config, *args, **kwargs)
 
 
 class LegacyAgentLoops(AgentLoops):
-    """Variant of :class:`AgentLoops` for all trainers except V1."""
+    """:class:`AgentLoops` under another name, which verl's configuration has for all trainers except V1."""
 
 
 def manager_class(config: Any) -> Any:
@@ -114,10 +109,9 @@ def worker_class(config: Any) -> Any:
 
 
 def _is_v1(config: Any) -> bool:
-    return bool(OmegaConf.select(config, KEY, default=None) != LEGACY_MANAGER)
+    return bool(OmegaConf.select(config, KEY) != LEGACY_MANAGER)
 
 
 def _parts(config: Any) -> list[type[WorkerPart]]:
-    names = [name.rpartition(".") for name in OmegaConf.select(config, PARTS, default=())]
-    parts = [getattr(importlib.import_module(module), name) for module, _, name in names]
+    parts: Any = map(pkgutil.resolve_name, OmegaConf.select(config, PARTS, default=()))
     return sorted(parts, key=lambda part: not part.outermost)

@@ -19,33 +19,33 @@ logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 ReadCounters = Callable[[Sequence[str]], Mapping[str, Reading | None]]
-"""Function that reads preemption counters. Takes the names of rollout servers in verl's load balancer, and returns a mapping from
-name to counter; None for a server that reports no counter."""
+"""Function that takes names of rollout servers, as in verl's load balancer, and returns the preemption counter of each server by
+name; None for a server that reports no counter."""
 
 
 @dataclass(frozen=True)
 class EngineSupport:
     """Capabilities of an inference engine and its rollout servers in verl. The defaults are safe for any engine.
 
+    Functions that take ``server`` are called in the process of that rollout server.
+
     Attributes:
-        aborts_by_id: True if the servers' method ``abort_request`` works. ``generate`` then returns the tokens so far.
-        restarts_in_run: True if a dead server can be restarted during a run. The training workers must then drop their handles of
-            the dead server.
+        restarts_in_run: True if a dead server can be restarted during a run, after the training workers have dropped their handles
+            of that server.
         death_errors: class names of exceptions with which a living server reports that its engine is dead.
         read_counters: function that reads the servers' preemption counters; None if unsupported.
-        stop: function ``stop(server, request_id)`` that ends one request, called in the server's process. The request's
-            ``generate`` call then returns the tokens so far. None if unsupported.
-        cache_tokens: function ``cache_tokens(server)``, called in the server's process, that returns the capacity of the server's
-            key-value cache in tokens, or None if unknown.
+        stop: function ``stop(server, request_id)`` that ends one request, whose ``generate`` call then returns the tokens so far.
+            None if unsupported.
+        cache_tokens: function ``cache_tokens(server)`` that returns the capacity of the server's key-value cache in tokens, or None
+            if unknown.
         seeds_by_position: True if a request with a seed draws the same tokens after a migration to another server.
-        abort: function ``abort(server, request_id)`` that ends a cancelled request if ``aborts_by_id`` is False, called in the
-            server's process. Returns False if the caller must cancel the remote ``generate`` call instead. None if unsupported.
-        pause: function ``pause(server)`` that ends all requests and holds back later ones until ``resume_generation``, called in
-            the process of a replica's first server. None: verl's ``abort_all_requests`` is used.
+        abort: function ``abort(server, request_id)`` that ends a cancelled request, whose ``generate`` call then returns the tokens
+            so far. Returns False if the caller must cancel the remote call instead. None if unsupported.
+        pause: function ``pause(server)`` that ends all requests and holds back later ones until ``resume_generation``, called for a
+            replica's first server. None: verl's ``abort_all_requests`` is used.
         counting: key and value in verl's configuration that make the servers count preemptions; None if servers always count.
     """
 
-    aborts_by_id: bool = False
     restarts_in_run: bool = False
     death_errors: tuple[str, ...] = ()
     read_counters: ReadCounters | None = None
@@ -67,10 +67,16 @@ def _cache_of_vllm(server: Any) -> int | None:
     return int(blocks * config.cache_config.block_size * config.parallel_config.data_parallel_size) or None
 
 
+# The functions below are called with __ray_call__, which Ray runs in another thread than that of the engine's event loop.
+
+
+def _in_loop_of(task: Any, work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Starts ``work`` in the event loop of the asyncio ``task``. Must be called in another thread than the loop's."""
+    return asyncio.run_coroutine_threadsafe(work, task.get_loop())
+
+
 def _stop_in_vllm(server: Any, request_id: str) -> None:
-    """Aborts one request in vLLM. Ray calls this function in another thread than that of vLLM's event loop."""
-    engine = server.engine
-    stopped = asyncio.run_coroutine_threadsafe(engine.abort(request_id), engine.output_handler.get_loop())
+    stopped = _in_loop_of(server.engine.output_handler, server.engine.abort(request_id))
     stopped.add_done_callback(Future.result)  # logs an exception of the abort, because nobody awaits the abort
 
 
@@ -81,20 +87,13 @@ def _pause_vllm(server: Any) -> None:
     # verl 0.9.1 passes this argument as False. vLLM 0.32 has no such argument, and never waits by default.
     if "wait_for_inflight_requests" not in inspect.signature(pause).parameters:
         engine.pause_generation = lambda wait_for_inflight_requests=False, **options: pause(**options)
-    asyncio.run_coroutine_threadsafe(server.abort_all_requests(), engine.output_handler.get_loop()).result()
-
-
-def _in_loop_of_sglang(server: Any, work: Coroutine[Any, Any, T]) -> T:
-    """Runs ``work`` in the event loop of SGLang's tokenizer manager and waits for the result. Must be called in another thread."""
-    # Ray runs the functions of __ray_call__ in another thread than that of the event loop.
-    return asyncio.run_coroutine_threadsafe(work, server._server_task.get_loop()).result()
+    _in_loop_of(engine.output_handler, server.abort_all_requests()).result()
 
 
 def _lacks(manager: Any) -> bool:
     """Returns True if SGLang's tokenizer ``manager`` lacks an attribute that this module uses."""
-    return not all(
-        hasattr(manager, name) for name in ("is_pause", "is_pause_cond", "model_update_lock", "rid_to_state")
-    )
+    names = ("is_pause", "is_pause_cond", "model_update_lock", "rid_to_state")
+    return not all(hasattr(manager, name) for name in names)
 
 
 def _abort_in_sglang(server: Any, request_id: str) -> bool:
@@ -106,14 +105,14 @@ def _abort_in_sglang(server: Any, request_id: str) -> bool:
         manager.abort_request(request_id)
         return True
 
-    return _in_loop_of_sglang(server, abort())
+    return _in_loop_of(server._server_task, abort()).result()
 
 
 def _pause_sglang(server: Any) -> None:
     """Ends all requests and holds back later ones, as SGLang's ``pause_generation`` in mode "abort" does, but returns earlier.
 
-    Checks at shorter intervals than SGLang (1 s) whether all requests have ended. Calls verl's ``abort_all_requests`` if SGLang
-    lacks an attribute, see :func:`_lacks`.
+    SGLang checks once a second whether all requests have ended. This function checks at shorter intervals. It calls verl's
+    ``abort_all_requests`` if SGLang lacks an attribute, see :func:`_lacks`.
     """
     manager = server.tokenizer_manager
 
@@ -129,11 +128,10 @@ def _pause_sglang(server: Any) -> None:
                 await asyncio.sleep(seconds)
                 seconds = min(2 * seconds, 1.0)
 
-    _in_loop_of_sglang(server, server.abort_all_requests() if _lacks(manager) else pause())
+    _in_loop_of(server._server_task, server.abort_all_requests() if _lacks(manager) else pause()).result()
 
 
 _ENGINES = {
-    # No aborts_by_id: verl 0.9's abort_request looks up request ids that vLLM 0.24 no longer uses.
     "vllm": EngineSupport(
         restarts_in_run=True,
         death_errors=("EngineDeadError",),
@@ -153,7 +151,7 @@ _ENGINES = {
 
 
 def register(name: str, engine: EngineSupport) -> None:
-    """Adds an engine, or replaces the capabilities of a known engine. ``name`` is the engine's value of verl's ``rollout.name``."""
+    """Adds an engine, or replaces the capabilities of a known one. ``name`` is the engine's value of verl's ``rollout.name``."""
     _ENGINES[name] = engine
 
 
@@ -176,7 +174,7 @@ def counted_engines() -> list[str]:
 
 
 def read_servers(engine: EngineSupport, servers: Sequence[str]) -> Mapping[str, Reading | None]:
-    """Reads the preemption counters of all ``servers``, see :data:`ReadCounters`. All are None if ``engine`` has no counters."""
+    """Reads the preemption counters of ``servers``, see :data:`ReadCounters`. All are None if ``engine`` has no counters."""
     return dict.fromkeys(servers) if engine.read_counters is None else engine.read_counters(servers)
 
 
@@ -188,11 +186,10 @@ def version_problem(package: str, version: str | None, tried: tuple[str, ...]) -
     """
     if version is None:
         return "is not installed"
-    found, versions = Version(version), ", ".join(tried)
-    if found < Version(tried[0]):
-        return f"{version} is older than the versions that were tried ({versions})"
-    if found > Version(tried[-1]):
-        return f"{version} is newer than the versions that were tried ({versions})"
+    found = Version(version)
+    if not Version(tried[0]) <= found <= Version(tried[-1]):
+        age = "older" if found < Version(tried[0]) else "newer"
+        return f"{version} is {age} than the versions that were tried ({', '.join(tried)})"
     if version not in tried:
         logger.warning("rl-accel: %s %s was not tried; %s were", package, version, " and ".join(tried))
     return None

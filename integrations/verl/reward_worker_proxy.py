@@ -1,12 +1,13 @@
 """Proxies of verl's reward workers. They cancel a remote call together with the awaiting task, and replace a dead worker.
 
-Without proxies, verl keeps sending prompts to a dead reward worker, and all these prompts fail.
+Without proxies, verl keeps sending responses to a dead reward worker, and none of them gets a reward.
 """
 
 import asyncio
+import itertools
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,19 +23,28 @@ logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 ATTEMPTS = 4
-"""Maximum number of attempts to score a response."""
-_PAUSE_SECONDS = 1.0
+"""Maximum number of attempts to score a response. Limited, because a response may kill every worker that scores it."""
+_PAUSE_SECONDS = 1.0  # before the next attempt if Ray cannot reach the reward worker, which may come back
 _STOP_SECONDS = 30.0
-"""Maximum seconds to wait for the end of a remote call after its cancellation."""
+"""Maximum seconds to wait for the end of a remote call after its cancellation. Chosen by hand."""
 
 SUCCESSOR = "_successor_"
-"""Separator in the name of the actor that replaces a dead reward worker. ``reward_loop_worker_2_successor_3_<job id>`` is the third
+"""Part of the name of an actor that replaces a dead reward worker, such as ``reward_loop_worker_2_successor_3_<job id>``, the third
 replacement of worker 2."""
 
 
+class Method:
+    """Imitation of a method of a Ray actor. ``remote(...)`` starts the async ``function`` in this process and returns its task."""
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._function = function
+
+    def remote(self, *args: Any, **kwargs: Any) -> "asyncio.Task[Any]":
+        return asyncio.create_task(self._function(*args, **kwargs))
+
+
 async def cancel(call: Awaitable[T]) -> T | None:
-    """Cancels ``call``, a remote call to an async Ray actor, and waits until the call has ended. Returns as :func:`outcome`."""
-    # With the balance feature, a call is an asyncio task, which has a method ``cancel``.
+    """Cancels ``call`` (of an async Ray actor or a :class:`Method`) and waits for its end. Returns as :func:`outcome`."""
     call.cancel() if hasattr(call, "cancel") else ray.cancel(call)
     return await outcome(call)
 
@@ -52,47 +62,36 @@ async def outcome(call: Awaitable[T]) -> T | None:
 
 
 class RewardWorkerProxy:
-    """Proxy of a reward worker. Cancelling a task that awaits ``compute_score`` also cancels the remote call.
+    """Proxy of ``worker``, the handle of a reward worker. Only ``compute_score`` does not go directly to the worker.
 
-    Calls of other methods go directly to the reward worker.
-
-    Args:
-        worker: handle of the reward worker, a Ray actor.
-        successor: function that takes the number of deaths so far and returns the handle of the dead worker's replacement.
+    ``successor`` takes the number of deaths so far and returns the handle of the next worker.
     """
 
     def __init__(self, worker: RewardLoopWorker, successor: Callable[[int], RewardLoopWorker]) -> None:
-        self._worker = worker
-        self._successor = successor
-        self._deaths = 0
-
-    @property
-    def compute_score(self) -> "RewardWorkerProxy":
-        return self
+        self._worker, self._successor, self._deaths = worker, successor, 0
+        self.compute_score = Method(self._compute_score)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of a copy that has no attributes yet
+        if name.startswith("_"):  # copy.copy asks before the copy has attributes
             raise AttributeError(name)
         return getattr(self._worker, name)
 
-    async def remote(self, data: Any) -> Any:
-        """Scores ``data`` in the reward worker and returns the result. If the worker dies, a replacement scores ``data``.
+    async def _compute_score(self, data: Any) -> Any:
+        """Returns the score of ``data``. If the worker dies, its successor computes it. Cancelling also cancels the remote call.
 
         Raises:
             RayActorError: the worker was dead or unavailable in all :data:`ATTEMPTS` attempts.
         """
-        attempts = 0
-        while True:
+        for attempt in itertools.count(1):
             worker = self._worker
             call = worker.compute_score.remote(data)
-            attempts += 1
             try:
                 return await call
             except asyncio.CancelledError:
                 await cancel(call)
                 raise
             except RayActorError as error:
-                if attempts == ATTEMPTS:
+                if attempt == ATTEMPTS:
                     raise
                 if isinstance(error, ActorUnavailableError):  # the worker may come back
                     await asyncio.sleep(_PAUSE_SECONDS)
@@ -103,24 +102,16 @@ class RewardWorkerProxy:
 
 
 def proxies(workers: Sequence[Any] | None, config: Any) -> list[RewardWorkerProxy] | None:
-    """Returns a proxy for each of a job's reward workers, in the same order; None if ``workers`` is None.
+    """Returns a proxy for each of a job's reward workers (handles of actors, or proxies, which are kept). None for None.
 
     A dead worker is replaced by a new actor, which all agent-loop workers share. With a reward model, another existing worker takes
     over instead.
-
-    Args:
-        workers: handles of verl's ``RewardLoopWorker`` actors. Existing proxies in this list are kept. None if agent loops compute
-            no rewards.
-        config: verl's configuration.
     """
     if workers is None:
         return None
-    return [
-        worker
-        if isinstance(worker, RewardWorkerProxy)
-        else RewardWorkerProxy(worker, partial(_successor, n, workers, config))
-        for n, worker in enumerate(workers)
-    ]
+    if any(isinstance(worker, RewardWorkerProxy) for worker in workers):  # two features have asked
+        return list(workers)
+    return [RewardWorkerProxy(worker, partial(_successor, n, workers, config)) for n, worker in enumerate(workers)]
 
 
 def _successor(number: int, workers: Sequence[Any], config: Any, deaths: int) -> Any:

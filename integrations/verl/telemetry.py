@@ -1,9 +1,8 @@
 """Timing of a training step's stages on verl: ``+rl_accel.telemetry.enable=True``. Observes only and does not change training.
 
-:func:`wire` adds :class:`RecordingWorker` to verl's agent-loop workers. These workers record when each response began, was
-generated and was rewarded. In the trainer process, :class:`TelemetryObserver` fetches these records once a step, computes metrics
-with :mod:`rl_accel.telemetry.stage_clock`, and saves the records for ``rl-accel profile``. :class:`TelemetryObserver` also reads
-the preemption counters of the rollout servers.
+:func:`wire` adds :class:`RecordingWorker` to verl's agent-loop workers, which then record when each response began, was generated
+and was rewarded. In the trainer process, :class:`TelemetryObserver` fetches these records once a step, computes metrics, and saves
+the records for ``rl-accel profile``.
 """
 
 import asyncio
@@ -36,9 +35,10 @@ FILE_KEY = "trainer.rl_accel_telemetry"
 """Key in verl's configuration for the path of the file with response records."""
 WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
-"""Number of steps in a row without a preemption counter of any rollout server, after which telemetry stops reading the counters."""
+"""Number of steps in a row with an unknown number of preemptions, after which telemetry stops asking the rollout servers. Servers
+that do not answer would slow down every step."""
 _MOST_RECORDS = 200_000
-"""Maximum number of response records that an agent-loop worker keeps if the trainer process does not fetch the records."""
+"""Maximum number of response records that an agent-loop worker keeps until the trainer process fetches them. Chosen by hand."""
 _FLAG = "rl_accel.telemetry"
 
 
@@ -46,7 +46,7 @@ _FLAG = "rl_accel.telemetry"
 
 
 def wire(run: VerlRun, _flags: ByNameFlags) -> None:
-    """Adds :class:`RecordingWorker` to the agent-loop workers of ``run`` by an entry in verl's configuration. Idempotent.
+    """Adds :class:`RecordingWorker` to the agent-loop workers in the configuration of ``run``. Idempotent.
 
     Raises:
         ConfigError: the user's configuration names an agent-loop manager other than rl-accel's.
@@ -61,15 +61,12 @@ def wire(run: VerlRun, _flags: ByNameFlags) -> None:
 # In an agent-loop worker
 
 CURRENT: ContextVar[ResponseTimes | None] = ContextVar("rl_accel_response", default=None)
-"""Context variable with the record of the training response that the running asyncio task works on; None in validation."""
+"""Record of the training response that the running asyncio task works on; None in validation."""
 
 
 @extends(AgentLoopWorkerTQ)  # untested with a verl that lacks this class
 class RecordingWorker(agent_loop.WorkerPart):
-    """Agent-loop worker mixin that records when each training response began, was generated, was rewarded and ended.
-
-    Validation responses are not recorded.
-    """
+    """Agent-loop worker mixin that records when each response of training began, was generated, was rewarded and ended."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,17 +74,15 @@ class RecordingWorker(agent_loop.WorkerPart):
 
     async def take_responses(self) -> list[ResponseTimes]:
         """Returns the records of the responses that have ended since the last call."""
-        taken = list(self._responses)
-        self._responses.clear()
+        taken, self._responses = list(self._responses), deque(maxlen=_MOST_RECORDS)
         return taken
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Registers a :class:`TelemetryObserver` of the manager's workers in the trainer process, if telemetry is still on."""
+        """Has a :class:`TelemetryObserver` of the manager's workers compute metrics in the trainer process, if telemetry is on."""
         if metrics.observer_of("telemetry") is not None:
-            metrics.set_observer(
-                "telemetry", TelemetryObserver(manager.config, manager.agent_loop_workers, manager.llm_client)
-            )
+            observer = TelemetryObserver(manager.config, manager.agent_loop_workers, manager.llm_client)
+            metrics.set_observer("telemetry", observer)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         run = super()._run_agent_loop
@@ -105,14 +100,12 @@ class RecordingWorker(agent_loop.WorkerPart):
             raise
         finally:
             CURRENT.reset(before)
-            if response.tokens is None:
-                response.tokens = self.tokens_so_far()
+            response.tokens = self.tokens_so_far() if response.tokens is None else response.tokens
             response.ended = time.time()
             self._responses.append(response)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
-        response = CURRENT.get()
-        if response is not None:
+        if (response := CURRENT.get()) is not None:
             response.generated = time.time()
             outputs = output if isinstance(output, list) else [output]
             response.tokens = sum(sum(item.response_mask) for item in outputs)
@@ -121,16 +114,14 @@ class RecordingWorker(agent_loop.WorkerPart):
 
     async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None:
         await super()._compute_score(outputs, kwargs=kwargs)
-        response = CURRENT.get()
-        if response is not None:
+        if (response := CURRENT.get()) is not None:
             response.rewarded = time.time()
 
 
 def _note_server(original: Any, _flags: Any) -> Any:
     async def acquire(self: Any, request_id: str, **extra: Any) -> Any:
         server_id, server = await original(self, request_id, **extra)
-        response = CURRENT.get()
-        if response is not None:
+        if (response := CURRENT.get()) is not None:
             response.server = str(server_id)
         return server_id, server
 
@@ -143,19 +134,16 @@ def _note_server(original: Any, _flags: Any) -> Any:
 def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
     """Returns the share of each stage in the duration of a training step, as metrics ``telemetry/share/<stage>``.
 
-    ``logged`` are the metrics that verl logs, with verl's own timers. Returns {} if they are not of a training step.
+    Reads verl's own timers in ``logged``, the metrics that verl logs. Returns {} if these are not of a training step.
     """
     shares = stage_clock.shares(stage_clock.stages(logged))
     return {f"telemetry/share/{stage}": share for stage, share in shares.items()}
 
 
 class TelemetryObserver:
-    """Computes the telemetry metrics of each logged training step.
+    """Computes the telemetry metrics of each logged training step from the records of ``workers`` (:class:`RecordingWorker`).
 
-    Args:
-        config: verl's configuration.
-        workers: handles of agent-loop workers with the mixin :class:`RecordingWorker`.
-        client: verl's rollout client, whose load balancer lists the rollout servers.
+    ``config`` is verl's configuration. The load balancer of ``client``, verl's rollout client, lists the rollout servers.
     """
 
     def __init__(self, config: Any, workers: Sequence[Any], client: ObservedClient) -> None:
@@ -169,10 +157,7 @@ class TelemetryObserver:
         self._window_known = VerlRun(config, config_intake.trainer()).generates_within_stage
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the telemetry metrics of a training step by name, such as ``telemetry/idle_share``; {} outside a training step.
-
-        ``logged`` are the metrics that verl logs.
-        """
+        """Returns the telemetry metrics of a step by name, such as ``telemetry/idle_share``. Arguments: :func:`observe_stages`."""
         began = time.perf_counter()
         numbers = observe_stages(step, logged)
         if not numbers:
@@ -188,8 +173,7 @@ class TelemetryObserver:
             metrics_of_step |= stage_clock.generation(responses, seconds, self._slots_each * len(servers) or None)
         if self._slots_each:
             metrics_of_step["slots"] = self._slots_each
-        preemptions = self._preempted(servers)
-        if preemptions is not None:
+        if (preemptions := self._preempted(servers)) is not None:
             metrics_of_step["preemptions"] = preemptions
         metrics_of_step["own_seconds"] = time.perf_counter() - began
         return numbers | {f"telemetry/{name}": float(value) for name, value in metrics_of_step.items()}
@@ -216,11 +200,11 @@ class TelemetryObserver:
         return []
 
     def _preempted(self, servers: list[str]) -> int | None:
-        """Returns the number of preemptions since the last call; None if unknown. The first call counts from the servers' start."""
+        """Returns the number of preemptions since the last call, at first since the servers' start; None if unknown."""
         if not servers or self._silent_steps == ATTEMPTS:
             return None
         preemptions = self._counters.take(read_servers(self._engine, servers))
-        self._silent_steps = 0 if preemptions is not None else self._silent_steps + 1
+        self._silent_steps = self._silent_steps + 1 if preemptions is None else 0
         return preemptions
 
 

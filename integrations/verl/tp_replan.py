@@ -1,9 +1,8 @@
 """Adapts the tensor-parallel size of the rollout to the number of preemptions, on verl: ``+rl_accel.tp_replan.enable=True``.
 
-:func:`wire` checks the configuration in the driver process. In the trainer process, :class:`StepObserver` receives the metrics of
-each logged step, reads the rollout servers' preemption counters, and asks the planner for a size. With action=restart,
-:func:`restart` saves a checkpoint and ends the run. ``rl_accel.integrations.ray.restart_note`` then notifies the driver process,
-and ``rl_accel.relaunch`` starts the run again with the new size.
+:func:`wire` checks the configuration in the driver process. In the trainer process, :class:`StepObserver` asks the planner for a
+size after each logged step. With action=restart, :func:`restart` saves a checkpoint and ends the run. Then
+``rl_accel.integrations.ray.restart_note`` notifies the driver process, and ``rl_accel.relaunch`` starts the run with the new size.
 """
 
 import functools
@@ -47,30 +46,30 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
     Raises:
         ConfigError: a setting conflicts with this feature, or no tensor-parallel size is possible.
     """
-    engine = engine_of(run.config)
+    engine, restarts = engine_of(run.config), flags.action == "restart"
     if engine.read_counters is None:
         wanted = f"one of {', '.join(counted_engines())}"
         _refuse(f"{ROLLOUT}.name", wanted, run.get(f"{ROLLOUT}.name"), "preemptions of others are not known")
     run.require_off(FLAG, f"{ROLLOUT}.disaggregation.enabled")
-    if flags.action == "restart":
+    if restarts:
         _check_checkpoints(run)
     bounds_of(run.config, flags)
     if engine.counting is not None:
-        if flags.action == "restart":
+        if restarts:
             run.require_chosen(FLAG, *engine.counting)
         run.set(*engine.counting)
-    if flags.action == "restart" and run.in_driver:
+    if restarts and run.in_driver:
         _check_appended(run)
         restart_note.arm()
 
 
 def _check_appended(run: VerlRun) -> None:
     """Refuses a restarted run whose command ignores the TP size that ``rl-accel run`` has appended. It would restart forever."""
-    size = f"{TP_KEY}={run.get(TP_KEY)}"
-    for wanted in json.loads(os.environ.get(OVERRIDES_VAR, "[]")):
-        if wanted.startswith(f"{TP_KEY}=") and wanted != size:
+    for override in json.loads(os.environ.get(OVERRIDES_VAR, "[]")):
+        key, _, wanted = override.partition("=")
+        if key == TP_KEY and wanted != str(run.get(TP_KEY)):
             reason = 'the command ignores what rl-accel run appends to it; a script passes this on by "$@", as its last words'
-            _refuse(TP_KEY, wanted.partition("=")[2], run.get(TP_KEY), reason)
+            _refuse(TP_KEY, wanted, run.get(TP_KEY), reason)
 
 
 def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
@@ -79,18 +78,20 @@ def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
     Raises:
         ConfigError: no size is possible, or the configured size is not among the possible sizes.
     """
+    from verl.utils.fs import copy_to_local
+
     run = VerlRun(config)
     gpus, others = run.gpus, run.gpus_besides_tp
     if gpus % others:
         _refuse(f"{ROLLOUT}.data_parallel_size x pipeline_model_parallel_size", f"a divisor of {gpus} GPUs", others)
-    lengths = (run.get(f"data.max_{part}_length", 0) for part in ("prompt", "response"))
     is_quantised = bool(run.get(f"{ROLLOUT}.quantization"))
+    longest = run.get("data.max_prompt_length", 0) + run.get("data.max_response_length", 0)
     bounds = TpBounds(
         flags,
         gpus // others,
         run.get("trainer.n_gpus_per_node", 1),
-        model=read_configuration(str(run.get("actor_rollout_ref.model.path", "")), is_quantised, _copied),
-        max_tokens=run.get(f"{ROLLOUT}.max_model_len", 0) or sum(lengths) or None,
+        model=read_configuration(str(run.get("actor_rollout_ref.model.path", "")), is_quantised, copy_to_local),
+        max_tokens=run.get(f"{ROLLOUT}.max_model_len", 0) or longest or None,
         memory_share=float(run.get(f"{ROLLOUT}.gpu_memory_utilization", 0.9)),
         bytes_per_value=4 if run.get(f"{ROLLOUT}.dtype") == "float32" else 2,
     )
@@ -98,12 +99,6 @@ def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
     if tp not in bounds.sizes:
         _refuse(TP_KEY, f"one of {', '.join(map(str, bounds.sizes))}", tp, bounds.obstacles_of(tp))
     return bounds
-
-
-def _copied(path: str) -> str:
-    from verl.utils.fs import copy_to_local
-
-    return str(copy_to_local(path))
 
 
 def _check_checkpoints(run: VerlRun) -> None:
@@ -124,7 +119,7 @@ def _check_checkpoints(run: VerlRun) -> None:
 class StepObserver:
     """Passes each step's metrics to the planner of tensor-parallel sizes, and logs or carries out the planner's decisions.
 
-    ``find_trainer`` returns verl's trainer, or None without a trainer.
+    ``find_trainer`` returns verl's trainer, or None if this process has none.
     """
 
     def __init__(self, flags: TpReplanFlags, find_trainer: Callable[[], Trainer | None]) -> None:
@@ -134,12 +129,11 @@ class StepObserver:
         self._run: PlannedRun
 
     def __call__(self, _step: int, data: Mapping[str, Any]) -> dict[str, float]:
-        """Passes the metrics ``data`` of a logged step to the planner. Ignores preemptions during a validation.
+        """Passes the metrics ``data`` of a logged step to the planner, without preemptions during a validation.
 
         Returns:
-            {} for a validation (no ``training/global_step`` in ``data``) or without a trainer, else these metrics.
-            ``tp_replan/tp``: current size. ``tp_replan/wanted_tp``: advised size. ``tp_replan/changes``: number of changes so far.
-            ``tp_replan/preemptions``, if known.
+            The metrics ``tp_replan/tp`` (current size), ``wanted_tp`` (advised size), ``changes`` (number of changes so far), and
+            ``preemptions`` if known. {} for a validation (no ``training/global_step`` in ``data``) or without a trainer.
         """
         trainer = self._find_trainer()
         if trainer is None:
@@ -171,9 +165,8 @@ class StepObserver:
 
 def _tokens_of(data: Mapping[str, Any]) -> float:
     """Returns the number of response tokens in the batch of a step, from the step's metrics ``data``; 0 if unknown."""
-    both, response, prompt = (
-        data.get(key) for key in ("perf/total_num_tokens", "response_length/mean", "prompt_length/mean")
-    )
+    both, response = data.get("perf/total_num_tokens"), data.get("response_length/mean")
+    prompt = data.get("prompt_length/mean")
     if not both or not response or prompt is None:
         return 0.0
     return float(both) * float(response) / (float(response) + float(prompt))
@@ -182,7 +175,7 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
 def restart(trainer: Trainer, step: int, decision: TPDecision) -> None:
     """Saves a checkpoint of ``step`` and ends this launch after ``step``. The next launch has another tensor-parallel size.
 
-    Must be called when the metrics of ``step`` are logged. Only logs a warning if ``step`` is the last step or saving fails.
+    Call it when the metrics of ``step`` are logged. If ``step`` is the last step or saving fails, it only logs a warning.
     """
     if step >= min(trainer.total_training_steps, trainer.steps_per_epoch * trainer.config.trainer.total_epochs):
         logger.warning("rl-accel: tp_replan: step %d is the last, nothing is restarted", step)
@@ -202,7 +195,7 @@ def restart(trainer: Trainer, step: int, decision: TPDecision) -> None:
 
 def _overrides(trainer: Trainer, tp: int) -> list[str]:
     """Returns the configuration overrides with which the next launch resumes this run with the tensor-parallel size ``tp``."""
-    # The name of the folder may depend on the time of the launch.
+    # Named, because the name of the folder may depend on the time of the launch.
     folder = os.path.abspath(trainer.config.trainer.default_local_dir).replace("\\", "\\\\").replace("'", "\\'")
     return [
         f"{TP_KEY}={tp}",

@@ -31,11 +31,7 @@ SWITCHES = (
 
 
 def check(args: Any, flags: RewardTimeoutFlags) -> None:
-    """Refuses settings that ``reward_timeout`` does not support.
-
-    Raises:
-        ConfigError: a setting is not supported. The message names slime's argument, the wanted and the found value.
-    """
+    """Raises ConfigError for settings that ``reward_timeout`` does not support, named as slime's arguments."""
     if not flags.enable:
         refuse(_FLAG, "--custom-rm-path", "another function", RM_HOOK, f"{_FLAG}.enable is not set")
     hooks = getattr(args, "rollout_sample_hook_path", None) or []

@@ -1,8 +1,7 @@
 """Runs a grader of slime in a separate process.
 
-Packs slime's arguments and samples for this process, and returns the changes that the grader makes to the samples.
-:func:`make` runs in a worker process of :class:`rl_accel.reward.sandbox.Graders`. The function ``grade`` that :func:`make` returns
-runs in forks of this worker process.
+slime's process packs slime's arguments and samples for that process. There, :func:`make` returns a function for
+:class:`rl_accel.reward.sandbox.Graders`. This function calls the grader, and returns what the grader has changed in the samples.
 """
 
 import asyncio
@@ -26,12 +25,14 @@ _NEEDED_FIELDS = ("prompt", "response", "label", "metadata", "status")
 """Names of the sample fields that slime's own graders read, or that every ``Sample`` must have."""
 
 Packed = dict[str, bytes]
-Changes = dict[str, Any]
-Graded = tuple[Any, list[Changes], list[int]]
+"""Attributes of an object by name, each pickled separately, see :func:`pack`."""
+Graded = tuple[Any, list[dict[str, Any]], list[int]]
+"""Return value of a grader; for each sample, the fields that the grader has changed; and the indices of the samples, in the order
+in which the grader has left the list."""
 
 
 class NotSent:
-    """Placeholder for a value that cannot be sent to another process. Any use of it raises a RuntimeError that names the value."""
+    """Placeholder for a value that cannot be pickled. Any use of the placeholder raises a RuntimeError that names the value."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,9 +53,9 @@ class NotSent:
 
 
 def pack(values: dict[str, Any], owner: str) -> Packed:
-    """Pickles each of ``values``, the attributes of an object. Replaces a value that cannot be pickled by :class:`NotSent`.
+    """Pickles each of ``values``, the attributes of an object that is called ``owner`` in messages.
 
-    In a dict, replaces only the items that cannot be pickled. ``owner`` is the name of the object in messages.
+    :class:`NotSent` replaces a value that cannot be pickled. In a dict, it replaces only the items that cannot be pickled.
     """
     packed = {}
     for name, value in values.items():
@@ -85,20 +86,14 @@ def unsent_restored(changed: Any, original: Any) -> Any:
 
 
 class Arguments:
-    """Packed copy of slime's arguments, which each grader process gets when it starts.
-
-    A user's rollout may change the arguments later. :meth:`changes` finds these changes, which are sent with a call.
-    """
+    """Packed copy of slime's arguments for grader processes that start. Later :meth:`changes` are sent with each call."""
 
     def __init__(self, args: Any) -> None:
         self._known = dict(vars(args))
         self.packed = pack(self._known, "args")
 
     def changes(self, args: Any) -> Packed:
-        """Returns the packed entries of ``args`` that differ from this copy.
-
-        Finds a change inside an entry only if the entry is a dict or list.
-        """
+        """Returns the packed entries of ``args`` that differ from this copy. Looks for changes inside dicts and lists only."""
         known = self._known
         items = vars(args).items()
         new = {
@@ -108,10 +103,7 @@ class Arguments:
 
 
 def pack_sample(sample: Any, whole: bool) -> Packed:
-    """Returns a sample for a grader process, packed by :func:`pack`.
-
-    If ``whole`` is True, packs all fields and the class of the sample, else only :data:`_NEEDED_FIELDS`.
-    """
+    """Returns a packed sample: all fields and the class if ``whole`` is True, else only :data:`_NEEDED_FIELDS`."""
     fields = sample.to_dict()
     if not whole:
         return pack({name: fields[name] for name in _NEEDED_FIELDS}, "sample")
@@ -122,18 +114,8 @@ def pack_sample(sample: Any, whole: bool) -> Packed:
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     """Returns a function ``grade(samples, single, kwargs, args)``, which calls a grader in this process.
 
-    Arguments of ``grade``:
-
-    - ``samples``: packed samples.
-    - ``single``: True if the grader gets the only sample instead of a list.
-    - ``kwargs``: further keyword arguments of the grader.
-    - ``args``: slime's arguments that differ in this call, packed.
-
-    ``grade`` returns a tuple:
-
-    - the return value of the grader,
-    - for each sample, the fields that the grader has changed,
-    - the indices of the samples, in the order in which the grader has left the list.
+    The arguments of ``grade`` are the packed samples; whether the grader gets the only sample instead of a list; further keyword
+    arguments of the grader; and slime's arguments that differ in this call, packed. It returns :data:`Graded`.
 
     Args:
         args: slime's arguments, packed by :func:`pack`.
@@ -147,33 +129,32 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     # One event loop for all calls, because a grader may keep a session that belongs to the loop.
     runner = asyncio.Runner()
 
-    def grade(samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any], args: Packed) -> Graded:
-        own = vars(arguments)
-        before = {name: own[name] for name in args if name in own}
-        own |= _unpack(args, "args")
-        try:
-            return call(samples, single, kwargs)
-        finally:
-            for name in args:
-                own.pop(name, None)
-            own |= before
-
-    def call(samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any]) -> Graded:
+    def call(samples: list[Any], single: bool, kwargs: dict[str, Any]) -> Any:
         runner.get_loop()  # from now on the event loop of futures that a plain function makes
-        unpacked = [_unpack_sample(packed) for packed in samples]
-        before = [(sample, pack(vars(sample), "sample")) for sample in unpacked]
-        positions = {id(sample): place for place, sample in enumerate(unpacked)}
-        start = functools.partial(function, arguments, unpacked[0] if single else unpacked, **kwargs)
+        start = functools.partial(function, arguments, samples[0] if single else samples, **kwargs)
         try:
             value = start()
         except RuntimeError as error:
             if str(error) != "no running event loop":
                 raise
-            value = runner.run(_call(start))  # a plain function that starts tasks
-        if inspect.isawaitable(value):
-            value = runner.run(_finish(value))
+            value = runner.run(_await(start))  # a plain function that starts tasks
+        return runner.run(_await(lambda: value)) if inspect.isawaitable(value) else value
+
+    def grade(samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any], args: Packed) -> Graded:
+        unpacked = [_unpack_sample(packed) for packed in samples]
+        known = [(sample, pack(vars(sample), "sample")) for sample in unpacked]
+        positions = {id(sample): place for place, sample in enumerate(unpacked)}
+        own = vars(arguments)
+        before = {name: own[name] for name in args if name in own}
+        own |= _unpack(args, "args")
+        try:
+            value = call(unpacked, single, kwargs)
+        finally:
+            for name in args:
+                own.pop(name, None)
+            own |= before
         order = [positions[id(sample)] for sample in unpacked if id(sample) in positions]
-        return value, [_changes(*pair) for pair in before], order
+        return value, [_changes(*pair) for pair in known], order
 
     return grade
 
@@ -187,13 +168,9 @@ def _warm_up(arguments: Any) -> None:
             asyncio.run(rm_hub.async_rm(arguments, sample))
 
 
-async def _call(call: Callable[[], Any]) -> Any:
+async def _await(call: Callable[[], Any]) -> Any:
     value = call()
     return await value if inspect.isawaitable(value) else value
-
-
-async def _finish(value: Any) -> Any:
-    return await value
 
 
 def _unpack_sample(packed: Packed) -> Any:
@@ -215,6 +192,6 @@ def _unpack(packed: Packed, owner: str) -> dict[str, Any]:
     return values
 
 
-def _changes(sample: Any, before: Packed) -> Changes:
+def _changes(sample: Any, before: Packed) -> dict[str, Any]:
     after = pack(vars(sample), "sample")
     return {name: getattr(sample, name) for name, data in after.items() if before.get(name) != data}

@@ -34,11 +34,10 @@ def cases_of(tests: Any) -> tuple[list[Case], str]:
     text or lists of lines.
 
     With the key ``fn_name``, the program defines a function of this name, perhaps as a method of a class ``Solution``. An input is
-    the list of the function's arguments, and an output is the expected return value. An input may also be text with one argument as
-    JSON per line; its output may then be JSON text.
+    the list of the function's arguments, or text with one argument as JSON per line. An output is the expected return value, or its
+    JSON if the input is text.
 
-    Returns:
-        The test cases, and Python code to append to the program, which makes a method of ``Solution`` available as a function.
+    Returns the test cases, and code to append to the program, which makes a method of ``Solution`` available as a function.
 
     Raises:
         ValueError: ``tests`` has another form.

@@ -41,24 +41,21 @@ from rl_accel.switch import forget_when_off
 
 _MOST_WORKERS = 16
 """Upper bound of the default number of grader processes. Each process takes some 250 MiB of memory."""
-_MOST_AWAITED = 1 << 20  # these graders mostly wait, and cost this machine nothing
-"""Maximum number of graders that run on slime's event loop at once: in effect unlimited, as in slime."""
+_MOST_AWAITED = 1 << 20
+"""Maximum number of graders that run on slime's event loop at once: in effect unlimited, as in slime. They mostly wait."""
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
-"""True if the current asyncio task grades an evaluation sample. slime marks and grades a sample in the same task."""
+"""True if the current asyncio task grades an evaluation sample. :func:`mark_evaluation` sets it. slime calls :func:`grade` in the
+same task, so :func:`grade` never sees the value of another sample."""
 _LAST_GRADED: ContextVar[tuple[Any, int]] = ContextVar("graded", default=(None, 0))
-"""Sample that the current asyncio task has graded last, and the number of times that the task had graded it before. Each grading of
-a sample has its own time limit, because a generate function may grade a sample after each turn."""
+"""Sample that the current asyncio task has graded last, and the number of its earlier gradings. A generate function may grade a
+sample after each turn, and each of these gradings has its own time limit."""
 
 
 def mark_evaluation(args: Any, sample: Any, evaluation: bool = False, rollout_id: int | None = None) -> None:
-    """Stores in the current asyncio task whether a sample belongs to an evaluation (slime's ``--rollout-sample-hook-path``).
-
-    Also makes slime grade evaluation samples with :func:`grade`: removes ``custom_rm_path`` from the sample if it names
-    :func:`grade` or the user's grader.
-    """
+    """Notes for :func:`grade` whether a sample belongs to an evaluation (slime's ``--rollout-sample-hook-path``)."""
     EVALUATION.set(evaluation)
-    # slime copies --custom-rm-path to evaluation samples before it reads rl-accel's YAML file.
+    # slime copies --custom-rm-path to evaluation samples before it reads rl-accel's YAML file, and would call that function.
     if sample.custom_rm_path is not None and sample.custom_rm_path in (RM_HOOK, flags_of(args)[REWARD_TIMEOUT].grader):
         sample.custom_rm_path = None
 
@@ -81,23 +78,19 @@ async def grade(args: Any, sample: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class GraderSpec:
-    """Grader that a sample needs, and the way to call this grader.
+    """Grader of a sample: the user's ``function`` or, if None, slime's own grader.
 
-    Attributes:
-        name: dotted path of the user's grader, or slime's ``rm_type``.
-        function: the user's grader; None: slime's own grader.
-        awaits: True if the grader awaits something. It then runs on slime's event loop, else in a separate process.
-        takes_lists: True if the grader gets a list of samples as a whole. False if it is called once for each sample of the list.
+    A grader that ``awaits`` something runs on slime's event loop, any other in a separate process.
     """
 
-    name: str
+    name: str  # dotted path of the user's grader, or slime's ``rm_type``
     function: Callable[..., Any] | None = None
     awaits: bool = False
-    takes_lists: bool = False
+    takes_lists: bool = False  # whether it gets a list of samples as a whole; else it is called for each sample
 
 
 class Grading:
-    """Grades samples on one event loop: holds the grader processes, the sandbox, and the anchors from which limits are derived.
+    """Grader processes, sandbox and anchors (from which limits are derived) of one event loop.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -120,7 +113,8 @@ class Grading:
         number_keys = keys[:1] or ["acc", "score"]
         self._scores = Scores(flags, self.anchors, keys, number_keys, number_keys, numbers_only=False)
         self._args = grader_worker.Arguments(args)
-        self._graders: dict[str, Graders] = {}
+        self._pools: dict[str | None, Graders] = {}
+        self._sandbox: Sandbox | None = None
 
     async def grade(self, args: Any, given: Any, kwargs: dict[str, Any]) -> Any:
         """Returns the reward of the sample ``given``, or the rewards if ``given`` is a list. Stops the graders if cancelled."""
@@ -136,17 +130,24 @@ class Grading:
         graded, gradings = _LAST_GRADED.get()
         gradings = gradings + 1 if graded is given else 0
         _LAST_GRADED.set((given, gradings))
+        in_loop = spec.awaits or (is_list and sample is not given[0])
+
+        async def run(limits: Limits) -> ExecutionResult:
+            if not in_loop:
+                return await self._run_in_process(spec, args, given, kwargs, limits)
+            if spec.function is not None:
+                return await run_within(spec.function(args, given, **kwargs), limits, spec.name)
+            own_args = copy.copy(args)
+            own_args.custom_rm_path = None
+            return await run_within(rm_hub.async_rm(own_args, given, **kwargs), limits, spec.name)
+
         if spec.name == "code":
             result = await self._run_program(prompt, sample, teach)
         else:
-            if spec.awaits or (is_list and sample is not given[0]):
-                executor, run = self._awaited_executor, functools.partial(self._await, spec, args, given, kwargs)
-            else:
-                executor, run = self._executor, functools.partial(self._run_in_process, spec, args, given, kwargs)
+            executor = self._awaited_executor if in_loop else self._executor
             case = f"{spec.name}/{size or 1}" + (f"/{gradings}" if gradings else "")
-            result = await executor.execute(
-                prompt, case, run, lambda result: self._scores.is_correct(result, size), teach
-            )
+            is_correct = functools.partial(self._scores.is_correct, size=size)
+            result = await executor.execute(prompt, case, run, is_correct, teach)
         if spec.function is None and result.reason.startswith("NotImplementedError"):
             raise ConfigError(
                 f"rl_accel.reward_timeout wants an --rm-type that slime has, found {spec.name!r}: {result.reason}"
@@ -169,22 +170,21 @@ class Grading:
     async def _run_in_process(
         self, spec: GraderSpec, args: Any, given_samples: Any, kwargs: dict[str, Any], limits: Limits
     ) -> ExecutionResult:
-        """Runs a grader in a separate process. If the grader finishes, applies the grader's changes to the samples here."""
-        name = spec.name if spec.function else ""  # slime's own graders share one pool of processes
-        if name not in self._graders:
-            arguments = {"args": self._args.packed, "grader": name or None}
-            self._graders[name] = Graders(
+        """Runs a grader in a separate process, and applies its changes to the samples in this process."""
+        path = spec.name if spec.function else None  # slime's own graders share one pool of processes
+        if path not in self._pools:
+            self._pools[path] = Graders(
                 grader_worker.MAKE,
                 self._workers,
-                arguments,
+                {"args": self._args.packed, "grader": path},
                 environment=grader_cluster.environment(),
                 setup=grader_cluster.SETUP,
             )
-        samples = given_samples if isinstance(given_samples, list) else [given_samples]
-        packed = tuple(grader_worker.pack_sample(sample, whole=bool(name)) for sample in samples)
-        call = {"samples": packed, "single": not isinstance(given_samples, list), "kwargs": kwargs}
-        call["args"] = self._args.changes(args)
-        result = await self._graders[name].call(call, replace(limits, kind=spec.name))
+        is_list = isinstance(given_samples, list)
+        samples = given_samples if is_list else [given_samples]
+        packed = tuple(grader_worker.pack_sample(sample, whole=path is not None) for sample in samples)
+        call = {"samples": packed, "single": not is_list, "kwargs": kwargs, "args": self._args.changes(args)}
+        result = await self._pools[path].call(call, replace(limits, kind=spec.name))
         if result.verdict != "done":
             return result
         value, changes, order = result.value
@@ -194,55 +194,30 @@ class Grading:
         samples[:] = [samples[place] for place in order]  # slime assigns the rewards in this order
         return replace(result, value=value)
 
-    async def _await(
-        self, spec: GraderSpec, args: Any, given: Any, kwargs: dict[str, Any], limits: Limits
-    ) -> ExecutionResult:
-        """Calls a grader directly on slime's event loop, within ``limits``. For graders that await something, such as a request."""
-        function = spec.function
-        if function is None:
-            function, args = rm_hub.async_rm, copy.copy(args)
-            args.custom_rm_path = None
-        coroutine = function(args, given, **kwargs)
-        return await run_within(coroutine, limits, spec.name)
-
     async def _run_program(self, prompt: str, sample: Any, teach: bool) -> ExecutionResult:
-        """Runs the program in a response in the sandbox. The score is the share of passed test cases.
-
-        The test cases are in ``metadata["test_cases"]`` of the sample.
-        """
+        """Runs the program in a response on ``metadata["test_cases"]``, in the sandbox. The score is the share that passes."""
         try:
             cases, addition = cases_of((sample.metadata or {}).get("test_cases"))
         except ValueError as error:
             return ExecutionResult(verdict="error", reason=f"ValueError: {error}", error=error)
-        program = program_of(sample.response)
-        if program is None:
+        if (program := program_of(sample.response)) is None:
             return ExecutionResult(verdict="done", value=0.0)
-        program, early_stop = program + addition, self.flags.early_stop
-        results = await execute_program(
-            self._program_executor, self._sandbox, prompt, program, cases, teach, early_stop
-        )
+        self._sandbox = self._sandbox or Sandbox(self._workers, self.flags.isolation)
+        executor, early_stop = self._program_executor, self.flags.early_stop
+        results = await execute_program(executor, self._sandbox, prompt, program + addition, cases, teach, early_stop)
         passed = sum(result.verdict == "passed" for result in results)
         return ExecutionResult(verdict="done", value=passed / len(cases))
 
-    @functools.cached_property
-    def _sandbox(self) -> Sandbox:
-        return Sandbox(self._workers, self.flags.isolation)
-
     def abandon(self) -> None:
         """Ends all grader processes and the sandbox after the event loop has been closed."""
-        for pool in self._graders.values():
+        for pool in filter(None, [*self._pools.values(), self._sandbox]):
             pool.abandon()
-        if "_sandbox" in vars(self):
-            self._sandbox.abandon()
 
     async def close(self) -> None:
         """Ends all grader processes and the sandbox, including graders that are still running."""
         await self.store_client.close()
-        graders, self._graders = self._graders, {}
-        for pool in graders.values():
+        for pool in filter(None, [*self._pools.values(), self._sandbox]):
             await pool.close()
-        if "_sandbox" in vars(self):
-            await self._sandbox.close()
 
 
 OPEN: dict[asyncio.AbstractEventLoop, Grading] = {}
@@ -271,7 +246,7 @@ def _spec_of_path(path: str) -> GraderSpec:
 
 
 def _awaits(function: Any) -> bool:
-    """Returns whether the source code of a coroutine function awaits anything; True if the source code is not available."""
+    """Returns whether a coroutine function awaits anything, by its source code; True if the source code is not available."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
@@ -284,7 +259,7 @@ _collect = Collector()
 
 
 def _close_all() -> None:
-    """Discards all :class:`Grading` objects and the collected counts. The grader processes end in the background."""
+    """Forgets all :class:`Grading` objects and collected counts. The grader processes end in the background."""
     global _collect
     _collect = Collector()
     while OPEN:

@@ -1,7 +1,7 @@
 """Replacements for router and rollout servers in an agent-loop worker's client, so that a response can migrate between servers."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -10,7 +10,7 @@ from cachetools import LRUCache
 from ray.exceptions import RayError
 
 from rl_accel.integrations.verl.engines import engine_of, is_death
-from rl_accel.integrations.verl.reward_worker_proxy import cancel
+from rl_accel.integrations.verl.reward_worker_proxy import Method, cancel
 from rl_accel.patches.verl.interfaces import RolloutServer, TokenOutput
 from rl_accel.rollout.balance import key_of
 
@@ -22,16 +22,6 @@ MOVABLE = {
 prompt, and any other parameter could have another effect there. ``seed`` is also allowed if ``EngineSupport.seeds_by_position`` is
 True."""
 CONVERSATIONS = 100_000  # maximum number of conversations whose last replica is remembered
-
-
-class Method:
-    """Imitation of a Ray actor's method. ``method.remote(...)`` calls the async ``function`` at once and returns its task."""
-
-    def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-        self._function = function
-
-    def remote(self, *args: Any, **kwargs: Any) -> "asyncio.Task[Any]":
-        return asyncio.create_task(self._function(*args, **kwargs))
 
 
 class ServerId(str):
@@ -99,11 +89,7 @@ class BalancedServer:
     def __init__(self, servers: Servers, ticket: str, name: str, server: RolloutServer) -> None:
         self.ticket, self.name, self._servers, self._server = ticket, name, servers, server
         self.tokens: int | None = None
-        self.generate, self.abort_request = Method(self._generate), Method(self._abort)
-        self.__ray_call__ = Method(self._call)
-
-    async def _abort(self, _request_id: str) -> Any:
-        return await self._server.abort_request.remote(self.ticket)
+        self.generate, self.__ray_call__ = Method(self._generate), Method(self._call)
 
     async def _call(self, function: Any, _request_id: str) -> Any:
         return await self._server.__ray_call__.remote(function, self.ticket)

@@ -1,10 +1,9 @@
 """Adaptive time limits for rewards on verl: ``+rl_accel.reward_timeout.enable=True``.
 
-This package uses official extension points of verl only: a reward manager and a mixin for agent-loop workers. :func:`wire` sets
-them in verl's configuration. In a reward worker, module ``manager`` wraps the configured reward manager and replaces the reward
-function. The new function runs the user's function, or verl's own (``code_rewards``), within time limits. In an agent-loop
-worker, the mixin :data:`WORKER_PART` marks validation responses and tolerates dead reward workers. The counts of all reward workers
-reach the trainer's log through the anchor store, which shares the durations of correct executions between processes.
+:func:`wire` sets two parts in verl's configuration. In a reward worker, the module ``manager`` holds the configured reward manager,
+and runs the reward function, the user's or verl's own (``code_rewards``), within time limits. In an agent-loop worker, the mixin
+:data:`WORKER_PART` marks validation responses and tolerates dead reward workers. The counts of all reward workers reach the
+trainer's log through the anchor store, which shares the durations of correct executions between processes.
 """
 
 import ast
@@ -28,12 +27,11 @@ from rl_accel.telemetry.metrics import Observer
 
 MANAGER = "RewardTimeoutManager"
 MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
-"""Values that rl-accel sets for verl's configuration keys ``reward.reward_manager.name`` (``MANAGER``) and
-``reward.reward_manager.module.path`` (``MANAGER_MODULE``)."""
+"""Values of verl's configuration keys ``reward.reward_manager.name`` and ``.module.path`` with this feature."""
 
 SECTION = "reward_timeout"
-"""Name of rl-accel's section under ``reward`` in verl's configuration, with the flags, the wrapped reward manager, and the path of
-the file with anchors."""
+"""Name of the section of ``reward`` in verl's configuration that holds the flags, the reward manager that the user configured, and
+the path of the file with anchors."""
 
 WORKER_PART = f"{__name__}.validation.ValidationTag"
 """Full name of this feature's mixin for verl's agent-loop workers."""
@@ -57,7 +55,7 @@ def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
     held = run.get(f"reward.{SECTION}.manager", held)
     folder = run.get("trainer.default_local_dir")
     # An absolute path: Ray processes with another working directory would resolve a relative path differently.
-    anchors = str(Path(os.path.abspath(folder), "rl_accel_reward_anchors.json")) if folder else None
+    anchors = os.path.join(os.path.abspath(folder), "rl_accel_reward_anchors.json") if folder else None
     section = {"flags": asdict(flags), "manager": held, "anchors": run.get(f"reward.{SECTION}.anchors", anchors)}
     for key, value in {"source": "importlib", "name": MANAGER, "module.path": MANAGER_MODULE}.items():
         run.set(f"{_REWARD}.{key}", value)
@@ -66,11 +64,6 @@ def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
 
 
 def _check(run: VerlRun) -> None:
-    """Refuses a configuration that adaptive reward time limits do not support.
-
-    Raises:
-        ConfigError: the message names the unsupported setting.
-    """
     if run.get(_REWARD) is None:
         import verl
 
@@ -101,7 +94,7 @@ def _check(run: VerlRun) -> None:
 
 
 def _never_awaits(path: str, name: str) -> bool:
-    """Returns True if a user's reward manager never awaits ``compute_score``, which is an async function with this feature.
+    """Returns True if a user's reward manager certainly never awaits ``compute_score``, which is async with this feature.
 
     Reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module) without importing the module. True if
     ``run_single`` and the methods that it calls use ``compute_score``, and await only each other and calls in threads.
@@ -115,17 +108,18 @@ def _never_awaits(path: str, name: str) -> bool:
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     methods = {node.name: node for definition in classes for node in definition.body if isinstance(node, functions)}
-    called, nodes = ["run_single"] if "run_single" in methods else [], list[ast.AST]()
-    for method in called:  # grows
-        nodes += ast.walk(methods[method])
-        called += {node.attr for node in nodes if isinstance(node, ast.Attribute)} & methods.keys() - {*called}
+    nodes: list[ast.AST] = []
+    reached: set[str] = set()
+    attributes = {"run_single"}
+    while new := attributes & methods.keys() - reached:
+        reached |= new
+        nodes += [node for method in new for node in ast.walk(methods[method])]
+        attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     awaited = [node.value for node in nodes if isinstance(node, ast.Await)]
-    uses_it = any(isinstance(node, ast.Attribute) and node.attr == "compute_score" for node in nodes)
-    return uses_it and all(_calls(value, "run_in_executor", "to_thread", *called) for value in awaited)
-
-
-def _calls(node: ast.AST, *names: str) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
+    calls = [ast.unparse(value.func) for value in awaited if isinstance(value, ast.Call)]  # "self.loop.run_in_executor"
+    harmless = {"run_in_executor", "to_thread", *reached}
+    is_harmless = len(calls) == len(awaited) and all(call.rpartition(".")[2] in harmless for call in calls)
+    return "compute_score" in attributes and is_harmless
 
 
 def _observer(_flags: RewardTimeoutFlags) -> Observer:

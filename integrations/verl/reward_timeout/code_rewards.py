@@ -6,7 +6,6 @@ sandbox, which enforces the time limit.
 
 import asyncio
 import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -16,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+
+import verl
 
 from rl_accel.reward.execution import ExecutionResult, Limits, gather_until
 from rl_accel.reward.sandbox import Graders
@@ -29,12 +30,11 @@ _ALARM_SECONDS = 3600
 """Seconds by which the alarm in verl's grading code is later than rl-accel's time limit, so that the alarm never acts first."""
 _PRIME_OUTPUT_BYTES = 64 << 20  # high, because verl does not limit stderr
 """Maximum size of the output of one test case in bytes."""
-_threads = ThreadPoolExecutor(64, thread_name_prefix="rl_accel_fusion")
-"""Thread pool for requests to a remote sandbox."""
+_threads = ThreadPoolExecutor(64, thread_name_prefix="rl_accel_fusion")  # for requests to a remote sandbox
 
 Run = Callable[[Limits], Awaitable[ExecutionResult]]
 Execute = Callable[[str, Run, Callable[[ExecutionResult], bool]], Awaitable[ExecutionResult]]
-"""Type of ``LimitedExecutor.execute`` with the prompt already given: a function of ``case``, ``run`` and ``correct``."""
+"""``LimitedExecutor.execute`` with the prompt already given: a function of ``case``, ``run`` and ``correct``."""
 
 
 async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool, arguments: Mapping[str, Any]) -> float:
@@ -45,7 +45,7 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
     verl's. Cancelling this call kills the running executions.
 
     Args:
-        execute: function that runs a test case within the case's time limit.
+        execute: runs a test case within the case's time limit.
         graders: processes that run the cases; see :func:`prime_graders`.
         early_stop: True to skip the cases after the first failure. The score is then 0 or 1.
         arguments: keyword arguments of the reward function.
@@ -59,22 +59,18 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
     except (ValueError, TypeError, KeyError, AttributeError):
         return 0.0  # the same score as verl, which also prints the reason
 
-    async def passes_of_case(key: str, case: dict[str, Any]) -> list[bool]:
-        async def run(limits: Limits) -> ExecutionResult:
-            call = {"in_outs": case, "test": code, "timeout": math.ceil(limits.wall) + _ALARM_SECONDS}
-            return await graders.call(call, replace(limits, output_bytes=_PRIME_OUTPUT_BYTES))
-
-        return _passes_in(await execute(key, run, lambda result: _passes_in(result) == [True]))
-
     async def passes_of(kind: str, cases: list[dict[str, Any]], until_failure: bool) -> list[bool]:
-        """Runs all ``cases`` and returns for each case whether the program passed, in the order of ``cases``.
+        """Runs ``cases`` and returns whether the program passed each. With ``until_failure``, the first failure ends the others."""
 
-        With ``until_failure``, stops at the first failure and returns only the results known by then.
-        """
-        results = await gather_until(
-            (passes_of_case(f"{kind}/{number}", case) for number, case in enumerate(cases)),
-            lambda passes: until_failure and not all(passes),
-        )
+        async def passes(number: int, case: dict[str, Any]) -> list[bool]:
+            async def run(limits: Limits) -> ExecutionResult:
+                call = {"in_outs": case, "test": code, "timeout": math.ceil(limits.wall) + _ALARM_SECONDS}
+                return await graders.call(call, replace(limits, output_bytes=_PRIME_OUTPUT_BYTES))
+
+            return _passes_in(await execute(f"{kind}/{number}", run, lambda result: _passes_in(result) == [True]))
+
+        tasks = (passes(number, case) for number, case in enumerate(cases))
+        results = await gather_until(tasks, lambda passed: until_failure and not all(passed))
         return list(itertools.chain.from_iterable(results))
 
     if name is not None:
@@ -86,36 +82,26 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
     if not complete:
         return 0.0
     first = [{"inputs": [given], "outputs": [wanted]} for given, wanted in pairs[:SCORED_CASES]]
-    passes = await passes_of("stdin", first, until_failure=early_stop)
+    passed = await passes_of("stdin", first, until_failure=early_stop)
     if early_stop:
-        return float(all(passes))
-    return sum(passes) / len(passes) if passes else float(name is None)
+        return float(all(passed))
+    return sum(passed) / len(passed) if passed else float(name is None)
 
 
 def _passes_in(result: ExecutionResult) -> list[bool]:
-    """Returns for each input whether the program's output was correct; [False] if the execution did not finish.
-
-    ``result.value`` is the return value of verl's ``run_test``: (list of results by input, message on the first failure).
-    """
+    """Returns whether the program passed, for each input of a call of verl's ``run_test``; [False] if the call did not finish."""
     if result.verdict != "done":
         return [False]
-    passes, problem = result.value
+    passes, problem = result.value  # results by input, and a message on the first failure
     return [passed is True and not problem for passed in passes]
 
 
 def prime_graders(workers: int, isolation: str) -> Graders:
     """Returns grader processes that run test cases with verl's own grading code, isolated like programs in a sandbox.
 
-    The processes load only the file with the grading code, so that a program under test finds neither verl nor this package in
-    memory.
-
-    Raises:
-        ImportError: verl is not installed.
+    They load only the file with the grading code, so that a program under test finds neither verl nor this package in memory.
     """
-    verl = importlib.util.find_spec("verl")
-    if verl is None or verl.origin is None:
-        raise ImportError("verl is not installed")
-    judge = Path(verl.origin).parent / "utils" / "reward_score" / "prime_code" / "testing_util.py"
+    judge = Path(verl.__file__).parent / "utils" / "reward_score" / "prime_code" / "testing_util.py"
     return Graders(f"{judge}:run_test", workers, isolation=isolation)
 
 
@@ -127,11 +113,8 @@ async def score_fusion(
     The score is the pass rate of the first ten cases. Cases after a compile error fail. Each case is a separate request to the
     remote sandbox, which gets the case's time limit in whole seconds. Cancelling this call does not stop requests in the sandbox.
 
-    Args:
-        execute: function that runs a test case within the case's time limit.
-        options: verl's keyword arguments ``sandbox_fusion_url``, ``concurrent_semaphore`` and ``memory_limit_mb``.
-        early_stop: True to skip the cases after the first failure. The score is then 0 or 1.
-        arguments: keyword arguments of the reward function.
+    ``options`` are verl's arguments ``sandbox_fusion_url``, ``concurrent_semaphore`` and ``memory_limit_mb``. The others are those
+    of :func:`score_prime_code`.
     """
     ask = functools.partial(_ask_fusion, options, arguments["solution_str"])
     cases = _single_cases(arguments["ground_truth"])
@@ -154,7 +137,6 @@ async def score_fusion(
 
 
 async def _ask_fusion(options: Mapping[str, Any], code: str, cases: Any, timeout: int) -> Any:
-    """Runs a program on test cases in the remote sandbox, with verl's own function. Returns score and metadata as this function."""
     from verl.utils.reward_score import sandbox_fusion
 
     where = (options["sandbox_fusion_url"], options.get("concurrent_semaphore"), options.get("memory_limit_mb"))
@@ -163,7 +145,7 @@ async def _ask_fusion(options: Mapping[str, Any], code: str, cases: Any, timeout
 
 
 async def _run_in_fusion(ask: Callable[[Any, int], Awaitable[Any]], case: Any, limits: Limits) -> ExecutionResult:
-    """Runs one test case in the remote sandbox. Its time is the one that the sandbox reports, if any."""
+    """Runs one test case in the remote sandbox. The duration of the result is the one that the sandbox reports, if any."""
     began = time.monotonic()
     score, metadata = await ask(case, math.ceil(limits.wall))
     first = metadata[0] if metadata else {}
@@ -174,10 +156,7 @@ async def _run_in_fusion(ask: Callable[[Any, int], Awaitable[Any]], case: Any, l
 
 
 def _single_cases(truth: Any) -> list[dict[str, Any]] | None:
-    """Splits the ground truth of a code problem into at most ten test cases; None if verl would refuse the form of ``truth``.
-
-    Each returned dict has the format of ``truth`` and holds one case.
-    """
+    """Returns the first ten test cases of a ground truth, each in the same format; None if verl would refuse the ground truth."""
     try:
         whole = dict(truth) if isinstance(truth, dict) else json.loads(truth)
         if isinstance(whole.get("assert_case"), list):

@@ -1,7 +1,7 @@
 """Reward manager that verl loads in each reward worker, with time limits for the reward function.
 
-:class:`RewardTimeoutManager` wraps the configured reward manager, which does everything except the scoring. The method ``score`` of
-:class:`RewardTimeoutManager` replaces the user's reward function, or verl's own.
+:class:`RewardTimeoutManager` holds the reward manager that the user configured, and gives it the method ``score`` as reward
+function. This method runs the user's reward function, or verl's own, within time limits.
 """
 
 import functools
@@ -9,13 +9,12 @@ import inspect
 import itertools
 import logging
 import os
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import ray
 from omegaconf import OmegaConf
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls, limited
@@ -28,13 +27,7 @@ from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray import grader_cluster
 from rl_accel.integrations.ray.reward_anchors import StoreClient
 from rl_accel.integrations.verl import grader_process
-from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION
-from rl_accel.integrations.verl.reward_timeout.code_rewards import (
-    DATA_SOURCES,
-    prime_graders,
-    score_fusion,
-    score_prime_code,
-)
+from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION, code_rewards
 from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION
 from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
 from rl_accel.patches.seams import extends
@@ -55,29 +48,23 @@ logger = logging.getLogger("rl_accel")
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERLS_OWN = "verl.utils.reward_score:default_compute_score"
-_AWAITED_SLOTS = 1 << 20  # some of these functions wait until all responses of a batch have arrived
-"""Maximum number of async reward functions that run at once in each reward process: in effect unlimited, as in verl."""
+_AWAITED_SLOTS = 1 << 20
+"""Maximum number of async reward functions that run at once in each reward worker: in effect unlimited, as in verl. Some of these
+functions wait until all responses of a batch have arrived."""
 _FUSION_SLOTS = 256
-"""Maximum number of requests to a remote sandbox at once in each reward process."""
+"""Maximum number of requests to a remote sandbox at once in each reward worker. Chosen by hand."""
 _WARN_AFTER_UNCALLED = 8
-"""Number of responses after which a warning is logged if the reward manager has called its reward function for none of them."""
+"""Number of scored responses after which a warning is logged if the reward function was called for none of them. Chosen by hand."""
 
 
 @dataclass
 class _Response:
-    """Response that the running asyncio task scores.
-
-    Attributes:
-        prompt: key of the prompt.
-        teach: True if the time limits learn from the response; False for validation responses.
-        calls: number of calls of the reward function for the response so far.
-        refusal: error because of which the function could not be called. A manager may take it for an error of the function.
-    """
+    """Response that the running asyncio task scores, with the key of its prompt."""
 
     prompt: str
-    teach: bool = True
-    calls: int = 0
-    refusal: SandboxError | None = None
+    teach: bool = True  # False for a validation response, from which no time limits are learned
+    calls: int = 0  # of the reward function for this response so far
+    refusal: SandboxError | None = None  # the held manager may catch it as an error of the reward function
 
 
 _RESPONSE: ContextVar[_Response | None] = ContextVar("rl_accel_response", default=None)
@@ -85,24 +72,19 @@ _RESPONSE: ContextVar[_Response | None] = ContextVar("rl_accel_response", defaul
 
 @extends(interfaces.RewardManagerBase)
 class RewardTimeoutManager(RewardManagerBase):
-    """Reward manager that runs the user's configured manager with a time limit for each execution of the reward function.
+    """Reward manager that runs the configured manager, with a time limit for each execution of the reward function.
 
-    The configured manager (naive, dapo, gdpo, remote, rate_limited or a user's class) still computes the scores, with two changes.
-    ``naive`` replaces ``remote``, because the reward function runs in other processes anyway. The ``reward.timeout`` of
-    ``rate_limited`` is only the default of the full budget.
+    The configured manager (of verl or the user) still computes the scores, with two changes. ``naive`` replaces ``remote``, because
+    the reward function runs in other processes anyway. The ``reward.timeout`` of ``rate_limited`` is only the default of the full
+    budget (the longest limit).
 
     A response whose execution was stopped gets ``timeout_score``. With the flag ``score_errors``, so does a response for which the
     reward function raised an exception or returned an unusable value. Without the flag, both are passed on unchanged.
+
+    Takes the arguments of every reward manager of verl. ``given`` is for the configured manager.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        tokenizer: Any,
-        compute_score: Any,
-        reward_router_address: str | None = None,
-        reward_model_tokenizer: Any = None,
-    ) -> None:
+    def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **given: Any) -> None:
         super().__init__(config, tokenizer, compute_score)
         section = config.reward[SECTION]
         self._flags = flags = RewardTimeoutFlags(**section.flags)
@@ -114,32 +96,30 @@ class RewardTimeoutManager(RewardManagerBase):
         self._slots = flags.workers or min(32, (os.cpu_count() or 1) + 4)
         limits = Limits(memory=flags.memory_mb << 20)
         self._configured = section.manager
-        self.held = _configured_manager(
-            config,
-            tokenizer=tokenizer,
-            compute_score=self.score,
-            reward_router_address=reward_router_address,
-            reward_model_tokenizer=reward_model_tokenizer,
-        )
-        full, is_limited = flags.maximum or FULL_BUDGET, isinstance(self.held, limited.RateLimitedRewardManager)
+        self.held = _configured_manager(config, tokenizer=tokenizer, compute_score=self.score, **given)
+        full, is_limited = flags.maximum, isinstance(self.held, limited.RateLimitedRewardManager)
         if is_limited:
             rate_limited: interfaces.RateLimitedRewardManager = self.held
-            full = flags.maximum or rate_limited.timeout or FULL_BUDGET
+            full = full or rate_limited.timeout
             rate_limited.timeout = None  # without a limit in asyncio.wait_for
-        for_programs = flags.maximum or PROGRAM_BUDGET
-        self._program_executor = LimitedExecutor(self.anchors, self._program_slots, limits, for_programs)
-        self._fusion_executor = LimitedExecutor(self.anchors, _FUSION_SLOTS, limits, for_programs)
-        self._executor = LimitedExecutor(self.anchors, self._slots, limits, full)
-        # In a rate-limited manager, calls wait for their turn before they are executed.
-        adapts, queues = flags.limit_waiting, not is_limited
-        self._awaited_executor = LimitedExecutor(self.anchors, _AWAITED_SLOTS, limits, full, adapts, queues)
+        full = full or FULL_BUDGET
+        self._awaits = inspect.iscoroutinefunction(compute_score)
+        slots, adapts = (_AWAITED_SLOTS, flags.limit_waiting) if self._awaits else (self._slots, True)
+        # A rate-limited manager queues calls before they are executed.
+        self._executor = LimitedExecutor(self.anchors, slots, limits, full, adapts, queues=not is_limited)
+        self._options = compute_score.keywords if isinstance(compute_score, functools.partial) else {}
+        slots = _FUSION_SLOTS if self._options.get("sandbox_fusion_url") else self._program_slots
+        self._program_executor = LimitedExecutor(self.anchors, slots, limits, flags.maximum or PROGRAM_BUDGET)
         self._scores = Scores(flags, self.anchors, (), ("score",), ("acc", "score"), numbers_only=True)
-        self._tokenizer = {} if reward_model_tokenizer is None else {"reward_model_tokenizer": reward_model_tokenizer}
+        self._is_verls_own = _is_verls_own(compute_score)
+        self._target, self._reward_kwargs = _target_of(config, compute_score)
+        tokenizers = {k: v for k, v in given.items() if k == "reward_model_tokenizer" and v is not None}
+        self._constants = tokenizers | self._reward_kwargs
         self._graders: dict[str, Graders] = {}
         self._deaths = 0
         # Counts responses that the manager has scored without the reward function; None once that has been called.
         self._uncalled: Iterator[int] | None = itertools.count(1)
-        if not (self._is_verls_own or inspect.iscoroutinefunction(self.compute_score)):
+        if not (self._is_verls_own or self._awaits):
             self._function.warm_up()  # verl's own function may score only code, which other processes run
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
@@ -148,17 +128,12 @@ class RewardTimeoutManager(RewardManagerBase):
         Raises:
             ConfigError: the user's own reward manager calls the reward function without awaiting it.
         """
-        columns = data.non_tensor_batch
-        validation = columns.pop(VALIDATION, np.array([False]))
-        row = {
-            name: columns[name][-1]
-            for name in ("data_source", "reward_model", "raw_prompt", "extra_info")
-            if name in columns
-        }
+        row = {name: column[-1] for name, column in data.non_tensor_batch.items()}
+        is_validation = data.non_tensor_batch.pop(VALIDATION, None) is not None
         truth = row.get("reward_model")
         truth = truth.get("ground_truth") if isinstance(truth, dict) else truth
         prompt = _prompt_of(row.get("data_source"), truth, row.get("raw_prompt"), row.get("extra_info"))
-        response = _Response(prompt, not bool(validation[-1]))
+        response = _Response(prompt, teach=not is_validation)
         _RESPONSE.set(response)
         self._store_client.use()
         try:
@@ -187,13 +162,10 @@ class RewardTimeoutManager(RewardManagerBase):
         )
 
     async def score(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the configured reward function within a time limit. Takes the arguments of verl's reward functions.
-
-        Returns:
-            A reward as verl's reward managers expect: a number, or a dict with the key ``score``.
+        """Calls the reward function within a time limit, with the same arguments. Returns its reward, or a substitute.
 
         Raises:
-            SandboxError: the reward function cannot be imported in a separate process.
+            SandboxError: the reward function cannot be imported in a separate process, or an argument cannot be sent there.
             Exception: the exception that the reward function raised.
         """
         # A user's manager may pass other arguments than verl's; these names only serve to identify prompt and source.
@@ -207,15 +179,17 @@ class RewardTimeoutManager(RewardManagerBase):
         case = str(response.calls) if response.calls else ""
         response.calls += 1
         self._uncalled = None
-        awaits = inspect.iscoroutinefunction(self.compute_score)
-        executor, run = (self._awaited_executor, self._await) if awaits else (self._executor, self._run_in_process)
+
+        async def run(limits: Limits) -> ExecutionResult:
+            if self._awaits:
+                return await run_within(self.compute_score(*args, **kwargs), limits, self._target)
+            return await self._function.call({**kwargs, **self._reward_kwargs}, replace(limits, kind=source), args)
+
         try:
-            if self._is_verls_own and source in DATA_SOURCES:
+            if self._is_verls_own and source in code_rewards.DATA_SOURCES:
                 result = ExecutionResult(verdict="done", value=await self._score_code(prompt, teach, arguments))
             else:
-                result = await executor.execute(
-                    prompt, case, functools.partial(run, args, kwargs, source), self._scores.is_correct, teach
-                )
+                result = await self._executor.execute(prompt, case, run, self._scores.is_correct, teach)
         except SandboxError as error:
             response.refusal = error
             raise
@@ -232,67 +206,52 @@ class RewardTimeoutManager(RewardManagerBase):
 
     async def _score_code(self, prompt: str, teach: bool, arguments: dict[str, Any]) -> float:
         """Scores one response with verl's own code rewards, with a separate execution for each test case."""
-        options = self.compute_score.keywords if isinstance(self.compute_score, functools.partial) else {}
-        if options.get("sandbox_fusion_url"):
-            execute = functools.partial(self._fusion_executor.execute, prompt, teach=teach)
-            return await score_fusion(execute, options, self._flags.early_stop, arguments)
-        if "prime_code" not in self._graders:
-            self._graders["prime_code"] = prime_graders(self._program_slots, self._flags.isolation)
         execute = functools.partial(self._program_executor.execute, prompt, teach=teach)
-        return await score_prime_code(execute, self._graders["prime_code"], self._flags.early_stop, arguments)
-
-    @property
-    def _is_verls_own(self) -> bool:
-        function = self.compute_score
-        inner = function.func if isinstance(function, functools.partial) else function
-        if hasattr(inner, "__wrapped__"):  # a function of the user, with the name of verl's
-            return False
-        return inner is None or f"{inner.__module__}:{inner.__qualname__}" == _VERLS_OWN
-
-    async def _await(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], _source: str, limits: Limits
-    ) -> ExecutionResult:
-        return await run_within(self.compute_score(*args, **kwargs), limits, self._target[0])
-
-    def _run_in_process(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], source: str, limits: Limits
-    ) -> Awaitable[ExecutionResult]:
-        return self._function.call({**kwargs, **self._target[1]}, replace(limits, kind=source), args)
+        if self._options.get("sandbox_fusion_url"):
+            return await code_rewards.score_fusion(execute, self._options, self._flags.early_stop, arguments)
+        if "prime_code" not in self._graders:
+            self._graders["prime_code"] = code_rewards.prime_graders(self._program_slots, self._flags.isolation)
+        graders = self._graders["prime_code"]
+        return await code_rewards.score_prime_code(execute, graders, self._flags.early_stop, arguments)
 
     @functools.cached_property
     def _function(self) -> Graders:
         """Grader processes that call a synchronous reward function."""
-        function = self._graders[self._target[0]] = Graders(
-            self._target[0],
+        function = self._graders[self._target] = Graders(
+            self._target,
             self._slots,
             in_thread=self._configured["name"] != "remote",  # as in verl
             computing=self._program_slots,
             environment={**process_start.removed_variables(), **grader_cluster.environment()},
             setup=grader_process.SETUP,
-            constants={**self._tokenizer, **self._target[1]},
+            constants=self._constants,
             folder=process_start.folder(),
         )
         return function
 
-    @functools.cached_property
-    def _target(self) -> tuple[str, dict[str, Any]]:
-        """Import path of the reward function, and the configured ``reward_kwargs``, which override keyword arguments of a call."""
-        if self._is_verls_own:
-            return _VERLS_OWN, {}
-        custom = OmegaConf.select(self.config, "reward.custom_reward_function", default=None) or {}
-        if not custom.get("path"):  # code of the user has replaced verl's function
-            function: Any = self.compute_score
-            return f"{function.__module__}:{function.__qualname__}", {}
-        path = custom["path"]
-        if path.startswith("pkg://"):
-            module = path.removeprefix("pkg://").replace("/", ".")
-        else:
-            module = str(Path(process_start.folder(), path.removeprefix("file://")).absolute())
-        return f"{module}:{custom['name']}", dict(custom.get("reward_kwargs") or {})
+
+def _is_verls_own(function: Any) -> bool:
+    inner = function.func if isinstance(function, functools.partial) else function
+    if hasattr(inner, "__wrapped__"):  # a function of the user, with the name of verl's
+        return False
+    return inner is None or f"{inner.__module__}:{inner.__qualname__}" == _VERLS_OWN
+
+
+def _target_of(config: Any, function: Any) -> tuple[str, dict[str, Any]]:
+    """Returns the import path of the reward ``function``, and ``reward_kwargs``, which override keyword arguments of a call."""
+    if _is_verls_own(function):
+        return _VERLS_OWN, {}
+    custom = OmegaConf.select(config, "reward.custom_reward_function", default=None) or {}
+    if not (path := custom.get("path")):  # code of the user has replaced verl's function
+        return f"{function.__module__}:{function.__qualname__}", {}
+    if path.startswith("pkg://"):
+        module = path.removeprefix("pkg://").replace("/", ".")
+    else:
+        module = str(Path(process_start.folder(), path.removeprefix("file://")).absolute())
+    return f"{module}:{custom['name']}", dict(custom.get("reward_kwargs") or {})
 
 
 def _configured_manager(config: Any, **arguments: Any) -> Any:
-    """Creates the reward manager that the user configured; verl's ``naive`` manager in place of ``remote``."""
     configured, original = config.reward[SECTION].manager, config.copy()
     section = original.reward.reward_manager
     section.source, section.name, section.module.path = (configured[key] for key in ("source", "name", "path"))
@@ -304,10 +263,7 @@ def _configured_manager(config: Any, **arguments: Any) -> Any:
 
 
 def _share_of_cores(reward_workers: int) -> int:
-    """Returns the number of executions that each reward worker may run at once: its share of the node's CPU cores, at least 1.
-
-    ``reward_workers`` is the number of reward workers on all nodes together.
-    """
+    """Returns the share of this node's CPU cores for each of the ``reward_workers``, which run on all nodes; at least 1."""
     nodes = 1
     if ray.is_initialized():
         nodes = sum(1 for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0)
@@ -315,10 +271,7 @@ def _share_of_cores(reward_workers: int) -> int:
 
 
 def _prompt_of(data_source: Any, ground_truth: Any, raw_prompt: Any, extra_info: Any) -> str:
-    """Returns the key of a prompt for the time limits, computed from data source, ground truth and text of the prompt.
-
-    If ``raw_prompt`` has no text, ``extra_info["index"]`` takes its place.
-    """
+    """Returns the key under which time limits of a prompt are learned. ``extra_info["index"]`` stands in for an absent text."""
     texts = list(_texts(raw_prompt))
     index = extra_info.get("index") if isinstance(extra_info, dict) and not texts else None
     return prompt_key(str(data_source), ground_truth, texts, index)

@@ -23,7 +23,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from rl_accel.errors import first_line
 from rl_accel.integrations.verl.engines import EngineSupport, engine_of, is_death
-from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
+from rl_accel.integrations.verl.reward_worker_proxy import Method, cancel, outcome
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import LLMServerManager, RolloutReplica, RolloutServer, TokenOutput
@@ -151,12 +151,9 @@ class CancellableServer:
         self, server: RolloutServer, engine: EngineSupport, rate: TokenRate, on_death: Callable[[str], Awaitable[None]]
     ) -> None:
         self._server, self._engine, self._rate, self._on_death = server, engine, rate, on_death
+        self.generate = Method(self._generate)
 
-    @property
-    def generate(self) -> "CancellableServer":
-        return self
-
-    async def remote(self, **request: Any) -> TokenOutput:
+    async def _generate(self, **request: Any) -> TokenOutput:
         """Sends a request to the server and returns its answer.
 
         Raises:
@@ -200,15 +197,13 @@ class CancellableServer:
 
     async def _stop(self, call: Awaitable[TokenOutput], request_id: str) -> TokenOutput | None:
         """Ends the remote ``call`` of a request. Returns the partial output of the call, or None if the output is unknown."""
-        is_aborted = False
-        try:
-            if self._engine.aborts_by_id:
-                is_aborted = (await self._server.abort_request.remote(request_id))["aborted"]
-            elif self._engine.abort is not None:
-                is_aborted = await self._server.__ray_call__.remote(self._engine.abort, request_id)
-        except RayError:  # the server is gone, and the call with it
-            return None
-        return await (outcome(call) if is_aborted else cancel(call))
+        if self._engine.abort is not None:
+            try:
+                if await self._server.__ray_call__.remote(self._engine.abort, request_id):
+                    return await outcome(call)
+            except RayError:  # the server is gone, and the call with it
+                return None
+        return await cancel(call)
 
 
 @extends(interfaces.LLMServerClient)
