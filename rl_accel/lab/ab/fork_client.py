@@ -1,8 +1,8 @@
 """Command ``fork_client.py SOCKET WORDS...``, which runs ``python WORDS...`` in a fork of a running :mod:`fork_server`.
 
-The fork gets the standard streams, working folder and environment of this command. The command passes signals on to the fork, and
-ends with the exit code of the fork. If the server cannot be reached, the command replaces itself by ``python WORDS...``. This
-module imports only light modules, because every process of a run starts through it.
+The fork gets the standard streams, working folder and environment of this command, which passes signals on to the fork, and ends
+with its exit code. If the server cannot be reached, the command replaces itself by ``python WORDS...``. This module imports only
+light modules, because every process of a run starts through it.
 """
 
 import json

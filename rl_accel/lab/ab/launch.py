@@ -19,18 +19,15 @@ FORMS = ("print", "slurm", "ray")
 PREPARE = "prepare"
 """Value of ``--only`` that selects the recipe's prepare command instead of a run."""
 
-_SUBMIT = (
-    """submit() { sbatch --parsable --requeue --nodes=1 "$@" | cut -d';' -f1; }"""  # id;cluster if there are several
-)
+# sbatch prints id;cluster if there are several clusters
+_SUBMIT = """submit() { sbatch --parsable --requeue --nodes=1 "$@" | cut -d';' -f1; }"""
 
 
 def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[str], out: Path) -> str:
-    """Returns a bash script that starts all runs of a recipe, with one command per line.
+    """Returns a bash script that starts the runs ``plans`` of a recipe, with one command per line.
 
     Args:
         form: ``print`` for plain commands, ``slurm`` for ``sbatch``, or ``ray`` for ``ray job submit`` to a running cluster.
-        recipe: recipe that gives the job names, the number of GPUs and the time limit.
-        plans: runs to start.
         call: words of the command ``rl-accel ab RECIPE ...``, with absolute paths. Each job runs it with ``--only RUN``.
         out: folder of the runs, on a file system that all nodes share.
 
@@ -65,7 +62,7 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
 
 
 def _ray_job(plan: RunPlan, words: Sequence[str], shell: Mapping[str, str]) -> str:
-    """Returns a shell command that submits a run to Ray and waits for the end of the run."""
+    """Returns a shell command that submits a run to Ray and waits for its end."""
     # the job waits, because verl does not wait for GPUs of another job; Ray actors do not inherit a driver's variables
     variables = {**shell, **{key: value for key, value in plan.env.items() if value is not None}}
     variables["VERL_FILE_LOGGER_PATH"] = str(plan.directory / "metrics.jsonl")

@@ -81,8 +81,8 @@ def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
     plans = plan_runs(recipe, file.resolve().parent, Path("out").resolve() / recipe.name)
     first = {plan.arm: plan for plan in reversed(plans)}
     prepared = any("${out}" in word for word in recipe.prepare)
-    env = next(iter(first.values())).env
-    os.environ |= {key: value for key, value in env.items() if value is not None}  # verl reads these when imported
+    # verl reads these when it is imported
+    os.environ |= {key: value for key, value in plans[0].env.items() if value is not None}
     with quiet():
         rows = list(_rows(recipe, [first[arm] for arm in recipe.arms if arm in first], prepared))
     return list(dict.fromkeys(rows))  # arms share most requirements

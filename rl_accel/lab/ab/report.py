@@ -96,7 +96,7 @@ def summarise(
     summary = {
         "schema": SCHEMA,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "ok": not any(check.failed for check in checks),
+        "ok": not any(check["failed"] for check in checks),
         "headline": [],
         "recipe": {**asdict(recipe), "file": recipe_file.name},
         "environment": _environment(),
@@ -107,7 +107,7 @@ def summarise(
         "convergence": convergence,
         "data": stats.data_changes(runs),
         "differences": [_difference(base, other, names) for base, other in stats.pairs(runs, recipe.baseline)],
-        "checks": [{**asdict(check), "failed": check.failed} for check in checks],
+        "checks": checks,
         "curves": {m: {run.name: stats.curve(run, m) for run in runs} for m in metrics},
     }
     summary["headline"] = _headline(summary, recipe)

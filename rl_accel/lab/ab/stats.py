@@ -17,11 +17,10 @@ import numpy.typing as npt
 from rl_accel.lab.ab.recipe import NOT_COMPARED, Metrics, Recipe
 from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.rollout.saved import FOLDER
-from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OVERLAPPING, SAVING, read_kept
+from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OTHER, OVERLAPPING, SAVING, read_kept
 
 LEDGER = f"{FOLDER}/ledger.jsonl"
 """Path of tail batching's log of trained prompts, below the folder of checkpoints."""
-OTHER = "other"
 _RESAMPLES = 2000
 _MIN_PAIRS = 5
 KINDS = ("short", "long", "final")
@@ -184,7 +183,6 @@ def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any]
             lambda x, y, axis: average(x, axis=axis) / average(y, axis=axis),
             n_resamples=_RESAMPLES,
             paired=paired,
-            vectorized=True,
             method="percentile",
             random_state=np.random.default_rng(0),
         ).confidence_interval

@@ -25,7 +25,7 @@ REPEATS = 3
 SLOW_SECONDS = 5.0
 """Seconds of a call after which a function is not called again, so that large shapes do not take minutes."""
 BYTES_PER_TOKEN = 72
-"""Upper bound of the peak memory in bytes per token of the batch."""
+"""Upper bound of the peak memory in bytes per token of the batch: arguments, both results and what the functions need meanwhile."""
 
 
 def patches() -> list[Any]:

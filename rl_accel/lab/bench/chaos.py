@@ -43,6 +43,7 @@ OVERRIDES = (
     "+rl_accel.reward_timeout.enable=True",
 )
 LAUNCHES = KILLS + 1
+"""Maximum number of launches of a run. Each kill may end one launch."""
 STANDSTILL_S = 600.0
 """Seconds without a completed training step after which a run counts as hung. A start of verl alone may take minutes."""
 

@@ -66,14 +66,14 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float) -> 
         spent[name] = first[0]
         if first[0] > max(budget_s, ONCE_S):
             seconds[name] = first
-    once = {name for name, taken in seconds.items() if taken}
+    repeated = [name for name, taken in seconds.items() if not taken]
     for turn in range(MOST):
-        for name, function in functions.items():
-            if name not in once and (turn < LEAST or spent[name] <= budget_s):
+        for name in repeated:
+            if turn < LEAST or spent[name] <= budget_s:
                 # an untimed call: the system, or a virtual machine's host, may have reclaimed memory during a slow function
                 if spent[name] <= WARM_S * (turn + 1):
-                    _once(function, [])
-                _once(function, seconds[name])
+                    _once(functions[name], [])
+                _once(functions[name], seconds[name])
                 spent[name] += seconds[name][-1]
     return {name: Timing(statistics.median(taken), peaks[name]) for name, taken in seconds.items()}
 

@@ -122,17 +122,19 @@ class NotingWorker(TailAgentLoopWorker):
 class RoundsOnly(TailBatchingTrainer):
     """rl-accel's trainer without models, data files and checkpoints: only what a rollout round needs."""
 
-    def __init__(self, driver: RolloutDriver, log: Ledger, steps: int) -> None:
-        self._driver, self._log, self._last_step = driver, log, steps
+    def __init__(self, driver: RolloutDriver, log: Ledger) -> None:
+        self._driver, self._log = driver, log
+        # In the last steps of a training run, tail batching starts fewer prompts, so that the rounds would be smaller.
+        self._last_step = 10**9
 
 
 class Load:
     """Rollout rounds of one batch size, in the Ray cluster to which this process is connected.
 
-    ``rounds`` is the number of rounds that will run. ``folder`` gets the tokenizer and the ledger.
+    The tokenizer and the ledger are written to ``folder``.
     """
 
-    def __init__(self, prompts: int, responses: int, rounds: int, folder: Path) -> None:
+    def __init__(self, prompts: int, responses: int, folder: Path) -> None:
         self._prompts, self._responses = prompts, responses
         config = _config(prompts, responses, _model(folder / "model"))
         tq.init(config.transfer_queue)
@@ -151,10 +153,8 @@ class Load:
         stopped = RolloutServers(SimpleNamespace(get_replicas=lambda: replicas), engine)
         log = Ledger(folder)
         log.rewind(0)
-        # The trainer expects more steps than are run here. In the last steps of a training run, tail batching starts fewer
-        # prompts, so that the last round would be smaller than the others.
         driver = RolloutDriver(self._core, self._supply, Workers(self._workers, stopped), clear)
-        self._trainer = RoundsOnly(driver, log, rounds + 100)
+        self._trainer = RoundsOnly(driver, log)
         self._trained: set[str] = set()
 
     def play(self, step: int) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Load:
         batch, metrics = self._trainer._play(step)
         ended, used = time.monotonic(), time.process_time() - used
         notes, memory, cpu_after = zip(*self._take_notes(), strict=True)
-        events = list(itertools.chain.from_iterable(notes))
+        events = [event for of_worker in notes for event in of_worker]
         self._check(batch.keys, metrics)
         tq.kv_clear(keys=list(batch.keys), partition_id="train")  # as the real trainer does after each step
         trained = {int(key.split("_")[1]) for key in batch.keys}
@@ -266,7 +266,7 @@ def main(prompts: str, responses: str, rounds: str, out_file: str) -> None:
     out = Path(out_file)
     ray.init(num_cpus=32, num_gpus=0, include_dashboard=False, log_to_driver=False)
     try:
-        load = Load(int(prompts), int(responses), int(rounds), out.parent)
+        load = Load(int(prompts), int(responses), out.parent)
         out.write_text(json.dumps([load.play(step) for step in range(1, int(rounds) + 1)]))
     finally:
         tq.close()

@@ -259,12 +259,14 @@ class CPUEngine:
         self._abort(lambda request: request.future.cancelled())
 
     def _abort(self, chosen: Callable[[Request], bool]) -> int:
-        out = [request for request in self._batch.requests if chosen(request)]
-        self._batch.keep([row for row, request in enumerate(self._batch.requests) if not chosen(request)])
-        out += self._scheduler.drop(chosen)
-        for request in out:
+        requests = self._batch.requests
+        # asked once for each request, because another thread may cancel a request meanwhile
+        ended = [request for request in (*requests, *self._scheduler.waiting) if chosen(request)]
+        self._batch.keep([row for row, request in enumerate(requests) if request not in ended])
+        self._scheduler.drop(ended)
+        for request in ended:
             self._finish(request, "aborted")
-        return len(out)
+        return len(ended)
 
     @_command
     def _end(self) -> None:

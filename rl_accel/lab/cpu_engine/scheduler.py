@@ -7,7 +7,7 @@ draws a token, so two requests cannot preempt each other forever without progres
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
@@ -57,7 +57,7 @@ class EngineStats:
     preemptions: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A request inside the engine, with the part of the response generated so far."""
 
@@ -126,8 +126,6 @@ class Scheduler:
             self.waiting.appendleft(running[row])
         return rows
 
-    def drop(self, chosen: Callable[[Request], bool]) -> list[Request]:
-        """Removes the requests for which ``chosen`` returns True from the queue, and returns them."""
-        dropped = [request for request in self.waiting if chosen(request)]
-        self.waiting = deque(request for request in self.waiting if not chosen(request))
-        return dropped
+    def drop(self, requests: Sequence[Request]) -> None:
+        """Removes ``requests`` from the queue. Requests that are not in the queue are ignored."""
+        self.waiting = deque(request for request in self.waiting if request not in requests)

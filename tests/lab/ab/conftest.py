@@ -73,7 +73,9 @@ def start_ab(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]
         words = [sys.executable, "-m", "rl_accel", "ab", *map(str, arguments)]
         env = {**os.environ, "COLUMNS": "200", "TMPDIR": str(temp)}
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        process = subprocess.Popen(words, env=env, start_new_session=True, **output)
+        # a shell starts a test run in the background with SIGINT ignored, which the command would inherit and respect
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(words, env=env, start_new_session=True, preexec_fn=heed, **output)
         started.append(process)
         return process
 

@@ -30,7 +30,7 @@ def shell(tmp_path):
 
     def run(script):
         env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_NOTES": str(notes), "COLUMNS": "200"}
-        return subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=99)
+        return subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
 
     run.notes = notes
     return run
