@@ -68,11 +68,10 @@ class EngineModel:
         if not is_right or not all(is_right):
             form = "finite times above 0 by numbers of running requests from 1"
             raise ValueError(f"step_seconds must be {form}, found {dict(self.step_seconds)}")
-        least = {"slots": 1, "cache_tokens": 1}
         for field_ in fields(self)[1:]:
-            found, wanted = getattr(self, field_.name), least.get(field_.name, 0)
-            if not found >= wanted:
-                raise ValueError(f"{field_.name} must be at least {wanted}, found {found}")
+            found, least = getattr(self, field_.name), int(field_.name in ("slots", "cache_tokens"))
+            if not found >= least:
+                raise ValueError(f"{field_.name} must be at least {least}, found {found}")
 
     def seconds(self, running: npt.ArrayLike) -> Floats:
         """Returns the duration of a decoding step in seconds for each number of running requests, with an empty key-value cache."""

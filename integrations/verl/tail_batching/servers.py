@@ -236,7 +236,7 @@ class TailLLMServerClient(LLMServerClient):
         return server_id, CancellableServer(server, engine_of(self.config), self._rate, on_death)
 
     async def _remove(self, server_id: str, line: str) -> None:
-        """Removes a dead server from the load balancer, which would send it every retry because it has the fewest requests."""
+        """Removes a dead server from the load balancer. Retries would go to this server, because it has the fewest requests."""
         if server_id not in self._dead:
             logger.error("rl-accel: rollout server %s is dead, its requests go to the others: %s", server_id, line)
         self._dead[server_id] = line
