@@ -44,15 +44,15 @@ ABORT_AGAIN_SECONDS = 0.5
 """Seconds between two abort messages for the same request. The first message may reach the server before the request does."""
 INSIST_SECONDS = 5.0
 """Seconds that a cancelled response has to end at its server. Then its asyncio task is cancelled, too. After twice this time, the
-response is reported as aborted even if the task still runs."""
+response is reported as aborted even if the task still runs. Chosen by hand."""
 IDLE_SECONDS = 30.0
-"""Maximum seconds to wait after a rollout until no rollout server holds a request."""
-POLL_SECONDS = 0.05
+"""Maximum seconds to wait after a rollout until no rollout server holds a request. Chosen by hand."""
+POLL_SECONDS = 0.05  # between two looks whether servers still hold requests
 PING_SECONDS = 30.0
-"""Timeout in seconds of a rollout server's health check. A server that does not answer in time counts as slow, not as dead."""
+"""Timeout in seconds of a rollout server's health check. A server that is late counts as slow, not as dead. Chosen by hand."""
 LOSSES = 3
 """Maximum number of responses that one prompt may lose to dead servers in a rollout, as a multiple of ``n_samples_per_prompt``.
-Further ones count as failed, because the prompt itself may crash the servers."""
+Further ones count as failed, because the prompt itself may crash the servers. Chosen by hand."""
 RESUME = "Start again with --load from the last checkpoint; no prompt is lost by that"
 ABORT_ALL = {"abort_all": True}
 

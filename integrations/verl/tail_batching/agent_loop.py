@@ -35,11 +35,11 @@ logger = logging.getLogger("rl_accel")
 RUN = f"{secrets.token_hex(4)}/"
 """Prefix of this run's keys in TransferQueue (verl's store of trajectories), which all jobs of a Ray cluster share."""
 GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
-"""A worker collects events for a while before it reports them together, so that the trainer process gets fewer messages. The delay
-is the share GATHER_SHARE of the time since the worker's round began, at most GATHER_SECONDS."""
+"""A worker waits for more events before it reports them together, so that the trainer process gets fewer messages. The wait is the
+share GATHER_SHARE of the time since the worker's round began, which hardly makes a round longer, and at most GATHER_SECONDS."""
 ENGINES_STOP_SECONDS = 2.0
 """Seconds between checks whether the engines have ended all requests after the bulk abort at the end of a round. If no request has
-ended between two checks, the remaining requests are cancelled one by one."""
+ended between two checks, the remaining requests are cancelled one by one. Chosen by hand."""
 DELIVERY_SECONDS = 5.0
 """Maximum seconds that the trainer process waits for the agent-loop workers to answer a call. They may be busy or dead."""
 
