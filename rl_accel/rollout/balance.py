@@ -77,8 +77,8 @@ class _Replica:
 class _Group:
     """The ``count`` unfinished responses to one prompt.
 
-    ``lengths`` are the numbers of tokens of the prompt's finished responses. ``home`` is the replica on which a response to the
-    prompt started last. Groups with lower ``order`` start their waiting responses first.
+    ``lengths`` are the lengths of the prompt's finished responses in tokens. ``home`` is the name of the replica on which a
+    response to the prompt started last. Groups with lower ``order`` start their waiting responses first.
     """
 
     prompt: str

@@ -15,7 +15,6 @@ from rl_accel.rollout.tail_decisions import (
     Cancel,
     CheckGroup,
     Decision,
-    Group,
     Launch,
     PromptFailed,
     RequestPrompts,
@@ -69,7 +68,7 @@ class Event:
 
 
 class ResponseLost(RuntimeError):
-    """Error of a response whose server or worker has died. It does not count as one of the prompt's retries."""
+    """Error of a response whose server or worker has died. The response is generated again, however often this happens."""
 
 
 @contextlib.asynccontextmanager
@@ -228,7 +227,7 @@ class PromptSupply:
         return self.payloads.pop(prompt_id).get("index")
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
-        """Continues a saved run. The arguments are its attributes of the same names."""
+        """Continues a saved run, which had these values of ``fetched`` and ``payloads``."""
         self.fetched, self.payloads = fetched, dict(payloads)
 
 
@@ -337,15 +336,15 @@ class RolloutDriver:
         for response_id, response in sorted(self._open.items(), key=lambda item: item[1].since):
             tool = response.doing == "generated" and response_id in no_request
             kinds["in a tool or another part of the agent loop" if tool else f"being {response.doing}"].append(response)
-        told = []
+        texts = []
         for doing, responses in kinds.items():
             prompts = list(dict.fromkeys(response.prompt_id for response in responses))
             more = f" and {len(prompts) - REPORT_PROMPTS} more" if len(prompts) > REPORT_PROMPTS else ""
-            told.append(
+            texts.append(
                 f"{len(responses)} responses {doing}, of prompts {', '.join(prompts[:REPORT_PROMPTS])}{more}, "
                 f"the oldest for {self._now() - responses[0].since:.0f} s"
             )
-        return "; ".join(told) or "its workers"
+        return "; ".join(texts) or "its workers"
 
     def _pass_on(self, event: Event) -> list[Decision]:
         response_id, now = event.response_id, self._now()
@@ -381,7 +380,11 @@ class RolloutDriver:
                 case RequestPrompts(counts):
                     self._carry_out(self.core.offer(self.supply.take(counts), self._now()))
                 case CheckGroup(group):
-                    self._check(group)
+                    results = [self._results[response_id] for response_id in group.response_ids]
+                    passes = self._passes is None or self._passes(group.prompt_id, results)
+                    if not passes:
+                        self._result.rejected[group.prompt_id] = self.supply.settle(group.prompt_id)
+                    self._carry_out(self.core.group_checked(group.prompt_id, passes, self._now()))
                 case TrainBatch():
                     self._result.batch = decision
                     for group in decision.groups:
@@ -394,13 +397,6 @@ class RolloutDriver:
                     logger.info(
                         "rl-accel: round %d is %s: %d prompts with %d responses each", number, kind, prompts, responses
                     )
-
-    def _check(self, group: Group) -> None:
-        results = [self._results[response_id] for response_id in group.response_ids]
-        passes = self._passes is None or self._passes(group.prompt_id, results)
-        if not passes:
-            self._result.rejected[group.prompt_id] = self.supply.settle(group.prompt_id)
-        self._carry_out(self.core.group_checked(group.prompt_id, passes, self._now()))
 
     def _give_up(self, prompt_id: str) -> None:
         self._result.failed[prompt_id] = self.supply.settle(prompt_id)

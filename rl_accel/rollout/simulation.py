@@ -12,9 +12,9 @@ import heapq
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import islice, repeat
+from itertools import repeat
 from operator import attrgetter
 
 import numpy as np
@@ -68,11 +68,10 @@ class EngineModel:
         if not is_right or not all(is_right):
             form = "finite times above 0 by numbers of running requests from 1"
             raise ValueError(f"step_seconds must be {form}, found {dict(self.step_seconds)}")
-        least = {"slots": 1, "cache_tokens": 1}
         for field_ in fields(self)[1:]:
-            found, wanted = getattr(self, field_.name), least.get(field_.name, 0)
-            if not found >= wanted:
-                raise ValueError(f"{field_.name} must be at least {wanted}, found {found}")
+            found, least = getattr(self, field_.name), int(field_.name in ("slots", "cache_tokens"))
+            if not found >= least:
+                raise ValueError(f"{field_.name} must be at least {least}, found {found}")
 
     def seconds(self, running: npt.ArrayLike) -> Floats:
         """Returns the duration of a decoding step in seconds for each number of running requests, with an empty key-value cache."""
@@ -102,14 +101,14 @@ class SimulatedRequest:
     end: float = 0.0
 
 
-_by_end, _by_begin = attrgetter("end"), attrgetter("began")
+_by_end, _by_begin, _by_due = attrgetter("end"), attrgetter("began"), attrgetter("due")
 
 
 class _Replica:
     """One simulated replica of the engine at the time ``time`` in seconds, after ``steps`` decoding steps.
 
     The next event comes after ``ahead`` more steps: the key-value cache is full (``fills`` is True), or a request ends. During the
-    first ``stall`` seconds, the replica does other work than decoding. ``serial`` is the number of the replica's next event.
+    first ``stall`` seconds, the replica does other work than decoding. ``due`` is the time of the next event in seconds.
     """
 
     def __init__(self, engine: EngineModel, prompt: int, pace: Sequence[float]) -> None:
@@ -118,21 +117,22 @@ class _Replica:
         self.running: list[SimulatedRequest] = []  # sorted by end, the latest end first
         self.queue: deque[SimulatedRequest] = deque()
         self.time = self.steps = self.stall = self.cached = self.peak = self.ahead = 0.0
-        self.begun = self.preemptions = self.serial = 0
+        self.begun = self.preemptions = 0
         self.fills = False
+        self.due = math.inf
 
-    def next_event(self) -> float:
-        """Returns the time at which the next request ends or the cache is full; infinity if no request runs."""
-        running, cached = self.running, self.cached
-        if not running:
-            return math.inf
-        count = len(running)
-        ahead = running[-1].end - self.steps
+    def plan(self) -> None:
+        """Computes when the next request ends or the cache is full; never if no request runs."""
+        cached, count = self.cached, len(self.running)
+        if not count:
+            self.due = math.inf
+            return
+        ahead = self.running[-1].end - self.steps
         self.fills = cached + count * ahead > self.room and count > 1
         if self.fills:
             ahead = max((self.room - cached) / count, 0.0)
         self.ahead = ahead
-        return self.time + self.stall + ahead * (self.pace[count] + self.rate * (cached + count * ahead / 2))
+        self.due = self.time + self.stall + ahead * (self.pace[count] + self.rate * (cached + count * ahead / 2))
 
     def advance(self, now: float) -> None:
         """Decodes until the time ``now``, which must not be later than the next event."""
@@ -145,9 +145,9 @@ class _Replica:
             self.steps += steps
             self.cached += steps * count
 
-    def happen(self, now: float) -> SimulatedRequest:
-        """Decodes until the next event, which is at the time ``now``. Ends or preempts a request, and returns this request."""
-        self.time, self.stall = now, 0.0
+    def happen(self) -> SimulatedRequest:
+        """Decodes until the next event. Ends or preempts a request, and returns this request."""
+        self.time, self.stall = self.due, 0.0
         self.steps += self.ahead
         self.cached += self.ahead * len(self.running)
         self.peak = max(self.peak, self.cached)
@@ -204,8 +204,6 @@ class Cluster:
         pace = engine.seconds(np.arange(engine.slots + 1)).tolist()
         self._replicas = [_Replica(engine, prompt_tokens, pace) for _ in range(replicas)]
         self._requests: dict[int, SimulatedRequest] = {}
-        self._heap: list[tuple[float, int, _Replica]] = []  # next events, by time and serial number; some are outdated
-        self._serial = 0
         self.now = 0.0
 
     def __contains__(self, request_id: int) -> bool:
@@ -256,11 +254,13 @@ class Cluster:
             replicas: index of the replica for each request. None: the replica with the fewest requests at that moment.
         """
         if not self._requests:
-            self._heap.clear()
             for replica in self._replicas:  # keeps these sums small, because large floats are less exact
                 replica.steps = replica.cached = replica.stall = 0.0
         if replicas is None:
-            replicas = islice(self._fewest(), len(ids))
+            loads, replicas = self.loads, []
+            for _ in ids:
+                replicas.append(loads.index(min(loads)))
+                loads[replicas[-1]] += 1
         chosen = [self._replicas[index] for index in replicas]
         begun = tokens or repeat(0.0, len(ids))
         for request_id, length, replica, had in zip(ids, lengths, chosen, begun, strict=True):
@@ -269,15 +269,6 @@ class Cluster:
         for replica in dict.fromkeys(chosen):
             replica.advance(self.now)
             self._go_on(replica)
-
-    def _fewest(self) -> Iterator[int]:
-        """Yields, endlessly, the index of the replica with the fewest requests, and counts one more request there."""
-        loads = [(load, index) for index, load in enumerate(self.loads)]
-        heapq.heapify(loads)
-        while True:
-            load, index = loads[0]
-            heapq.heapreplace(loads, (load + 1, index))
-            yield index
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
         """Removes unfinished requests. Returns the number of tokens of each of them so far, in the order of ``ids``."""
@@ -299,33 +290,27 @@ class Cluster:
 
     def next_event(self) -> float:
         """Returns the time of the next event on any replica; infinity if no request runs."""
-        heap = self._heap
-        while heap and heap[0][1] != heap[0][2].serial:
-            heapq.heappop(heap)
-        return heap[0][0] if heap else math.inf
+        return min(replica.due for replica in self._replicas)
 
     def happen(self) -> SimulatedRequest | None:
         """Advances the simulation to the next event on any replica. At least one request must run.
 
         Returns the request that ended; None if a request was preempted.
         """
-        self.next_event()  # drops outdated events
-        heap = self._heap
-        self.now, _, replica = heap[0]
-        request = replica.happen(self.now)
-        replica.serial = self._serial = self._serial + 1
-        heapq.heapreplace(heap, (replica.next_event(), self._serial, replica))
+        replica = min(self._replicas, key=_by_due)
+        self.now = replica.due
+        request = replica.happen()
+        replica.plan()
         if not request.began:  # preempted
             return None
         del self._requests[request.id]
         return request
 
     def _go_on(self, replica: _Replica) -> None:
-        """Starts waiting requests on a replica and computes its next event. Call it after requests were added or removed."""
+        """Starts waiting requests on a replica and plans its next event, after requests were added or removed."""
         if replica.queue:
             replica.start()
-        self._serial = replica.serial = self._serial + 1
-        heapq.heappush(self._heap, (replica.next_event(), self._serial, replica))
+        replica.plan()
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from rl_accel.rollout.tail_decisions import (
 from rl_accel.rollout.tail_ratio import CompletionTimes
 
 FIRST_RATIO = 1.25
-"""Ratio of started to trained prompts with ``prompt_ratio=auto`` until enough completion times are known."""
+"""Ratio of started to trained prompts with ``prompt_ratio=auto`` until enough completion times are known. RollPacker's ratio."""
 
 _FORMAT = "rl_accel.tail_batching"
 _VERSION = 2
@@ -446,7 +446,7 @@ class TailBatching:
         return kind
 
     def _room(self, domain: _Domain) -> int:
-        """Returns the number of new prompts of a domain that the batches up to the end of the run can still train."""
+        """Returns how many more new prompts of a domain (category of prompts) the batches up to the end of the run can train."""
         return max(self._steps_left * domain.quota - domain.going - len(domain.fresh) - len(domain.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
@@ -624,11 +624,11 @@ class TailBatching:
             self._times.add_long(times[-1], times[max(rank, 1) - 1])
 
     def _find(self, response_id: int, tokens: int = 0) -> _Attempt | None:
-        """Returns the attempt to which the response of an event belongs; None if the response has ended.
+        """Checks an event, and returns the attempt to which its response belongs; None if the response has ended.
 
         Raises:
-            ValueError: the event is impossible: the response was never launched, its number of ``tokens`` is negative, or the
-                answer to a ``CheckGroup`` must come first.
+            ValueError: the response was never launched, its number of ``tokens`` is negative, or the answer to a ``CheckGroup``
+                must come before any event.
         """
         attempt = self._attempts.get(response_id)
         if attempt is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):

@@ -91,7 +91,7 @@ class RoundMetrics:
 
     Attributes:
         seconds_saved: estimated seconds of a round without tail batching, minus ``rollout_seconds``.
-        oldest_deferral_rounds: number of rounds since the first deferral of a prompt that still waits; 0 if no prompt waits.
+        oldest_deferral_rounds: number of rounds since the oldest deferral of a prompt that still waits; 0 if there is none.
         tokens_wasted: number of tokens of cancelled and failed responses.
         accepted_tokens_mean: mean length in tokens of the trained responses, over prompts that also have cancelled responses.
         cancelled_tokens_mean: mean number of tokens of these cancelled responses when they were stopped. Both means are taken

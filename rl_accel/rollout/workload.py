@@ -118,7 +118,9 @@ class Lengths:
 
 
 def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> Lengths:
-    """Returns a workload that is fitted to the response lengths of a run. ``alike`` is fitted to the logarithms of the lengths.
+    """Returns a workload that is fitted to the response lengths of a run.
+
+    The intraclass correlation of the lengths within a prompt is computed from the logarithms of the lengths.
 
     Args:
         groups: number of tokens of each response, one non-empty list per prompt, in the order of the data.

@@ -44,15 +44,15 @@ ABORT_AGAIN_SECONDS = 0.5
 """Seconds between two abort messages for the same request. The first message may reach the server before the request does."""
 INSIST_SECONDS = 5.0
 """Seconds that a cancelled response has to end at its server. Then its asyncio task is cancelled, too. After twice this time, the
-response is reported as aborted even if the task still runs."""
+response is reported as aborted even if the task still runs. Chosen by hand."""
 IDLE_SECONDS = 30.0
-"""Maximum seconds to wait after a rollout until no rollout server holds a request."""
-POLL_SECONDS = 0.05
+"""Maximum seconds to wait after a rollout until no rollout server holds a request. Chosen by hand."""
+POLL_SECONDS = 0.05  # between two looks whether servers still hold requests
 PING_SECONDS = 30.0
-"""Timeout in seconds of a rollout server's health check. A server that does not answer in time counts as slow, not as dead."""
+"""Timeout in seconds of a rollout server's health check. A server that is late counts as slow, not as dead. Chosen by hand."""
 LOSSES = 3
 """Maximum number of responses that one prompt may lose to dead servers in a rollout, as a multiple of ``n_samples_per_prompt``.
-Further ones count as failed, because the prompt itself may crash the servers."""
+Further ones count as failed, because the prompt itself may crash the servers. Chosen by hand."""
 RESUME = "Start again with --load from the last checkpoint; no prompt is lost by that"
 ABORT_ALL = {"abort_all": True}
 
@@ -64,8 +64,6 @@ class Session:
     Implements :class:`~rl_accel.patches.slime.requests.RequestWatcher`. Times are in seconds of the monotonic clock.
 
     Attributes:
-        report: function that receives the events of the response.
-        limit: maximum seconds of the generate function; None: no limit.
         requests: ids of the requests that a server is processing.
         tokens: number of generated tokens; 0 until generation has ended.
         lost: error message if a server has died or has aborted the response, or ''.
@@ -78,9 +76,7 @@ class Session:
     response_id: int
     prompt_id: str
     sample: Any
-    report: Callable[[Event], None]
-    engines: "Engines"
-    limit: float | None
+    owner: "Responses"
     task: "asyncio.Task[None]" = field(init=False)
     requests: set[str] = field(default_factory=set)
     result: Any = None
@@ -100,7 +96,7 @@ class Session:
             raise asyncio.CancelledError
         request_id = f"rl-accel-{self.response_id}-{uuid.uuid4().hex}"
         self.requests.add(request_id)
-        self.deaths_before = self.engines.deaths
+        self.deaths_before = self.owner.engines.deaths
         return request_id
 
     async def failed(self) -> None:
@@ -112,7 +108,7 @@ class Session:
         """
         if self.cancelled:
             raise asyncio.CancelledError
-        if lost := await self.engines.death_since(self.deaths_before):
+        if lost := await self.owner.engines.death_since(self.deaths_before):
             self.lost = lost
             raise ResponseLost(lost)
 
@@ -123,7 +119,7 @@ class Session:
             self.lost = "its engine aborted it"
         retractions = meta.get("num_retractions")
         if retractions is not None:
-            self.engines.retractions = (self.engines.retractions or 0) + int(retractions)
+            self.owner.engines.retractions = (self.owner.engines.retractions or 0) + int(retractions)
 
     def finish(self, result: Any, graded_later: bool) -> None:
         """Records the end of generation, and reports the event ``generated``.
@@ -150,7 +146,8 @@ class Session:
         handed_over = graded_later or all(sample.reward is not None or sample.remove_sample for sample in leaves)
         if Sample.Status.ABORTED in statuses and not handed_over:
             raise RuntimeError(f"the generate function aborted the response after {self.tokens} tokens")
-        self.report(Event("generated", self.response_id, self.tokens))
+        self.owner.token_rate.add(self.tokens, time.monotonic() - self.began)
+        self.owner.report(Event("generated", self.response_id, self.tokens))
 
 
 SESSION: ContextVar[Session] = ContextVar("session")
@@ -164,7 +161,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     function = sglang_rollout.generate if path is None else misc.load_function(path)
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     session.began = time.monotonic()
-    async with agent_loop_limit(session.limit):
+    async with agent_loop_limit(session.owner.limit):
         result = await function(args, sample, sampling_params, **extra)
     session.finish(result, args.group_rm)
     return result
@@ -275,11 +272,13 @@ class Responses:
 
     def __init__(self, args: Any, engines: Engines, new_index: Callable[[], int], limit: float | None) -> None:
         self._args = args
-        self._limit = limit
-        self._engines = engines
+        self.limit = limit
+        self.engines = engines
+        self.token_rate = TokenRate()
         self._new_index = new_index
         self._loop = async_utils.get_async_loop().loop
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.report = self._events.put
         self._sessions: dict[int, Session] = {}
         self._launched: Counter[str] = Counter()
         self._losses: Counter[str] = Counter()
@@ -287,7 +286,6 @@ class Responses:
         self._stopper: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._ending = False
-        self._token_rate = TokenRate()
         self._failures = FailureLog()
 
     # Called from the driver's thread
@@ -320,8 +318,8 @@ class Responses:
             return []
         while not self._events.empty():
             events.append(self._events.get())
-        if self._engines.gone:
-            raise RuntimeError(f"rl_accel.tail_batching: {self._engines.gone}. {RESUME}")
+        if self.engines.gone:
+            raise RuntimeError(f"rl_accel.tail_batching: {self.engines.gone}. {RESUME}")
         return events
 
     def outside_engines(self) -> list[int]:
@@ -341,9 +339,7 @@ class Responses:
             sampling_params = state.sampling_params.copy()
             if getattr(self._args, "sglang_enable_deterministic_inference", False):
                 sampling_params["sampling_seed"] = self._args.rollout_seed + number
-            session = self._sessions[response_id] = Session(
-                response_id, job.prompt_id, sample, self._events.put, self._engines, self._limit
-            )
+            session = self._sessions[response_id] = Session(response_id, job.prompt_id, sample, self)
             session.task = self._loop.create_task(self._respond(session, sampling_params))
             session.task.add_done_callback(partial(self._over, session))
 
@@ -382,15 +378,13 @@ class Responses:
 
     def _over(self, session: Session, task: "asyncio.Task[None]") -> None:
         if session.cancelled and not session.tokens:
-            session.tokens = self._token_rate.estimate(session.cancelled_at - session.began if session.began else 0.0)
+            session.tokens = self.token_rate.estimate(session.cancelled_at - session.began if session.began else 0.0)
         event = self._failures.event_of(session.response_id, task, session.tokens, session.result, session.cancelled)
-        if event.kind == "scored":
-            self._token_rate.add(session.tokens, time.monotonic() - session.began)
         if event.lost:
             self._losses[session.prompt_id] += 1
             event = replace(event, lost=self._losses[session.prompt_id] <= LOSSES * self._args.n_samples_per_prompt)
         if self._sessions.pop(session.response_id, None) is not None:  # else the response was abandoned earlier
-            self._events.put(event)
+            self.report(event)
 
     def _cancel(self, response_ids: Iterable[int]) -> None:
         for response_id in response_ids:
@@ -415,7 +409,7 @@ class Responses:
             if due:
                 running = [{"rid": request_id} for session in due for request_id in session.requests]
                 try:
-                    await self._engines.abort(*([ABORT_ALL] if self._ending else running))
+                    await self.engines.abort(*([ABORT_ALL] if self._ending else running))
                 except Exception as error:  # without the router, the connections can still be closed
                     logger.warning("rl-accel: could not send an abort to the servers: %s", error)
                     for session in stopping:
@@ -430,6 +424,6 @@ class Responses:
                     logger.warning(
                         "rl-accel: response %d does not stop; the round ends without it", session.response_id
                     )
-                    self._events.put(Event("aborted", session.response_id, session.tokens))
+                    self.report(Event("aborted", session.response_id, session.tokens))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), ABORT_AGAIN_SECONDS)

@@ -107,7 +107,7 @@ class TailDataSource(RolloutDataSource):
         return int(self.sample_index - 1)
 
     def add_samples(self, samples: list[list[Any]]) -> None:
-        """Raises RuntimeError: slime returns no samples to the data source, because tail batching keeps its own queue."""
+        """Raises RuntimeError, because tail batching keeps its own queue and slime must not return samples to the data source."""
         raise RuntimeError("rl_accel.tail_batching keeps its own queue; samples cannot be added to its data source")
 
     def play(self, rollout_id: int) -> RolloutFnTrainOutput:

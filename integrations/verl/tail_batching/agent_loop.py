@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 from rl_accel.errors import first_line
 from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
-from rl_accel.integrations.verl.tail_batching import MODE
+from rl_accel.integrations.verl.tail_batching import MODE, ROLLOUT_N
 from rl_accel.integrations.verl.tail_batching.servers import RESUME, SESSION, RolloutServers, ServerLost, Session
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl.interfaces import AgentLoopOutput, AgentLoopTQ, AgentLoopWorkerTQ
@@ -35,13 +35,13 @@ logger = logging.getLogger("rl_accel")
 RUN = f"{secrets.token_hex(4)}/"
 """Prefix of this run's keys in TransferQueue (verl's store of trajectories), which all jobs of a Ray cluster share."""
 GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
-"""A worker collects events for a while before it reports them together, so that the trainer process gets fewer messages. The delay
-is the share GATHER_SHARE of the time since the worker's round began, at most GATHER_SECONDS."""
+"""A worker waits for more events before it reports them together, so that the trainer process gets fewer messages. The wait is the
+share GATHER_SHARE of the time since the worker's round began, which hardly makes a round longer, and at most GATHER_SECONDS."""
 ENGINES_STOP_SECONDS = 2.0
 """Seconds between checks whether the engines have ended all requests after the bulk abort at the end of a round. If no request has
-ended between two checks, the remaining requests are cancelled one by one."""
+ended between two checks, the remaining requests are cancelled one by one. Chosen by hand."""
 DELIVERY_SECONDS = 5.0
-"""Maximum seconds that the trainer process waits for the agent-loop workers to answer a call."""
+"""Maximum seconds that the trainer process waits for the agent-loop workers to answer a call. They may be busy or dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         config = self.config.actor_rollout_ref.rollout
         prompt = {"agent_name": config.agent.default_agent_loop, **job.payload}
         prompt.update(uid=job.prompt_id, global_steps=job.step)
-        prompt.pop("__rollout_n__", None)
+        prompt.pop(ROLLOUT_N, None)
         sampling_params = {
             "temperature": config.temperature,
             "top_p": config.top_p,

@@ -38,10 +38,10 @@ logger = logging.getLogger("rl_accel")
 
 RESUME = "Resume from the last checkpoint; no prompt is lost by that"
 PING_SECONDS = 30.0
-"""Maximum seconds to wait for a rollout server's answer to a ping. A server that does not answer in time counts as alive."""
+"""Maximum seconds to wait for a rollout server's answer to a ping. A server that is late counts as alive. Chosen by hand."""
 WATCH_SECONDS = 10.0
 """Seconds between checks for dead servers during a call to all rollout servers. If a server is found dead, the call has as many
-seconds to end by itself before it is ended by force."""
+seconds to end by itself before it is ended by force. Chosen by hand."""
 
 
 @dataclass(eq=False)
@@ -231,7 +231,7 @@ class TailLLMServerClient(LLMServerClient):
         return server_id, CancellableServer(server, engine_of(self.config), self._rate, on_death)
 
     async def _remove(self, server_id: str, line: str) -> None:
-        """Removes a dead server from the load balancer, which would send it every retry because it has the fewest requests."""
+        """Removes a dead server from the load balancer. Retries would go to this server, because it has the fewest requests."""
         if server_id not in self._dead:
             logger.error("rl-accel: rollout server %s is dead, its requests go to the others: %s", server_id, line)
         self._dead[server_id] = line
@@ -328,9 +328,9 @@ class RolloutServers:
 
     @contextlib.contextmanager
     def _watched(self, end: Callable[[list[RolloutReplica]], None]) -> Iterator[None]:
-        """Context manager for code that calls all servers. If a server dies and the code hangs, ``end`` must end the pending calls.
+        """Context manager for code that calls all servers. If a server dies and the code hangs, ``end(dead_replicas)`` is called.
 
-        ``end`` is a function that takes the dead replicas.
+        This function must end the pending calls.
         """
         over = threading.Event()
 

@@ -75,8 +75,11 @@ class TailBatchingTrainer(PPOTrainerSync):
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
-        run = run_of(self.config, data_id=self._data_id())
-        rows = len(self.train_dataloader)
+        data, rows = self.config.data, len(self.train_dataloader)
+        files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
+        names = [os.path.basename(name) for name in files]
+        data_id = f"{names} {len(self.train_dataset)} shuffle={data.get('shuffle')} seed={data.get('seed')}"
+        run = run_of(self.config, data_id)
         check_data(run, rows, getattr(self.train_dataset, "dataframe", None))
         self._core = TailBatching(run)
         self._supply = PromptSupply(run, self._fetch_row, rows, run.flags.domain_key)
@@ -90,12 +93,6 @@ class TailBatchingTrainer(PPOTrainerSync):
         if not self._supply.fetched:
             saved.packed(row)  # refuses rows that cannot be saved now, not at the first checkpoint
         return row
-
-    def _data_id(self) -> str:
-        data = self.config.data
-        files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
-        names = [os.path.basename(name) for name in files]
-        return f"{names} {len(self.train_dataset)} shuffle={data.get('shuffle')} seed={data.get('seed')}"
 
     def get_llm_client(self) -> TailLLMServerClient:
         """Returns the agent loops' client of the rollout servers, which stops requests of cancelled tasks."""
