@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rl_accel.console import finite, refuse_idle_options, say, wide_console
 from rl_accel.errors import RlAccelError
+from rl_accel.files import strict_json, write_atomically
 from rl_accel.plan.answers import answer, options_of
 from rl_accel.plan.predict import check_prediction
 from rl_accel.plan.published import engine_of_model
@@ -24,10 +25,12 @@ from rl_accel.telemetry.savings import levers
 _PUBLISHED = "published:"
 
 
-def _engine(_: Any, __: Any, value: str | None) -> EngineModel | str | None:
-    """Parses ``--step-seconds``: "1:0.02,64:0.04" gives an engine model, "published:MODEL" gives the text ``MODEL``."""
-    if value is None or value.startswith(_PUBLISHED):
-        return value and value.removeprefix(_PUBLISHED)
+def _engine(_: Any, __: Any, value: str | None) -> EngineModel | None:
+    """Returns the engine model that ``--step-seconds`` names, as "1:0.02,64:0.04" or "published:MODEL"."""
+    if value is None:
+        return None
+    if value.startswith(_PUBLISHED):
+        return engine_of_model(value.removeprefix(_PUBLISHED))
     try:
         points = [point.split(":") for point in value.split(",")]
         return EngineModel({int(running): float(seconds) for running, seconds in points})
@@ -106,7 +109,8 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         say(console, f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes))
         result = replace(result, advice=levers(run), preemptions=run.numbers.get("preemptions", 0.0))
     result.show(console)
-    path = result.write(given["out"] or (run.output_folder if run else Path()))
+    path = (given["out"] or (run.output_folder if run else Path())) / "plan.json"
+    write_atomically(path, strict_json(result.summary()))
     say(console, f"Written: {path}")
 
 
@@ -116,14 +120,12 @@ def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
     if missing:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise RlAccelError(f"--lengths needs {names} as well: lengths say nothing of the engine and the batch")
-    known = lengths.startswith(_PUBLISHED)
-    workload = (
-        published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths), options["tokenizer"])
+    if lengths.startswith(_PUBLISHED):
+        workload = published(lengths.removeprefix(_PUBLISHED))
+    else:
+        workload = read_lengths(Path(lengths), options["tokenizer"])
+    engine = replace(
+        options["step_seconds"], **{key: options[key] for key in ("slots", "cache_tokens") if options[key]}
     )
-    sizes = {key: options[key] for key in ("slots", "cache_tokens") if options[key]}
-    model = options["step_seconds"]
     stages = {"update_actor": options["other_seconds"]} if options["other_seconds"] else {}
-    batch = options["prompts"], options["responses"], options["replicas"]
-    return Setup(
-        *batch, replace(engine_of_model(model) if isinstance(model, str) else model, **sizes), workload, stages
-    )
+    return Setup(options["prompts"], options["responses"], options["replicas"], engine, workload, stages)

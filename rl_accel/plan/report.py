@@ -3,14 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from rl_accel.console import say
-from rl_accel.files import strict_json, write_atomically
 from rl_accel.plan.answers import Answer, best_of
 from rl_accel.plan.fit import Fit
 from rl_accel.plan.setup import Setup
@@ -110,12 +108,6 @@ class Plan:
         say(console, *self.basis())
         console.print(table)
         say(console, *self.conclusions())
-
-    def write(self, folder: Path) -> Path:
-        """Writes ``plan.json`` into ``folder`` and returns its path."""
-        path = folder / "plan.json"
-        write_atomically(path, strict_json(self.summary()))
-        return path
 
     def summary(self) -> dict[str, Any]:
         """Returns the content of ``plan.json`` as a dictionary."""
