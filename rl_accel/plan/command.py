@@ -33,7 +33,7 @@ _WANTS = {
     "balance": "it wants several replicas with fewer slots than requests, and --slots says how many they have",
 }
 """Text for each feature that says what its prediction needs. Printed if the plan has no prediction for the feature."""
-_ANSWERS: Mapping[str, Callable[[Answer], str]] = {
+_COLUMNS: Mapping[str, Callable[[Answer], str]] = {
     "": lambda a: a.option.name,
     "rollout": lambda a: format_seconds(a.outcome.rollout_seconds),
     "step": lambda a: format_seconds(a.outcome.step_seconds),
@@ -129,7 +129,12 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
     if run is not None:
         say(console, f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes))
         result = replace(result, advice=levers(run), preemptions=run.numbers.get("preemptions", 0.0))
-    result.show(console)
+    table = Table(*_COLUMNS, title="What it would do to a step")
+    for row in answers:
+        table.add_row(*(cell(row) for cell in _COLUMNS.values()))
+    say(console, *result.basis())
+    console.print(table)
+    say(console, *result.conclusions())
     path = (given["out"] or (run.output_folder if run else Path())) / "plan.json"
     write_atomically(path, strict_json(result.summary()))
     say(console, f"Written: {path}")
@@ -214,15 +219,6 @@ class Plan:
         names |= {"skip_zero", "balance"} if self.setup.is_slime else set()  # features for verl
         yield from (f"Not priced: {name}, {why}." for name, why in _WANTS.items() if name not in names)
         yield from self.advice
-
-    def show(self, console: Console) -> None:
-        """Prints the inputs, the table and the conclusions of the plan to ``console``."""
-        table = Table(*_ANSWERS, title="What it would do to a step")
-        for row in self.answers:
-            table.add_row(*(cell(row) for cell in _ANSWERS.values()))
-        say(console, *self.basis())
-        console.print(table)
-        say(console, *self.conclusions())
 
     def summary(self) -> dict[str, Any]:
         """Returns the content of ``plan.json`` as a dictionary."""
