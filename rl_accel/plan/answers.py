@@ -244,9 +244,9 @@ def mean_of(outcomes: Sequence[Prediction]) -> Prediction:
 
 
 def best_of(answers: Sequence[Answer]) -> Answer | None:
-    """Returns the first answer whose gain is less than :data:`SMALLEST_GAIN` below the highest gain by a feature of rl-accel.
+    """Returns the answer for the best feature of rl-accel; None if no feature gains anything.
 
-    The first options are the simplest. Returns None if no feature gains anything.
+    If several gain about as much (within :data:`SMALLEST_GAIN`), returns the first, which is the simplest.
     """
     features = [answer for answer in answers if answer.option.ours and not answer.is_nothing]
     most = max((answer.ratio for answer in features), default=0.0)

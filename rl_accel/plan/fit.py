@@ -78,7 +78,7 @@ def fit_engine(
     ``prompt_tokens`` is the number of tokens in each prompt. ``slots`` and ``cache_tokens`` are those of :class:`EngineModel`.
 
     Raises:
-        RlAccelError: fewer than 16 responses have tokens and times.
+        RlAccelError: fewer than 16 responses (chosen by hand) have tokens and times.
     """
     from scipy.optimize import lsq_linear
 

@@ -25,7 +25,7 @@ _NOT_ESTIMATED = (
 _OTHER_COLOUR = "#d9d9d9"
 _LINES = {COMPLETED: "#4878a8", CANCELLED: "#e8a24c", FAILED: "#d1495b", "reward": "#2a9d5c"}
 _MOST_ROWS = 2000
-"""Largest number of responses in a picture, which is about 400 pixels high for them."""
+"""Largest number of responses in a picture. More would only cover each other, because the picture has fewer rows of pixels."""
 
 _NUMBERS = {
     "idle_share": ("idle share of generation", "{:.1%}"),
@@ -196,7 +196,7 @@ def _draw_bars(axes: Any, run: Profile) -> None:
 
 
 def _draw_responses(axes: Any, run: Profile) -> None:
-    """Draws a horizontal line for each response: generation, then reward. Leaves out responses if there are too many."""
+    """Draws a horizontal line for each response: generation, then reward. Of more than ``_MOST_ROWS``, draws every n-th."""
     responses = sorted(run.last, key=lambda r: (r.ended, r.began))
     for row, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
         end = response.ended if response.generated is None else response.generated
