@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -124,8 +123,10 @@ class Logged:
 
         The launch line is in the first megabyte of a file. Only a restarted run has more launch lines, of which the last counts.
         """
-        responses = functools.reduce(_item, ("actor_rollout_ref", "rollout", "n"), self.config)
-        config = json.dumps({**self.config, "rollout.n": responses})
+        section: Any = self.config
+        for key in ("actor_rollout_ref", "rollout", "n"):
+            section = section.get(key) if isinstance(section, dict) else None
+        config = json.dumps({**self.config, "rollout.n": section})
         folders = dict.fromkeys(file.parent for file in self.files)
         files = [*reversed(self.files), *(file for folder in folders for file in folder.glob("run.json"))]
         patterns = () if "console" in self.source else ("*.log", "*.out")
@@ -239,7 +240,7 @@ def _defect(file: Path, must_be_text: bool = False) -> str:
 
 
 def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
-    """Opens a log. Shows a progress bar while a large log is read, which takes longer."""
+    """Opens a log, with a progress bar if it is large. The bar slows reading down."""
     if file.stat().st_size < _LARGE:
         return file.open(encoding=_ENCODING, errors="replace")
     look: dict[str, Any] = {"description": file.name, "transient": True, "console": Console(stderr=True)}
@@ -274,10 +275,6 @@ def _chunks(file: Path, is_whole: bool) -> Iterator[str]:
             yield ESCAPE.sub("", "".join(chunk))
             if not is_whole:
                 return
-
-
-def _item(section: Any, key: str) -> Any:
-    return section.get(key) if isinstance(section, dict) else None
 
 
 def _sizes(texts: Iterable[str]) -> list[int | None]:
