@@ -211,7 +211,8 @@ def _read(path: str, log: Logged) -> list[LogRecord]:
             return [record for records in logs.values() for record in records]
     files = [place] if place.is_file() else sorted(place.rglob("*"))
     texts = [file for file in files if file.is_file() and (file == place or _LOG_NAME.search(file.name))]
-    defects = (f"{file} {defect}: wanted plain text in UTF-8" for file in texts if (defect := _defect(file, True)))
+    found = ((file, _defect(file) if file.stat().st_size else "is empty") for file in texts)
+    defects = (f"{file} {defect}: wanted plain text in UTF-8" for file, defect in found if defect)
     help_ = next(defects, "what verl or slime prints while it trains suffices")
     raise RlAccelError(f"{path} holds no metrics of {', '.join(_KINDS)}; {help_}")
 
@@ -227,16 +228,13 @@ _DEFECTS = {
 """Reasons why a file is no text log, by the file's first bytes."""
 
 
-def _defect(file: Path, must_be_text: bool = False) -> str:
-    """Returns the reason why ``file`` cannot be a log, such as "is compressed (gzip)"; "" if there is none.
-
-    With ``must_be_text``, empty files and logs of TensorBoard and W&B cannot be logs, either.
-    """
+def _defect(file: Path) -> str:
+    """Returns the reason why ``file`` cannot be a log, such as "is compressed (gzip)"; "" if there is none."""
     with file.open("rb") as opened:
         head = opened.read(8192)
     known = [reason for magic, reason in _DEFECTS.items() if head.startswith(magic)]
-    is_binary = b"\0" in head and (must_be_text or not any(map(file.match, ("*tfevents*", "*.wandb"))))
-    return known[0] if known else "is binary" if is_binary else "is empty" if must_be_text and not head else ""
+    is_binary = b"\0" in head and not any(map(file.match, ("*tfevents*", "*.wandb")))
+    return known[0] if known else "is binary" if is_binary else ""
 
 
 def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
