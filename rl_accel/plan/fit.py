@@ -15,7 +15,7 @@ from rl_accel.rollout.workload import load_data
 from rl_accel.telemetry.stage_clock import ResponseTimes
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
-"""Numbers of running requests for which the seconds of a decoding step are fitted. Between these, the seconds are linear."""
+"""Numbers of running requests for which the seconds of a decoding step are fitted. The seconds are linear in between."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
 """Names of the constants of :class:`EngineModel` that are fitted in addition to ``step_seconds``."""
 _MAX_RESPONSES = 20_000

@@ -195,7 +195,7 @@ def _draw_bars(axes: Any, run: Profile) -> None:
 
 
 def _draw_responses(axes: Any, run: Profile) -> None:
-    """Draws a horizontal line for each response: generation, then reward. Of more than ``_MOST_ROWS``, draws every n-th."""
+    """Draws a horizontal line for each response: generation, then reward. Skips some if there are too many."""
     responses = sorted(run.last, key=lambda r: (r.ended, r.began))
     for row, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
         end = response.ended if response.generated is None else response.generated

@@ -447,6 +447,5 @@ _KINDS: dict[str, tuple[tuple[str, ...], str, Callable[[Path, Logged, str], Iter
 }
 """Kinds of logs, the most detailed first.
 
-Each has the patterns of files that are read in a folder, the pattern of a file that the user names, the reader, and the attribute
-of a path that is equal for all files of a run. A restarted run adds a TensorBoard file to its folder, or a folder with a W&B file
-of the same name."""
+Values: patterns of files that are read in a folder; pattern of a file that the user names; reader; attribute of a path that all
+files of a run share. A restarted run adds a TensorBoard file to its folder, or a folder with a W&B file of the same name."""
