@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from rl_accel.features import BalanceFlags
-from rl_accel.plan import published
 from rl_accel.plan.balanced import BalancedCluster
+from rl_accel.plan.fit import engine_of_model
 from rl_accel.rollout import workload
 from rl_accel.rollout.balance import Balance, end_bound_at_arrival
 from rl_accel.rollout.simulation import Cluster
@@ -72,7 +72,7 @@ def print_bounds(slots: int) -> None:
 
 def row(slots: int, cache: float) -> str:
     """Returns a row of the table. Each replica has ``slots`` slots and a cache of ``cache`` tokens."""
-    replica = replace(published.engine_of_model("qwen2.5-14b"), slots=slots, cache_tokens=cache)
+    replica = replace(engine_of_model("qwen2.5-14b"), slots=slots, cache_tokens=cache)
     seconds, moves = defaultdict(list), []
     for seed in range(SEEDS):
         rng = np.random.default_rng(seed)

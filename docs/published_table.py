@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 
 from rl_accel.features import TailBatchingFlags
-from rl_accel.plan import published as engines
+from rl_accel.plan import fit as engines
 from rl_accel.plan.answers import rounds_of, steady
 from rl_accel.plan.setup import Setup
 from rl_accel.rollout import workload as workloads

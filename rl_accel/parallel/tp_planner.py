@@ -150,7 +150,8 @@ class TpPlanner:
             self._before = before[-CHECK_STEPS[1] :]
 
     def _plan(self) -> TPDecision | None:
-        rise, calm = find_rise(self._history), _calm_steps(self._history)
+        rise = find_rise(self._history)
+        calm = next((n for n, step in enumerate(reversed(self._history)) if step.preemptions != 0), len(self._history))
         counted = [step for step in self._history if step.preemptions is not None]
         change: Change
         if rise is not None and rise.value > RAISE_ABOVE:
@@ -265,11 +266,6 @@ def _by_kind(history: Sequence[Observation]) -> dict[str, list[Observation]]:
     for step in history:
         steps.setdefault(step.kind, []).append(step)
     return steps
-
-
-def _calm_steps(history: Sequence[Observation]) -> int:
-    """Returns the number of latest steps in a row that are known to have had no preemptions."""
-    return next((i for i, step in enumerate(reversed(history)) if step.preemptions != 0), len(history))
 
 
 class PlannedRun:

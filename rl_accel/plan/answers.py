@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
+from typing import Any
 
 from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
 from rl_accel.plan.balanced import BalancedCluster
@@ -162,44 +163,39 @@ def options_of(setup: Setup) -> list[Option]:
 
 
 def _features(setup: Setup) -> Iterator[Option]:
-    def turn_on(*features: str, flags: Sequence[str] = ()) -> str:
-        """Returns the text that the user has to add to the command, to turn ``features`` on and set ``flags``."""
+    def option(name: str, changed: Setup, *features: str, settings: Sequence[str] = (), **more: Any) -> Option:
+        """Returns the option of turning on ``features`` with the flags ``settings``."""
         if setup.is_slime:
-            return " ".join(
-                [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in flags)]
-            )
-        return " ".join(f"+rl_accel.{word}" for word in (*(f"{name}.enable=True" for name in features), *flags))
+            words = [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in settings)]
+        else:
+            words = [f"+rl_accel.{flag}" for flag in (*(f"{feature}.enable=True" for feature in features), *settings)]
+        return Option(name, " ".join(words), changed, **more)
 
     tail, tails = "tail_batching", TailBatchingFlags()
     unpolled = replace(setup, poll_seconds=0.0)
     if setup.poll_seconds:
-        yield Option("sampler", turn_on("sampler"), unpolled)
+        yield option("sampler", unpolled, "sampler")
     shorter = "shorter responses of a prompt are preferred"
     for prompts, responses in RATIOS:
-        how = turn_on(tail, flags=(f"{tail}.prompt_ratio={prompts}", f"{tail}.response_ratio={responses}"))
-        flags = TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses)
-        cost = shorter if responses > 1 else ""
-        yield Option(f"tail_batching {prompts:g} / {responses:g}", how, unpolled, flags, cost=cost)
-    how = turn_on(tail, flags=(f"{tail}.prompt_ratio=auto",))
-    yield Option("tail_batching auto", how, unpolled, TailBatchingFlags(prompt_ratio="auto"), cost=shorter)
+        settings = (f"{tail}.prompt_ratio={prompts}", f"{tail}.response_ratio={responses}")
+        flags, cost = TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses), shorter * (responses > 1)
+        yield option(f"{tail} {prompts:g} / {responses:g}", unpolled, tail, settings=settings, flags=flags, cost=cost)
+    flags = TailBatchingFlags(prompt_ratio="auto")
+    yield option(f"{tail} auto", unpolled, tail, settings=[f"{tail}.prompt_ratio=auto"], flags=flags, cost=shorter)
     if setup.workload.rewards.max(initial=0.0) > RewardTimeoutFlags().minimum:
-        late = "rewards of slow answers"
-        yield Option("reward_timeout", turn_on("reward_timeout"), setup, timeout=True, cost=late)
-        both = turn_on(tail, "reward_timeout")
-        yield Option("tail_batching + reward_timeout", both, unpolled, tails, timeout=True, cost=late)
+        timeout: dict[str, Any] = {"timeout": True, "cost": "rewards of slow answers"}
+        yield option("reward_timeout", setup, "reward_timeout", **timeout)
+        yield option(f"{tail} + reward_timeout", unpolled, tail, "reward_timeout", flags=tails, **timeout)
     if setup.zero_shares:
         zero = f"advantage 0 for {setup.zero_shares[0]:.0%} of the text, if rewards are compared in groups"
-        yield Option("skip_zero", turn_on("skip_zero"), setup, skip_zero=True, cost=zero)
+        yield option("skip_zero", setup, "skip_zero", skip_zero=True, cost=zero)
         if setup.poll_seconds:
-            both = turn_on("sampler", "skip_zero")
-            yield Option("skip_zero + sampler", both, unpolled, skip_zero=True, cost=zero)
-        cost = f"{shorter}; {zero}"
-        both = turn_on(tail, "skip_zero")
-        yield Option("skip_zero + tail_batching", both, unpolled, tails, skip_zero=True, cost=cost)
+            yield option("skip_zero + sampler", unpolled, "sampler", "skip_zero", skip_zero=True, cost=zero)
+        both: dict[str, Any] = {"flags": tails, "skip_zero": True, "cost": f"{shorter}; {zero}"}
+        yield option(f"skip_zero + {tail}", unpolled, tail, "skip_zero", **both)
     if setup.replicas > 1 and setup.engine.slots < setup.requests_each and not setup.is_slime:
-        how = turn_on("balance", flags=(f"balance.slots={setup.engine.slots}",))
-        cost = "decisions, which take no time here"
-        yield Option("balance", how, replace(setup, cluster=BalancedCluster), cost=cost)
+        slots, cost = [f"balance.slots={setup.engine.slots}"], "decisions, which take no time here"
+        yield option("balance", replace(setup, cluster=BalancedCluster), "balance", settings=slots, cost=cost)
 
 
 def _alternatives(setup: Setup) -> Iterator[Option]:
@@ -248,9 +244,9 @@ def mean_of(outcomes: Sequence[Prediction]) -> Prediction:
 
 
 def best_of(answers: Sequence[Answer]) -> Answer | None:
-    """Returns the first answer whose gain is less than :data:`SMALLEST_GAIN` below the highest gain by a feature of rl-accel.
+    """Returns the answer for the best feature of rl-accel; None if no feature gains anything.
 
-    The first options are the simplest. Returns None if no feature gains anything.
+    If several gain about as much (within :data:`SMALLEST_GAIN`), returns the first, which is the simplest.
     """
     features = [answer for answer in answers if answer.option.ours and not answer.is_nothing]
     most = max((answer.ratio for answer in features), default=0.0)

@@ -1,4 +1,4 @@
-"""Fit of a model of the rollout engine's speed to the measured times and lengths of a run's responses."""
+"""Models of the rollout engine's speed: fitted to the measured responses of a run, or derived from published numbers."""
 
 import math
 from collections import defaultdict
@@ -11,11 +11,11 @@ import numpy as np
 
 from rl_accel.errors import RlAccelError
 from rl_accel.rollout.simulation import Cluster, EngineModel
-from rl_accel.rollout.workload import Floats
+from rl_accel.rollout.workload import Floats, load_data
 from rl_accel.telemetry.stage_clock import ResponseTimes
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
-"""Numbers of running requests for which the seconds of a decoding step are fitted. Between these, the seconds are linear."""
+"""Numbers of running requests for which the seconds of a decoding step are fitted. The seconds are linear in between."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
 """Names of the constants of :class:`EngineModel` that are fitted in addition to ``step_seconds``."""
 _MAX_RESPONSES = 20_000
@@ -78,7 +78,7 @@ def fit_engine(
     ``prompt_tokens`` is the number of tokens in each prompt. ``slots`` and ``cache_tokens`` are those of :class:`EngineModel`.
 
     Raises:
-        RlAccelError: fewer than 16 responses have tokens and times.
+        RlAccelError: fewer than 16 responses (chosen by hand) have tokens and times.
     """
     from scipy.optimize import lsq_linear
 
@@ -138,3 +138,26 @@ def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: 
     columns = [level, *(simulated(rise) - level for rise in range(1, count))]
     columns += [simulated(count, **{name: 1.0}) - level for name in _CONSTANTS]
     return np.stack(columns, axis=1)
+
+
+def engine_of_model(model: str, tp: int | None = None) -> EngineModel:
+    """Returns the engine model for a replica of the language model ``model`` on ``tp`` H800 GPUs.
+
+    If ``tp`` is None, it is the TP size of RollPacker's published runs of this model.
+
+    Raises:
+        RlAccelError: no constants are known for the model.
+    """
+    cluster = load_data("h800.json")
+    if model not in cluster["models"]:
+        raise RlAccelError(f"--step-seconds: wanted one of {', '.join(cluster['models'])}, found {model!r}")
+    sizes = cluster["models"][model]
+    tp = tp or sizes["tp"]
+    rate, weights = cluster["bandwidth"] * cluster["bandwidth_share"] * tp, 2 * sizes["parameters"]
+    waits = cluster["layer_seconds"] * sizes["layers"] * (tp > 1)
+    floor, token = cluster["overhead_seconds"] + waits + weights / rate, weights / (cluster["decoding_flops"] * tp)
+    reading = weights / (cluster["flops"] * tp)
+    memory = cluster["memory_bytes"] * sizes.get("memory_share", cluster["memory_share"]) * tp
+    cache = (memory - weights) / sizes["kv_bytes"]
+    paces = {1: floor + token, 1001: floor + 1001 * token}
+    return EngineModel(paces, sizes["kv_bytes"] / rate, reading, cache_tokens=max(cache, 1))

@@ -175,7 +175,7 @@ def _before_other_output(text: str) -> str:
 
 
 def _is_whole(line: str) -> bool:
-    """True if ``line`` consists of metrics only, of which the last may be cut off."""
+    """Returns True if ``line`` consists of metrics only, of which the last may be incomplete."""
     _, *parts = _SEPARATOR.split(line)
     metrics = [_METRIC.fullmatch(part) for part in parts[:-1]]
     return all(metric and ":" not in metric[1] for metric in metrics) and bool(_BEGUN.fullmatch(parts[-1]))

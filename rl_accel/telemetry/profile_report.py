@@ -22,10 +22,9 @@ _NOT_ESTIMATED = (
     "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"
     " from the files of trainer.rollout_data_dir"
 )
-_OTHER_COLOUR = "#d9d9d9"
 _LINES = {COMPLETED: "#4878a8", CANCELLED: "#e8a24c", FAILED: "#d1495b", "reward": "#2a9d5c"}
 _MOST_ROWS = 2000
-"""Largest number of responses in a picture, which is about 400 pixels high for them."""
+"""Largest number of responses in a picture. More would only cover each other, because the picture has fewer rows of pixels."""
 
 _NUMBERS = {
     "idle_share": ("idle share of generation", "{:.1%}"),
@@ -166,7 +165,7 @@ def draw_profile(run: Profile, path: Path) -> None:
 def _draw_bars(axes: Any, run: Profile) -> None:
     """Draws a bar with the stages of a mean step, and below it a bar with the parts of generation."""
     rows = {
-        "step": [(name, seconds, stage_clock.STAGES.get(name, _OTHER_COLOUR)) for name, seconds in run.stages.items()],
+        "step": [(name, seconds, stage_clock.STAGES.get(name, "#d9d9d9")) for name, seconds in run.stages.items()],
         "generation": [
             (label, run.parts[name], colour) for name, (label, colour) in PARTS.items() if name in run.parts
         ],
@@ -196,7 +195,7 @@ def _draw_bars(axes: Any, run: Profile) -> None:
 
 
 def _draw_responses(axes: Any, run: Profile) -> None:
-    """Draws a horizontal line for each response: generation, then reward. Leaves out responses if there are too many."""
+    """Draws a horizontal line for each response: generation, then reward. Skips some if there are too many."""
     responses = sorted(run.last, key=lambda r: (r.ended, r.began))
     for row, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
         end = response.ended if response.generated is None else response.generated

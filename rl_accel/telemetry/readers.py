@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -124,8 +123,10 @@ class Logged:
 
         The launch line is in the first megabyte of a file. Only a restarted run has more launch lines, of which the last counts.
         """
-        responses = functools.reduce(_item, ("actor_rollout_ref", "rollout", "n"), self.config)
-        config = json.dumps({**self.config, "rollout.n": responses})
+        section: Any = self.config
+        for key in ("actor_rollout_ref", "rollout", "n"):
+            section = section.get(key) if isinstance(section, dict) else None
+        config = json.dumps({**self.config, "rollout.n": section})
         folders = dict.fromkeys(file.parent for file in self.files)
         files = [*reversed(self.files), *(file for folder in folders for file in folder.glob("run.json"))]
         patterns = () if "console" in self.source else ("*.log", "*.out")
@@ -210,7 +211,8 @@ def _read(path: str, log: Logged) -> list[LogRecord]:
             return [record for records in logs.values() for record in records]
     files = [place] if place.is_file() else sorted(place.rglob("*"))
     texts = [file for file in files if file.is_file() and (file == place or _LOG_NAME.search(file.name))]
-    defects = (f"{file} {defect}: wanted plain text in UTF-8" for file in texts if (defect := _defect(file, True)))
+    found = ((file, _defect(file) if file.stat().st_size else "is empty") for file in texts)
+    defects = (f"{file} {defect}: wanted plain text in UTF-8" for file, defect in found if defect)
     help_ = next(defects, "what verl or slime prints while it trains suffices")
     raise RlAccelError(f"{path} holds no metrics of {', '.join(_KINDS)}; {help_}")
 
@@ -226,20 +228,17 @@ _DEFECTS = {
 """Reasons why a file is no text log, by the file's first bytes."""
 
 
-def _defect(file: Path, must_be_text: bool = False) -> str:
-    """Returns the reason why ``file`` cannot be a log, such as "is compressed (gzip)"; "" if there is none.
-
-    With ``must_be_text``, empty files and logs of TensorBoard and W&B cannot be logs, either.
-    """
+def _defect(file: Path) -> str:
+    """Returns the reason why ``file`` cannot be a log, such as "is compressed (gzip)"; "" if there is none."""
     with file.open("rb") as opened:
         head = opened.read(8192)
     known = [reason for magic, reason in _DEFECTS.items() if head.startswith(magic)]
-    is_binary = b"\0" in head and (must_be_text or not any(map(file.match, ("*tfevents*", "*.wandb"))))
-    return known[0] if known else "is binary" if is_binary else "is empty" if must_be_text and not head else ""
+    is_binary = b"\0" in head and not any(map(file.match, ("*tfevents*", "*.wandb")))
+    return known[0] if known else "is binary" if is_binary else ""
 
 
 def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
-    """Opens a log. Shows a progress bar while a large log is read, which takes longer."""
+    """Opens a log, with a progress bar if it is large. The bar slows reading down."""
     if file.stat().st_size < _LARGE:
         return file.open(encoding=_ENCODING, errors="replace")
     look: dict[str, Any] = {"description": file.name, "transient": True, "console": Console(stderr=True)}
@@ -274,10 +273,6 @@ def _chunks(file: Path, is_whole: bool) -> Iterator[str]:
             yield ESCAPE.sub("", "".join(chunk))
             if not is_whole:
                 return
-
-
-def _item(section: Any, key: str) -> Any:
-    return section.get(key) if isinstance(section, dict) else None
 
 
 def _sizes(texts: Iterable[str]) -> list[int | None]:
@@ -452,6 +447,5 @@ _KINDS: dict[str, tuple[tuple[str, ...], str, Callable[[Path, Logged, str], Iter
 }
 """Kinds of logs, the most detailed first.
 
-Each has the patterns of files that are read in a folder, the pattern of a file that the user names, the reader, and the attribute
-of a path that is equal for all files of a run. A restarted run adds a TensorBoard file to its folder, or a folder with a W&B file
-of the same name."""
+Values: patterns of files that are read in a folder; pattern of a file that the user names; reader; attribute of a path that all
+files of a run share. A restarted run adds a TensorBoard file to its folder, or a folder with a W&B file of the same name."""

@@ -124,9 +124,9 @@ def stages(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns the share of each stage in the sum of ``seconds``, the durations of all stages of a step."""
+    """Returns the share of each stage in ``seconds``, the durations of all stages of a step."""
     whole = sum(seconds.values())
-    return {stage: value / whole for stage, value in seconds.items()} if whole > 0 else dict.fromkeys(seconds, 0.0)
+    return {stage: value / whole for stage, value in seconds.items()}
 
 
 def completion(responses: Sequence[ResponseTimes]) -> dict[str, float]:

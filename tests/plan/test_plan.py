@@ -17,10 +17,9 @@ from rl_accel.lab.ab.stats import RunData
 from rl_accel.plan import answers
 from rl_accel.plan.answers import PLAIN, Option, answer, options_of, rounds_of
 from rl_accel.plan.balanced import BalancedCluster
-from rl_accel.plan.command import plan
+from rl_accel.plan.command import Plan, plan
 from rl_accel.plan.fit import Fit, fit_engine
 from rl_accel.plan.predict import asynchronous_mode, flags_of_words, predict, words_of_run
-from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.simulation import Cluster, EngineModel
 from rl_accel.rollout.workload import Lengths, published

@@ -183,6 +183,7 @@ def test_the_console_of_slime(tmp_path):
     head = "[2026-01-01 10:00:00] train_metric_utils.py:136 -"
     lines = [
         "some other line {'a': 1}",
+        "{'a': 1} perf 7: {'perf/b'",
         f"{head} perf 0: {{'rollout/response_len/mean': 12.5, 'rollout/truncated_ratio': np.float64(0.25)}}",
         f"(RayTrainGroup pid=1) {head} rollout 0: {{'rollout/raw_reward': 0.5, 'rollout/kl': nan}}",
         f"{head} eval 1: {{'eval/aime': 0.25}}",

@@ -143,18 +143,24 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Map
         yield _check("ledger", lines)
 
 
-def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green: str = "", skipped: str = "") -> Check:
-    """Combines several conditions into one check, which is red if any condition does not hold.
+def _check(
+    name: str,
+    lines: Sequence[tuple[bool, str]],
+    wanted: str = "",
+    green: str = "",
+    skipped: str = "nothing was measured",
+) -> Check:
+    """Combines several conditions into one check. It is red if any condition does not hold, and skipped if there are none.
 
     Args:
         lines: a pair per condition: whether it holds, and a text with the measured value. A red check lists those that do not hold.
         wanted: end of the text of a red check.
         green: text of a green check; "" for the texts of all conditions.
-        skipped: text of a check that is skipped because there are no ``lines``; "" if it is green then.
+        skipped: text of a skipped check.
     """
     status, detail = "green", green or "; ".join(text for _, text in lines)
     if bad := [text for holds, text in lines if not holds]:
         status, detail = "red", "; ".join([*bad, wanted] if wanted else bad)
-    elif skipped and not lines:
+    elif not lines:
         status, detail = "skipped", skipped
     return {"name": name, "status": status, "detail": detail}
