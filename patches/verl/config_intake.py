@@ -166,7 +166,7 @@ def _require_section_name(config: Any) -> None:
 
 def _take_in(config: Any, trainer: Any = None, in_driver: bool = False) -> None:
     global _is_read
-    if not OmegaConf.is_dict(config):  # a user's own trainer may have a configuration of its own
+    if not OmegaConf.is_dict(config):  # a user's own trainer may take another type
         for feature in FEATURES:
             if RUNTIME.flags().requested(feature) == "by name" and (feature.verl or feature.name in TRAINERS):
                 refuse(f"{SECTION}.{feature.name}", "the configuration's type", "DictConfig", type(config).__name__)

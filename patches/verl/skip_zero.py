@@ -198,7 +198,7 @@ def _warn(message: str) -> None:
 
 
 def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[int], int]:
-    """Agrees with the other data-parallel ranks on the number of rows (responses) that every rank trains of its own mini-batch.
+    """Agrees with the other data-parallel ranks on the number of rows (responses) that every rank trains in a mini-batch.
 
     ``data`` is the mini-batch of this rank. ``zero`` says for each of its rows whether the row's gradient is certainly 0.
 
