@@ -141,7 +141,7 @@ def _require_section_name(config: Any) -> None:
     def is_close(word: Any, *known: str, cutoff: float = 0.6) -> bool:
         return bool(difflib.get_close_matches(str(word).lower(), known, cutoff=cutoff))
 
-    def check(section: dict[Any, Any], path: str = "") -> None:
+    def check(section: Any, path: str = "") -> None:
         for key, value in section.items():
             if key == SECTION and not path:
                 continue

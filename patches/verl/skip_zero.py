@@ -51,7 +51,7 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
     try:
         for seed, distance in enumerate(_DISTANCES):
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, too
                 batch = _random_batch(torch.Generator().manual_seed(seed), distance)
                 whole, part = (_gradients(loss_function, batch, rows) for rows in (every, others))
                 ones = {**batch, "advantages": [mask.float() for mask in batch["response_mask"]]}
