@@ -39,11 +39,10 @@ def _adaptive(original: Any, settings: Any) -> Any:
 
     buffers: weakref.WeakKeyDictionary[Any, _Sampling] = weakref.WeakKeyDictionary()
 
-    def wait_for_next_poll(self: Any, partition_id: str, last_debug_time: float) -> float:
+    def wait_for_next_poll(self: Any, partition_id: str, last_debug_time: float) -> Any:
         is_filtered = getattr(self, "filter_groups_metric", None) is not None
         if partition_id != "val" and (is_filtered or (type(self) is not ReplayBuffer and not settings.enable)):
-            stock: float = original(self, partition_id, last_debug_time)
-            return stock
+            return original(self, partition_id, last_debug_time)
         now, interval = time.perf_counter(), self.poll_interval
         if (state := buffers.get(self)) is None:
             state = buffers[self] = _Sampling(AdaptiveWait(settings.max_cpu_share, settings.max_delay_s))
