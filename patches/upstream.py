@@ -26,6 +26,8 @@ packages count as foreign patches."""
 
 _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(\[(?P<key>[^\[\]]+)\])?")
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
 
 @dataclass(frozen=True)
 class Location:
@@ -162,8 +164,9 @@ def fingerprint(function: Callable[..., Any]) -> str | None:
     except (OSError, TypeError, SyntaxError):
         return None
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            return hashlib.sha256(repr(_canonical(_stripped(node))).encode()).hexdigest()
+        if isinstance(node, _FUNCTIONS):
+            node.decorator_list = []
+            return hashlib.sha256(repr(_canonical(node)).encode()).hexdigest()
     return None
 
 
@@ -208,24 +211,17 @@ def _home(layer: Any) -> str:
     return type(layer).__module__
 
 
-def _stripped(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
-    function.decorator_list = []
-    for node in ast.walk(function):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            node.returns = None
-            if ast.get_docstring(node, clean=False) is not None:
-                node.body = node.body[1:]
-    return function
-
-
 def _canonical(node: Any) -> Any:
     # The text of ast.dump is not the same on every Python version.
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         return "Assign", (("targets", [_canonical(node.target)]), ("value", _canonical(node.value)))
     if isinstance(node, ast.AST):
-        parts = ((name, _canonical(value)) for name, value in ast.iter_fields(node) if name not in ("ctx", "kind"))
+        fields = {
+            name: value for name, value in ast.iter_fields(node) if name not in ("annotation", "returns", "ctx", "kind")
+        }
+        if isinstance(node, _FUNCTIONS) and ast.get_docstring(node, clean=False) is not None:
+            fields["body"] = node.body[1:]
+        parts = ((name, _canonical(value)) for name, value in fields.items())
         return type(node).__name__, tuple((name, part) for name, part in parts if part not in (None, []))
     if isinstance(node, list):
         return [_canonical(item) for item in node]

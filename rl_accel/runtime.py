@@ -119,7 +119,7 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Applies the flags of the run to which this process belongs, and has the framework's configuration read for flags.
+        """Applies the flags of the run to which this process belongs. From then on, the framework's configuration is read, too.
 
         Does nothing after :func:`disable`. ``payload`` holds the flags of the Ray job's driver process, by source, as JSON.
         ``null``: the driver process has called :func:`disable`. None or ``{}``: the driver process has no flags. For a source that

@@ -6,11 +6,8 @@ from rl_accel.patches.patch import Patch
 
 
 def _with_answers(_original: Any, _settings: Any) -> Any:
-    async def collective_rpc(
-        self: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> list[Any]:
-        answers: list[Any] = await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
-        return answers
+    async def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
 
     return collective_rpc
 

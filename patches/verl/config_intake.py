@@ -141,32 +141,31 @@ def _require_section_name(config: Any) -> None:
     def is_close(word: Any, *known: str, cutoff: float = 0.6) -> bool:
         return bool(difflib.get_close_matches(str(word).lower(), known, cutoff=cutoff))
 
-    def is_meant(key: Any, value: Any, inside: dict[Any, Any]) -> bool:
-        if not inside:
-            return bool(_SECTION_LIKE.match(str(key))) or (key in flags and value is True)
-        return is_close(key, SECTION, cutoff=0.75) and any(is_close(name, AUTO, *flags) for name in inside)
-
-    def misplaced(section: Any, path: str = "") -> Iterator[str]:
-        for key, value in section.items() if isinstance(section, dict) else ():
-            inside = value if isinstance(value, dict) else {}
-            if path and (key == SECTION or (isinstance(value, bool) and _SECTION_LIKE.match(str(key)))):
-                yield f"{path}{key}"
-            elif key == SECTION:
+    def check(section: Any, path: str = "") -> None:
+        for key, value in section.items():
+            if key == SECTION and not path:
                 continue
-            elif not path and is_meant(key, value, inside):
-                yield str(key)
-            elif not path and key in flags and "enable" in inside and all(is_close(n, *flags[key]) for n in inside):
-                yield f"{key}.enable"
+            inside = value if isinstance(value, dict) else {}
+            is_like, is_feature = bool(_SECTION_LIKE.match(str(key))), key in flags
+            if path:
+                is_meant = key == SECTION or (is_like and isinstance(value, bool))
+            elif not inside:
+                is_meant = is_like or (is_feature and value is True)
+            elif is_feature and "enable" in inside:
+                is_meant = all(is_close(name, *flags[key]) for name in inside)
             else:
-                yield from misplaced(value, f"{path}{key}.")
+                is_meant = is_close(key, SECTION, cutoff=0.75) and any(is_close(name, AUTO, *flags) for name in inside)
+            if is_meant:
+                found = f"{path}{key}.enable" if is_feature and inside else f"{path}{key}"
+                raise ConfigError(f"{FRAMEWORK}: flags of rl-accel belong in {SECTION}, found {found}")
+            check(inside, f"{path}{key}.")
 
-    for key in misplaced(OmegaConf.to_container(config)):
-        raise ConfigError(f"{FRAMEWORK}: flags of rl-accel belong in {SECTION}, found {key}")
+    check(OmegaConf.to_container(config))
 
 
 def _take_in(config: Any, trainer: Any = None, in_driver: bool = False) -> None:
     global _is_read
-    if not OmegaConf.is_dict(config):  # a user's own trainer may have a configuration of its own
+    if not OmegaConf.is_dict(config):  # a user's own trainer may take another type
         for feature in FEATURES:
             if RUNTIME.flags().requested(feature) == "by name" and (feature.verl or feature.name in TRAINERS):
                 refuse(f"{SECTION}.{feature.name}", "the configuration's type", "DictConfig", type(config).__name__)

@@ -31,22 +31,7 @@ class _Sampling:
     debug_time: float | None = None  # last_debug_time that the last wait returned; differs in a new call of sample()
     started: float = 0.0  # perf_counter time of the call's start, in seconds
     woke: float = 0.0  # perf_counter time of the last wait's end, in seconds
-    saved: float = 0.0  # estimate of the seconds saved in this call so far
-
-    def begin(self, now: float, debug_time: float) -> None:
-        # sample() sets the debug time to time.time() at the start of the call. No other record of the start time exists.
-        self.started = self.woke = now - max(time.time() - debug_time, 0.0)
-        self.saved = 0.0
-
-    def newly_saved(self, interval: float) -> float:
-        """Returns the seconds to add to the metric ``sampler/seconds_saved`` after a wait. Negative if the estimate has shrunk.
-
-        The estimate for this ``sample()`` call is the time from the end of the wait to the next poll at verl's fixed ``interval``.
-        """
-        cycle = interval + self.policy.cost / _CPU_PER_SECOND
-        elapsed = self.woke - self.started
-        before, self.saved = self.saved, math.ceil(elapsed / cycle) * cycle - elapsed
-        return self.saved - before
+    saved: float = 0.0  # seconds from the last wait's end to the next poll at verl's fixed interval
 
 
 def _adaptive(original: Any, settings: Any) -> Any:
@@ -54,16 +39,17 @@ def _adaptive(original: Any, settings: Any) -> Any:
 
     buffers: weakref.WeakKeyDictionary[Any, _Sampling] = weakref.WeakKeyDictionary()
 
-    def wait_for_next_poll(self: Any, partition_id: str, last_debug_time: float) -> float:
+    def wait_for_next_poll(self: Any, partition_id: str, last_debug_time: float) -> Any:
         is_filtered = getattr(self, "filter_groups_metric", None) is not None
         if partition_id != "val" and (is_filtered or (type(self) is not ReplayBuffer and not settings.enable)):
-            stock: float = original(self, partition_id, last_debug_time)
-            return stock
+            return original(self, partition_id, last_debug_time)
         now, interval = time.perf_counter(), self.poll_interval
         if (state := buffers.get(self)) is None:
             state = buffers[self] = _Sampling(AdaptiveWait(settings.max_cpu_share, settings.max_delay_s))
         if state.debug_time != last_debug_time:
-            state.begin(now, last_debug_time)
+            # sample() sets the debug time to time.time() at the start of the call. No other record of the start time exists.
+            state.started = state.woke = now - max(time.time() - last_debug_time, 0.0)
+            state.saved = 0.0
         outstanding = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
         settled = len(self.finished_keys[partition_id]) + len(self.failure_keys[partition_id])
         poll_s = _CPU_PER_SECOND * (now - state.woke)
@@ -75,7 +61,10 @@ def _adaptive(original: Any, settings: Any) -> Any:
         state.woke = time.perf_counter()
         metrics.add("sampler/polls", 1)
         metrics.add("sampler/wait_seconds", state.woke - now)
-        metrics.add("sampler/seconds_saved", state.newly_saved(interval))
+        cycle = interval + state.policy.cost / _CPU_PER_SECOND
+        elapsed = state.woke - state.started
+        before, state.saved = state.saved, math.ceil(elapsed / cycle) * cycle - elapsed
+        metrics.add("sampler/seconds_saved", state.saved - before)  # negative if the estimate has shrunk
         return state.debug_time
 
     return wait_for_next_poll

@@ -51,7 +51,7 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
     try:
         for seed, distance in enumerate(_DISTANCES):
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, too
                 batch = _random_batch(torch.Generator().manual_seed(seed), distance)
                 whole, part = (_gradients(loss_function, batch, rows) for rows in (every, others))
                 ones = {**batch, "advantages": [mask.float() for mask in batch["response_mask"]]}
@@ -198,7 +198,7 @@ def _warn(message: str) -> None:
 
 
 def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[int], int]:
-    """Agrees with the other data-parallel ranks on the number of rows (responses) that every rank trains of its own mini-batch.
+    """Agrees with the other data-parallel ranks on the number of rows (responses) that every rank trains in a mini-batch.
 
     ``data`` is the mini-batch of this rank. ``zero`` says for each of its rows whether the row's gradient is certainly 0.
 
