@@ -209,57 +209,42 @@ class _Tile:
         vector = self._builder.insert_element(ir.Constant(self.vector, ir.Undefined), scalar, ir.Constant(_INDEX, 0))
         return _shuffle(self._builder, vector, vector, [0] * LANES)
 
-    def ones(self) -> Any:
-        return ir.Constant(self.vector, [1.0] * LANES)
-
 
 Codegen = Callable[[Any, Any, Any, Any], Any]
 
 
 @intrinsic
-def gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: Any) -> tuple[Any, Codegen]:
-    """Computes GAE over a tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first."""
+def scan_tile(
+    typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: Any, values: Any
+) -> tuple[Any, Codegen]:
+    """Scans a tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first.
+
+    Computes discounted returns if ``values`` is None, else GAE advantages.
+    """
+    is_gae = not isinstance(values, types.NoneType)
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
-        gamma, decay, ones = tile.splat(arguments[2]), tile.splat(arguments[3]), tile.ones()
-        rewards, values, mask = tile.load(REWARD), tile.load(VALUE), tile.load(MASK)
-        next_value, last = tile.load_state(0), tile.load_state(1)
-        advantages: list[Any] = [None] * LANES
+        gamma, decay, ones = tile.splat(arguments[2]), tile.splat(arguments[3]), ir.Constant(tile.vector, [1.0] * LANES)
+        rewards, mask = tile.load(REWARD), tile.load(MASK)
+        values = tile.load(VALUE) if is_gae else []
+        next_value, running = tile.load_state(0), tile.load_state(1)
+        results: list[Any] = [None] * LANES
         for t in reversed(range(LANES)):
             skip = b.fsub(ones, mask[t])
-            delta = b.fsub(b.fadd(rewards[t], b.fmul(gamma, next_value)), values[t])
-            candidate = b.fadd(delta, b.fmul(decay, last))
-            next_value = b.fadd(b.fmul(values[t], mask[t]), b.fmul(skip, next_value))
-            last = b.fadd(b.fmul(candidate, mask[t]), b.fmul(skip, last))
-            advantages[t] = last
+            delta = rewards[t]
+            if is_gae:
+                delta = b.fsub(b.fadd(delta, b.fmul(gamma, next_value)), values[t])
+                next_value = b.fadd(b.fmul(values[t], mask[t]), b.fmul(skip, next_value))
+            kept = b.fmul(b.fadd(delta, b.fmul(decay, running)), mask[t])
+            running = b.fadd(kept, b.fmul(skip, running))
+            results[t] = running if is_gae else kept
         tile.store_state(0, next_value)
-        tile.store_state(1, last)
-        tile.store(OUT, advantages)
-        return context.get_dummy_value()
-
-    return types.void(scratch, types.intp, gamma, decay), build
-
-
-@intrinsic
-def returns_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any) -> tuple[Any, Codegen]:
-    """Computes discounted returns over a tile (8 sequences x 8 tokens) in scratch memory, like :func:`gae_tile`."""
-
-    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
-        gamma, ones = tile.splat(arguments[2]), tile.ones()
-        rewards, mask = tile.load(REWARD), tile.load(MASK)
-        running = tile.load_state(1)
-        returns: list[Any] = [None] * LANES
-        for t in reversed(range(LANES)):
-            candidate = b.fadd(rewards[t], b.fmul(gamma, running))
-            returns[t] = b.fmul(candidate, mask[t])
-            running = b.fadd(returns[t], b.fmul(running, b.fsub(ones, mask[t])))
         tile.store_state(1, running)
-        tile.store(OUT, returns)
+        tile.store(OUT, results)
         return context.get_dummy_value()
 
-    return types.void(scratch, types.intp, gamma), build
+    return types.void(scratch, types.intp, gamma, decay, values), build
 
 
 @intrinsic
@@ -445,10 +430,7 @@ def scan_lanes(
                             prefetch(mask, rows[lane, MASK_START] + ahead)
                             prefetch(mask, rows[lane, MASK_START] + ahead + 8)
                 for tile in range(token + 8, token - 1, -8):
-                    if values is not None:
-                        gae_tile(scratch, tile, gamma, decay)
-                    else:
-                        returns_tile(scratch, tile, decay)
+                    scan_tile(scratch, tile, gamma, decay, values)
             for lane in range(LANES):
                 left = max(rows[lane, LENGTH] - done, 0)
                 count = min(left, BLOCK)
