@@ -147,7 +147,7 @@ def check_mask_values(mask: torch.Tensor | None) -> None:
         raise ValueError(OUTSIDE)
 
 
-def _number(name: str, value: Any, kind: type, wanted: str, low: float, high: float) -> Any:
+def _number(name: str, value: Any, kind: Any, wanted: str, low: float, high: float) -> Any:
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name} wants {wanted}, found {value!r} ({type(value).__name__})")
     if not low <= value <= high:

@@ -29,18 +29,21 @@ from rl_accel.ops.inputs import OUTSIDE, Inputs, default_threads
 Array = npt.NDArray[Any]
 
 REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
-"""Columns of the table of sequences: index of the first token in the flat arrays of rewards, values, mask, outputs; length."""
+"""Columns of the table of sequences: index of a sequence's first token in the flat arrays of rewards, values, mask and outputs, and
+number of its tokens."""
 STREAM_BYTES = 32 << 20
 """Total size of the results in bytes above which stores bypass the caches, into which the results would not fit."""
-SMALL_TOKENS = 1 << 18  # measured on two cores: about 300,000
-"""Number of tokens below which one thread is faster than several."""
+SMALL_TOKENS = 1 << 18
+"""Number of tokens below which one thread is faster than several: about 300,000, measured on two cores."""
 SHARES_PER_THREAD = 4
+"""Number of shares of the work for each thread, so that a fast thread can take over. Chosen by hand."""
 
 LANES = 8
 BLOCK = 2048
 """Number of tokens of each sequence that are in scratch memory at a time. Scratch memory then fits into a level-2 cache."""
-PITCH = BLOCK + 16  # at a power of two, the lanes would compete for the same cache sets
-"""Number of elements in scratch memory from the start of one lane (sequence) to the start of the next."""
+PITCH = BLOCK + 16
+"""Number of elements in scratch memory from the start of one lane (sequence) to the start of the next. With a power of two, the
+lanes would compete for the same cache sets."""
 PLANE = LANES * PITCH
 REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
 OUT = REWARD
@@ -51,10 +54,7 @@ SCRATCH = STATE + 2 * LANES
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns); without ``inputs.values``, (discounted returns,). The dtype is that of the rewards.
-
-    Half-precision inputs are computed in float32.
-    """
+    """Computes the scan (see the package). Half-precision inputs are computed in float32."""
     rewards, reward_starts = _flat(inputs.rewards, inputs)
     values, value_starts = (None, reward_starts) if inputs.values is None else _flat(inputs.values, inputs)
     mask, mask_starts = (None, reward_starts) if inputs.mask is None else _flat(inputs.mask, inputs)
@@ -114,11 +114,8 @@ def _aligned(tokens: int, dtype: Any) -> Array:
 def deal(lengths: Array, threads: int) -> list[Array]:
     """Divides the sequences with ``lengths`` [S] into shares of about equal work, a few shares for each thread.
 
-    A share is a list of groups. A group holds up to eight sequences of similar length, which are scanned side by side.
-
-    Returns:
-        Shares, each [G, LANES]: a row holds the indices of a group's sequences, the longest first; -1 marks a lane without a
-        sequence.
+    A share is an array [G, LANES] of groups. A group holds the indices of up to eight sequences of similar length, which are
+    scanned side by side. The longest comes first; -1 marks a lane without a sequence.
     """
     rows = np.flatnonzero(lengths)
     if not len(rows):
@@ -381,7 +378,7 @@ def scan_lanes(
     decay: float,
     streamed: bool,
 ) -> bool:
-    """Scans groups of sequences from :func:`deal`. Returns True if the mask holds a value outside [0, 1].
+    """Scans groups of sequences. Returns True if the mask holds a value outside [0, 1].
 
     With ``values``, writes GAE advantages to ``first_out`` and returns to ``second_out``.
     Without ``values``, writes discounted returns to ``first_out``.
@@ -389,7 +386,7 @@ def scan_lanes(
     Args:
         rewards, values, mask: flat arrays; ``values`` and ``mask`` may be None.
         table: [S, 5] int64, one row per sequence; columns: see :data:`LENGTH`.
-        groups: [G, LANES] int64, row numbers of ``table``, the longest sequence first; -1 marks a lane without a sequence.
+        groups: [G, LANES] int64, a share of :func:`deal`.
         scratch: array of SCRATCH zeros, not shared with other threads.
         gamma: factor of the next value; unused without ``values``.
         decay: factor of the running advantage (gamma * lambda) or of the running return (gamma).

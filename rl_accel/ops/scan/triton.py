@@ -23,15 +23,13 @@ from rl_accel.ops.inputs import Inputs
 INTERPRETED = bool(triton.knobs.runtime.interpret) if hasattr(triton, "knobs") else False
 BLOCK = 2048
 WARPS = 8
+"""Number of warps (groups of 32 threads) that process a block. Chosen by hand, as BLOCK."""
 
 jit: Any = triton.jit
 
 
 def scan(inputs: Inputs, *, block: int = BLOCK) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns); without ``inputs.values``, (discounted returns,). The dtype is that of the rewards.
-
-    ``block``: number of tokens that a GPU program processes at a time, a power of two.
-    """
+    """Computes the scan (see the package). ``block``: number of tokens that a GPU program processes at a time, a power of two."""
     rewards = _dense(inputs.rewards)
     outputs = [
         torch.empty_like(rewards, memory_format=torch.contiguous_format)
