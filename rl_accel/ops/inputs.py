@@ -67,9 +67,7 @@ def check_scan(
 ) -> Inputs:
     """Checks the arguments of a scan (GAE or discounted returns) and returns them, with tensors detached from autograd.
 
-    Raises:
-        TypeError: an argument is not a dense tensor or not a number, or has an unsupported dtype.
-        ValueError: shapes, dtypes or devices differ, a number is out of range, or ``cu_seqlens`` does not cover all tokens.
+    Raises TypeError or ValueError with the name of the wrong argument, and the value wanted and found.
     """
     rewards = check_tensor("rewards", rewards, FLOATS).detach()
     if rewards.dim() != (2 if cu_seqlens is None else 1):
@@ -82,8 +80,9 @@ def check_scan(
     if mask is not None:
         mask = check_tensor("mask", mask, MASKS, like=rewards).detach()
     offsets = None if cu_seqlens is None else _offsets(cu_seqlens, rewards.shape[0])
-    numbers_given = _rate("gamma", gamma), _rate("lam", lam), _count("chunk_size", chunk_size)
-    return Inputs(rewards, values, mask, offsets, *numbers_given, _count("num_threads", num_threads))
+    rates = _rate("gamma", gamma), _rate("lam", lam)
+    counts = _count("chunk_size", chunk_size), _count("num_threads", num_threads)
+    return Inputs(rewards, values, mask, offsets, *rates, *counts)
 
 
 def check_tensor(
@@ -95,8 +94,7 @@ def check_tensor(
     of: str = "rewards",
     gradient: bool = True,
 ) -> torch.Tensor:
-    """Returns ``value`` if it is a dense tensor of one of ``dtypes`` and, if ``like`` is given, has the shape and device of
-    ``like``.
+    """Returns ``value`` if it is a dense tensor of one of ``dtypes``, with the shape and device of ``like`` if that is given.
 
     ``name`` and ``of`` are the names of ``value`` and ``like`` in error messages.
 
@@ -121,14 +119,14 @@ def check_tensor(
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use."""
+    """Returns the number of processor cores that this process may use."""
     # torch.get_num_threads() is 1 in a Ray actor, where Ray sets OMP_NUM_THREADS=1
     return len(os.sched_getaffinity(0))
 
 
 def default_threads() -> int:
-    """Returns the default number of threads of a kernel: the usable cores, at most 16."""
-    return min(usable_cores(), 16)  # 16 threads use up the memory bandwidth
+    """Returns the default number of threads of a kernel: one per usable core, at most 16, which use up the memory bandwidth."""
+    return min(usable_cores(), 16)
 
 
 def is_binary(mask: torch.Tensor) -> bool:
@@ -149,23 +147,21 @@ def check_mask_values(mask: torch.Tensor | None) -> None:
         raise ValueError(OUTSIDE)
 
 
+def _number(name: str, value: Any, kind: Any, wanted: str, low: float, high: float) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name} wants {wanted}, found {value!r} ({type(value).__name__})")
+    if not low <= value <= high:
+        raise ValueError(f"{name} wants {wanted}, found {value!r}")
+    return value
+
+
 def _rate(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} wants a number between 0 and 1, found {value!r} ({type(value).__name__})")
-    rate = float(value)
-    if math.isnan(rate) or not 0.0 <= rate <= 1.0:
-        raise ValueError(f"{name} wants a number between 0 and 1, found {value!r}")
-    return rate
+    return float(_number(name, value, numbers.Real, "a number between 0 and 1", 0, 1))
 
 
 def _count(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} wants a whole number of at least 1 or None, found {value!r} ({type(value).__name__})")
-    if value < 1:
-        raise ValueError(f"{name} wants a whole number of at least 1 or None, found {value!r}")
-    return int(value)
+    wanted = "a whole number of at least 1 or None"
+    return None if value is None else int(_number(name, value, numbers.Integral, wanted, 1, math.inf))
 
 
 def _offsets(cu_seqlens: Any, tokens: int) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """GAE and discounted returns: recurrences over time, from the last token to the first.
 
-Each module of this package is a backend. The module ``naive``, the token-by-token loop, is the reference for the other backends.
-The function ``scan(inputs)`` of each backend returns (advantages, returns), or (discounted returns,) if the inputs hold no values.
+Each module of this package is a backend. The backend ``naive``, a token-by-token loop, is the reference for the others. Each has a
+function ``scan(inputs)`` that returns (advantages, returns), or (discounted returns,) if the inputs hold no values. The results
+have the dtype of the rewards.
 """
 
 import functools
@@ -45,11 +46,12 @@ def gae(
         rewards: [B, T] float32, float64, bfloat16 or float16; [N] when packed.
         values: the critic's values; shape, dtype and device of ``rewards``.
         mask: shape and device of ``rewards``; bool, integer or float with values from 0 to 1 (1: a response token). Fractions blend
-            the results for 0 and 1. None: all ones. Values outside [0, 1] raise an error on the CPU. On an accelerator, mask values
-            are not checked, because reading the result would stall the device's queue.
+            the results for 0 and 1. None: all ones. Values outside [0, 1] raise an error on the CPU; on an accelerator, the check
+            would stall the device's queue and is left out.
         gamma: discount per token, in [0, 1].
         lam: GAE's lambda, in [0, 1].
         cu_seqlens: [S + 1] int32 or int64, on any device. Packed sequence s holds tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1.
+            None: the tensors are not packed.
         backend: "naive", "chunk", "numba", "triton" or "auto". "auto" is numba for CPU tensors and triton for CUDA tensors; chunk
             for other devices or if the backend of the device is missing.
         chunk_size: tokens per chunk of the chunk backend; the other backends ignore this number.
@@ -93,8 +95,7 @@ def discounted_returns(
 
     Args, precision and errors: as for :func:`gae`.
 
-    Returns:
-        A new contiguous tensor in the shape and dtype of ``rewards``, detached from autograd.
+    Returns a new contiguous tensor in the shape and dtype of ``rewards``, detached from autograd.
 
     Source: verl/trainer/ppo/core_algos.py, compute_reinforce_plus_plus_outcome_advantage.
     """
@@ -148,7 +149,7 @@ def available_backends() -> dict[str, str | None]:
 
 
 def resolve_backend(backend: str, device: torch.device | str) -> str:
-    """Returns the name of the backend that a call with ``backend`` and tensors on ``device`` uses.
+    """Returns the name of the backend that computes tensors on ``device`` if a caller passes ``backend``, which may be "auto".
 
     Raises:
         ValueError: no backend has this name, or the backend does not support this device.
@@ -202,6 +203,5 @@ def _triton_device() -> str:
 
 
 def _shown(lengths: list[int]) -> str:
-    """Returns ``lengths`` as text: the first 8, and the number of the others."""
     more = "" if len(lengths) <= 8 else f" and {len(lengths) - 8} more"
     return f"{lengths[:8]}{more}"

@@ -14,13 +14,11 @@ from rl_accel.ops.inputs import Inputs
 from rl_accel.ops.scan import naive
 
 DEFAULT_CHUNK = 64
+"""Number of tokens in a chunk. Chosen by hand."""
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns); without ``inputs.values``, (discounted returns,). The dtype is that of the rewards.
-
-    Half-precision inputs are computed in float32.
-    """
+    """Computes the scan (see the package). Half-precision inputs are computed in float32."""
     gamma, lam, chunk_size = inputs.gamma, inputs.lam, inputs.chunk_size
     rewards = _rows(inputs.rewards, inputs)
     mask = torch.ones_like(rewards) if inputs.mask is None else _rows(inputs.mask, inputs)
@@ -44,7 +42,10 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
-    """Returns y with y[:, t] = terms[:, t] + coefficients[:, t] * y[:, t + 1] and y[:, T] = 0, for [B, T] tensors."""
+    """Returns y with y[:, t] = terms[:, t] + coefficients[:, t] * y[:, t + 1] and y[:, T] = 0, for [B, T] tensors.
+
+    Longer sequences than ``chunk_size`` are cut into chunks; the pass from chunk to chunk is this function on a shorter sequence.
+    """
     chunk = DEFAULT_CHUNK if chunk_size is None else max(chunk_size, 2)
     batch, tokens = terms.shape
     if tokens <= chunk:
@@ -65,7 +66,9 @@ def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: in
 def _walk(decay: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Computes local[i] += decay[i] * local[i + 1] in place, from the last index i of dim 0 to the first. Returns ``local``.
 
-    Also replaces each coefficient decay[i] in place, by the product decay[i] * decay[i + 1] * ... * decay[-1]."""
+    Also replaces each decay[i] in place by the product decay[i] * ... * decay[-1]: the factor with which the state that enters a
+    chunk acts on position i.
+    """
     for position in range(len(local) - 2, -1, -1):
         local[position].addcmul_(decay[position], local[position + 1])
         decay[position].mul_(decay[position + 1])

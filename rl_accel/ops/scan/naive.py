@@ -14,7 +14,6 @@ from rl_accel.ops.inputs import Inputs
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns); without ``inputs.values``, (discounted returns,). Shape and dtype are those of the rewards."""
     rewards, values = inputs.rewards, inputs.values
     mask = torch.ones_like(rewards) if inputs.mask is None else inputs.mask.to(rewards.dtype)
     results = torch.empty_like(rewards, memory_format=torch.contiguous_format)

@@ -29,18 +29,21 @@ from rl_accel.ops.inputs import OUTSIDE, Inputs, default_threads
 Array = npt.NDArray[Any]
 
 REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
-"""Columns of the table of sequences: index of the first token in the flat arrays of rewards, values, mask, outputs; length."""
+"""Columns of the table of sequences: index of a sequence's first token in the flat arrays of rewards, values, mask and outputs, and
+number of its tokens."""
 STREAM_BYTES = 32 << 20
 """Total size of the results in bytes above which stores bypass the caches, into which the results would not fit."""
-SMALL_TOKENS = 1 << 18  # measured on two cores: about 300,000
-"""Number of tokens below which one thread is faster than several."""
+SMALL_TOKENS = 1 << 18
+"""Number of tokens below which one thread is faster than several: about 300,000, measured on two cores."""
 SHARES_PER_THREAD = 4
+"""Number of shares of the work for each thread, so that a fast thread can take over. Chosen by hand."""
 
 LANES = 8
 BLOCK = 2048
 """Number of tokens of each sequence that are in scratch memory at a time. Scratch memory then fits into a level-2 cache."""
-PITCH = BLOCK + 16  # at a power of two, the lanes would compete for the same cache sets
-"""Number of elements in scratch memory from the start of one lane (sequence) to the start of the next."""
+PITCH = BLOCK + 16
+"""Number of elements in scratch memory from the start of one lane (sequence) to the start of the next. With a power of two, the
+lanes would compete for the same cache sets."""
 PLANE = LANES * PITCH
 REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
 OUT = REWARD
@@ -51,10 +54,7 @@ SCRATCH = STATE + 2 * LANES
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns); without ``inputs.values``, (discounted returns,). The dtype is that of the rewards.
-
-    Half-precision inputs are computed in float32.
-    """
+    """Computes the scan (see the package). Half-precision inputs are computed in float32."""
     rewards, reward_starts = _flat(inputs.rewards, inputs)
     values, value_starts = (None, reward_starts) if inputs.values is None else _flat(inputs.values, inputs)
     mask, mask_starts = (None, reward_starts) if inputs.mask is None else _flat(inputs.mask, inputs)
@@ -114,11 +114,8 @@ def _aligned(tokens: int, dtype: Any) -> Array:
 def deal(lengths: Array, threads: int) -> list[Array]:
     """Divides the sequences with ``lengths`` [S] into shares of about equal work, a few shares for each thread.
 
-    A share is a list of groups. A group holds up to eight sequences of similar length, which are scanned side by side.
-
-    Returns:
-        Shares, each [G, LANES]: a row holds the indices of a group's sequences, the longest first; -1 marks a lane without a
-        sequence.
+    A share is an array [G, LANES] of groups. A group holds the indices of up to eight sequences of similar length, which are
+    scanned side by side. The longest comes first; -1 marks a lane without a sequence.
     """
     rows = np.flatnonzero(lengths)
     if not len(rows):
@@ -209,57 +206,42 @@ class _Tile:
         vector = self._builder.insert_element(ir.Constant(self.vector, ir.Undefined), scalar, ir.Constant(_INDEX, 0))
         return _shuffle(self._builder, vector, vector, [0] * LANES)
 
-    def ones(self) -> Any:
-        return ir.Constant(self.vector, [1.0] * LANES)
-
 
 Codegen = Callable[[Any, Any, Any, Any], Any]
 
 
 @intrinsic
-def gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: Any) -> tuple[Any, Codegen]:
-    """Computes GAE over a tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first."""
+def scan_tile(
+    typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: Any, values: Any
+) -> tuple[Any, Codegen]:
+    """Scans a tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first.
+
+    Computes discounted returns if ``values`` is None, else GAE advantages.
+    """
+    is_gae = not isinstance(values, types.NoneType)
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
-        gamma, decay, ones = tile.splat(arguments[2]), tile.splat(arguments[3]), tile.ones()
-        rewards, values, mask = tile.load(REWARD), tile.load(VALUE), tile.load(MASK)
-        next_value, last = tile.load_state(0), tile.load_state(1)
-        advantages: list[Any] = [None] * LANES
+        gamma, decay, ones = tile.splat(arguments[2]), tile.splat(arguments[3]), ir.Constant(tile.vector, [1.0] * LANES)
+        rewards, mask = tile.load(REWARD), tile.load(MASK)
+        values = tile.load(VALUE) if is_gae else []
+        next_value, running = tile.load_state(0), tile.load_state(1)
+        results: list[Any] = [None] * LANES
         for t in reversed(range(LANES)):
             skip = b.fsub(ones, mask[t])
-            delta = b.fsub(b.fadd(rewards[t], b.fmul(gamma, next_value)), values[t])
-            candidate = b.fadd(delta, b.fmul(decay, last))
-            next_value = b.fadd(b.fmul(values[t], mask[t]), b.fmul(skip, next_value))
-            last = b.fadd(b.fmul(candidate, mask[t]), b.fmul(skip, last))
-            advantages[t] = last
+            delta = rewards[t]
+            if is_gae:
+                delta = b.fsub(b.fadd(delta, b.fmul(gamma, next_value)), values[t])
+                next_value = b.fadd(b.fmul(values[t], mask[t]), b.fmul(skip, next_value))
+            kept = b.fmul(b.fadd(delta, b.fmul(decay, running)), mask[t])
+            running = b.fadd(kept, b.fmul(skip, running))
+            results[t] = running if is_gae else kept
         tile.store_state(0, next_value)
-        tile.store_state(1, last)
-        tile.store(OUT, advantages)
-        return context.get_dummy_value()
-
-    return types.void(scratch, types.intp, gamma, decay), build
-
-
-@intrinsic
-def returns_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any) -> tuple[Any, Codegen]:
-    """Computes discounted returns over a tile (8 sequences x 8 tokens) in scratch memory, like :func:`gae_tile`."""
-
-    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
-        gamma, ones = tile.splat(arguments[2]), tile.ones()
-        rewards, mask = tile.load(REWARD), tile.load(MASK)
-        running = tile.load_state(1)
-        returns: list[Any] = [None] * LANES
-        for t in reversed(range(LANES)):
-            candidate = b.fadd(rewards[t], b.fmul(gamma, running))
-            returns[t] = b.fmul(candidate, mask[t])
-            running = b.fadd(returns[t], b.fmul(running, b.fsub(ones, mask[t])))
         tile.store_state(1, running)
-        tile.store(OUT, returns)
+        tile.store(OUT, results)
         return context.get_dummy_value()
 
-    return types.void(scratch, types.intp, gamma), build
+    return types.void(scratch, types.intp, gamma, decay, values), build
 
 
 @intrinsic
@@ -396,7 +378,7 @@ def scan_lanes(
     decay: float,
     streamed: bool,
 ) -> bool:
-    """Scans groups of sequences from :func:`deal`. Returns True if the mask holds a value outside [0, 1].
+    """Scans groups of sequences. Returns True if the mask holds a value outside [0, 1].
 
     With ``values``, writes GAE advantages to ``first_out`` and returns to ``second_out``.
     Without ``values``, writes discounted returns to ``first_out``.
@@ -404,7 +386,7 @@ def scan_lanes(
     Args:
         rewards, values, mask: flat arrays; ``values`` and ``mask`` may be None.
         table: [S, 5] int64, one row per sequence; columns: see :data:`LENGTH`.
-        groups: [G, LANES] int64, row numbers of ``table``, the longest sequence first; -1 marks a lane without a sequence.
+        groups: [G, LANES] int64, a share of :func:`deal`.
         scratch: array of SCRATCH zeros, not shared with other threads.
         gamma: factor of the next value; unused without ``values``.
         decay: factor of the running advantage (gamma * lambda) or of the running return (gamma).
@@ -445,10 +427,7 @@ def scan_lanes(
                             prefetch(mask, rows[lane, MASK_START] + ahead)
                             prefetch(mask, rows[lane, MASK_START] + ahead + 8)
                 for tile in range(token + 8, token - 1, -8):
-                    if values is not None:
-                        gae_tile(scratch, tile, gamma, decay)
-                    else:
-                        returns_tile(scratch, tile, decay)
+                    scan_tile(scratch, tile, gamma, decay, values)
             for lane in range(LANES):
                 left = max(rows[lane, LENGTH] - done, 0)
                 count = min(left, BLOCK)

@@ -23,15 +23,13 @@ from rl_accel.ops.inputs import Inputs
 INTERPRETED = bool(triton.knobs.runtime.interpret) if hasattr(triton, "knobs") else False
 BLOCK = 2048
 WARPS = 8
+"""Number of warps (groups of 32 threads) that process a block. Chosen by hand, as BLOCK."""
 
 jit: Any = triton.jit
 
 
 def scan(inputs: Inputs, *, block: int = BLOCK) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns); without ``inputs.values``, (discounted returns,). The dtype is that of the rewards.
-
-    ``block``: number of tokens that a GPU program processes at a time, a power of two.
-    """
+    """Computes the scan (see the package). ``block``: number of tokens that a GPU program processes at a time, a power of two."""
     rewards = _dense(inputs.rewards)
     outputs = [
         torch.empty_like(rewards, memory_format=torch.contiguous_format)
@@ -88,7 +86,8 @@ def _compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
 def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
     """Returns the map (see ``_compose``) from the state at the next token to the state at this token.
 
-    The state is (next value, advantage) for GAE, else (running return, return of the token).
+    The state is the pair (next value, advantage) for GAE. For discounted returns it is (running return, result of the token): at a
+    token with mask 0, the running return is carried on while the result is 0. With ``m`` 0 and zeros, the map changes no state.
     """
     keep = 1 - m
     if GAE:
@@ -98,24 +97,15 @@ def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
 
 
 @jit
-def _range(offsets, longest, row, PACKED: tl.constexpr):
-    """Returns two numbers for sequence ``row``: index of its first token (0 without ``PACKED``), and number of its tokens."""
-    if PACKED:
-        first = tl.load(offsets + row)
-        return first, tl.load(offsets + row + 1) - first
-    else:
-        return row * 0, row * 0 + longest
-
-
-@jit
 def _load(rewards, values, mask, token, inside, MASKED: tl.constexpr, GAE: tl.constexpr, ACC: tl.constexpr):
     reward = tl.load(rewards + token, mask=inside, other=0).to(ACC)
     value = reward
     if GAE:
         value = tl.load(values + token, mask=inside, other=0).to(ACC)
-    m = tl.full(reward.shape, 1, ACC)
     if MASKED:
         m = tl.load(mask + token, mask=inside, other=0).to(ACC)
+    else:
+        m = inside.to(ACC)
     return reward, value, m
 
 
@@ -149,14 +139,15 @@ def _scan_kernel(
 ):
     """Computes the results of one sequence in blocks. With ``REPAIR``, recomputes a sequence with NaN or inf token by token."""
     row = tl.program_id(0).to(tl.int64)
-    first, length = _range(offsets, longest, row, PACKED)
     gamma = tl.full((), gamma_high, ACC) + tl.full((), gamma_low, ACC)
     decay = tl.full((), decay_high, ACC) + tl.full((), decay_low, ACC)
-    rewards += row * reward_pitch + first
-    values += row * value_pitch + first
-    mask += row * mask_pitch + first
-    if not PACKED:
-        first = row * longest
+    if PACKED:
+        first = tl.load(offsets + row)
+        length = tl.load(offsets + row + 1) - first
+        rewards, values, mask = rewards + first, values + first, mask + first
+    else:
+        first, length = row * longest, row * 0 + longest  # an int64 tensor: triton makes a ``longest`` of 1 a constant
+        rewards, values, mask = rewards + row * reward_pitch, values + row * value_pitch, mask + row * mask_pitch
     state, result = tl.full((), 0, ACC), tl.full((), 0, ACC)
     if REPAIR:
         # NaN and inf propagate through every later step, up to the first token of the sequence
@@ -185,10 +176,8 @@ def _scan_kernel(
             ahead = token - BLOCK
             next_reward, next_value, next_m = _load(rewards, values, mask, ahead, ahead >= 0, MASKED, GAE, ACC)
             inside = token < length
-            ta, tb, tc, td, te = _token_map(reward, value, m, gamma, decay, GAE)
-            ta, tc = tl.where(inside, ta, 1), tl.where(inside, tc, 1)
-            tb, td, te = tl.where(inside, tb, 0), tl.where(inside, td, 0), tl.where(inside, te, 0)
-            ta, tb, tc, td, te = tl.associative_scan((ta, tb, tc, td, te), 0, _compose, reverse=True)
+            maps = _token_map(reward, value, m, gamma, decay, GAE)
+            ta, tb, tc, td, te = tl.associative_scan(maps, 0, _compose, reverse=True)
             results = tc * result + td * state + te
             states = ta * state + tb
             tl.store(first_out + first + token, results, mask=inside)
