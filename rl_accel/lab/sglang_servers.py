@@ -23,16 +23,16 @@ from rl_accel.lab.verl_cpu import sglang
 from rl_accel.processes import end_with_parent
 
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"))
-"""Path of the Python interpreter of the environment with SGLang."""
+"""Python interpreter of the environment with SGLang."""
 
 _START_SECONDS = 600.0
-"""Maximum seconds for the start of a server or router."""
+"""Maximum seconds for the start of a server or router. Chosen by hand."""
 _OPTIONS = {
     "host": "127.0.0.1",
-    "mem-fraction-static": 0.1,
-    "max-total-tokens": 131072,
-    "max-running-requests": 256,
-    "log-level": "warning",
+    "mem_fraction_static": 0.1,
+    "max_total_tokens": 131072,
+    "max_running_requests": 256,
+    "log_level": "warning",
 }
 
 
@@ -43,7 +43,7 @@ def sglang_problem() -> str:
 
 @contextmanager
 def sglang_server(model: Path, **options: object) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """Runs an SGLang server of the model in the folder ``model`` during the ``with`` block. Yields the server's URL and process.
+    """Runs an SGLang server during the ``with`` block. Yields the server's URL and process.
 
     Args:
         model: folder with weights and a tokenizer, as transformers saves them.
@@ -55,9 +55,8 @@ def sglang_server(model: Path, **options: object) -> Iterator[tuple[str, "subpro
     if reason := sglang_problem():
         raise RlAccelError(reason)
     (port,) = _free_ports(1)
-    flags = {**_OPTIONS, "port": port, "model-path": model}
-    flags |= {name: value for name, value in sglang.ENGINE_KWARGS.items() if isinstance(value, str)}
-    flags |= {name.replace("_", "-"): value for name, value in options.items()}
+    engine = {name: value for name, value in sglang.ENGINE_KWARGS.items() if isinstance(value, str)}
+    flags = {**_OPTIONS, "port": port, "model_path": model, **engine, **options}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     command = [str(PYTHON), "-m", __name__, *words, "--skip-server-warmup", "--enable-metrics", "--sleep-on-idle"]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # packages of this environment
@@ -69,10 +68,10 @@ def sglang_server(model: Path, **options: object) -> Iterator[tuple[str, "subpro
 
 @contextmanager
 def sglang_router(servers: Sequence[str]) -> Iterator[str]:
-    """Runs a router in front of the servers with the URLs ``servers`` during the ``with`` block. Yields the router's URL.
+    """Runs a router in front of ``servers`` (URLs) during the ``with`` block. Yields the router's URL.
 
     Raises:
-        RlAccelError: the router did not start or does not list all servers. The message contains the end of the router's output.
+        RlAccelError: the router did not start or does not list all servers. The message contains the end of its output.
     """
     port, prometheus = _free_ports(2)
     url = f"http://127.0.0.1:{port}"
@@ -92,10 +91,7 @@ def sglang_router(servers: Sequence[str]) -> Iterator[str]:
 def _running(
     command: Sequence[str], url: str, serves: Callable[[httpx.Client], bool], env: dict[str, str] | None = None
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Context manager that starts the server ``command``, waits until it serves requests at ``url``, and yields its process.
-
-    ``serves(client)`` returns whether the server is ready. At the end of the block, or of this process, the server is killed.
-    """
+    """Runs a server until the end of the ``with`` block, or of this process. Yields its process once ``serves(client)`` is true."""
     with (
         tempfile.TemporaryFile("w+") as output,  # an unread pipe would fill up and block the process
         subprocess.Popen(

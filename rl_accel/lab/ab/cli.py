@@ -28,17 +28,17 @@ from rl_accel.runtime import is_installed
 
 _MANIFEST = "ab.json"
 _PLAIN_EVERY_S = 15.0
-"""Minimum seconds between two progress lines if the output goes to a file or a pipe."""
+"""Minimum seconds between two progress lines if the output goes to a file or a pipe. Chosen by hand."""
 
 
-def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+def _names(_context: Any, _parameter: Any, value: str | None) -> list[str] | None:
     return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
 
 
-def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
-    parts = _names(context, parameter, value)
+def _numbers(_context: Any, _parameter: Any, value: str | None) -> list[int] | None:
+    names = _names(None, None, value)
     try:
-        return None if parts is None else [int(part) for part in parts]
+        return None if names is None else list(map(int, names))
     except ValueError as error:
         raise click.BadParameter(f"wants whole numbers separated by commas, found {value!r}") from error
 
@@ -112,7 +112,7 @@ def _launch_or_run(
     ray_address: str | None,
     **how_to_run: Any,
 ) -> int:
-    """Runs a recipe, or prints the commands that would run it. Returns the exit code. ``how_to_run``: further options of a run."""
+    """Runs a recipe, or prints the commands that would run it. Returns the exit code. ``how_to_run``: see :func:`_run_plans`."""
     if launch or dry_run:
         refuse_idle_options("where nothing runs", *how_to_run, *(["ray_address"] if launch else []))
     spec = load(recipe, platform)
@@ -124,38 +124,29 @@ def _launch_or_run(
     plans = _without_missing_modules(plan_runs(spec, recipe.parent, out, arms, seeds, steps), spec)
     if launch:
         options = {"--out": out, "--platform": platform, "--arms": arms, "--seeds": seeds, "--steps": steps}
-        click.echo(launching.script(launch, spec, plans, _command(recipe, options), out))
+        call = ["rl-accel", "ab", str(recipe)]
+        for option, value in options.items():
+            if value is not None:
+                call += [option, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+        click.echo(launching.script(launch, spec, plans, call, out))
         return 0
     if ray_address is not None:
         plans = [replace(plan, env={**plan.env, "RAY_ADDRESS": ray_address}) for plan in plans]
-    if dry_run:
-        _show_commands(plans)
-        return 0
-    return _run_plans(spec, recipe, out, plans, console, **how_to_run)
+    if not dry_run:
+        return _run_plans(spec, recipe, out, plans, console, **how_to_run)
+    for plan in plans:
+        env = " ".join(f"{key}={shlex.quote(value)}" for key, value in plan.env.items() if value is not None)
+        click.echo(f"# {plan.name}\n{env} {shlex.join(plan.command)}".replace("\n ", "\n"))
+    return 0
 
 
 def _without_missing_modules(plans: list[RunPlan], spec: Recipe) -> list[RunPlan]:
-    """Returns ``plans`` without those of arms whose required module (``Arm.needs``) is missing. Prints a line for each such arm."""
+    """Leaves out the arms whose required module (``Arm.needs``) is missing, and prints a line for each."""
     for name, arm in spec.arms.items():
         if arm.needs and not is_installed(arm.needs):
             plans = [plan for plan in plans if plan.arm != name]
             click.echo(f"arm {name} is left out: there is no module {arm.needs}", err=True)
     return plans
-
-
-def _command(recipe: Path, options: dict[str, Any]) -> list[str]:
-    """Returns the command line ``rl-accel ab RECIPE OPTIONS`` as a list of words. Options with the value None are left out."""
-    words = ["rl-accel", "ab", str(recipe)]
-    for option, value in options.items():
-        if value is not None:
-            words += [option, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-    return words
-
-
-def _show_commands(plans: list[RunPlan]) -> None:
-    for plan in plans:
-        env = " ".join(f"{key}={shlex.quote(value)}" for key, value in plan.env.items() if value is not None)
-        click.echo(f"# {plan.name}\n{env} {shlex.join(plan.command)}".replace("\n ", "\n"))
 
 
 def _run_plans(
@@ -183,23 +174,30 @@ def _run_plans(
     out.mkdir(parents=True, exist_ok=True)
     with Stop().listening() as stop:
         command, env = prepare_command(spec, file.parent, out)
-        if command and only in (None, launching.PREPARE):
+        prepares = only in (None, launching.PREPARE)
+        if command and prepares:
             if not console.is_terminal:
                 console.print(f"preparing: {shlex.join(command)}", soft_wrap=True)
             with console.status("preparing data and model"):
                 prepare(command, env, file.parent, out / "prepare.log", stop)
-        if only in (None, launching.PREPARE) or not (out / _MANIFEST).exists():
+        if prepares or not (out / _MANIFEST).exists():
             save(spec, out / "recipe.yaml")
             manifest = {"recipe": str(file), "runs": [plan.name for plan in plans]}
             write_atomically(out / _MANIFEST, json.dumps(manifest, indent=1))
         if stop:
             return 128 + stop.signals[0]
-        with ProgressView(console, chosen, spec.metrics.reward) as view:
+        view = ProgressView(console, chosen, spec.metrics.reward)
+        with view.bars:
             results = run_all(chosen, view, stop, resume)
-        _show_failures(results, out, console)
-        if only is not None:
-            return 128 + stop.signals[0] if stop else int(any(result.status != "done" for result in results))
-        code = _report(spec, file, out, results, len(plans), console)
+        for result in results:
+            if result.status in ("failed", "timeout"):
+                log = out / result.name / "train.log"
+                console.rule(f"{result.name} {result.status}: {result.message}; end of {log}", style="red")
+                console.print(last_lines(log), soft_wrap=True)
+                console.rule(style="red")
+        code = int(any(result.status != "done" for result in results))
+        if only is None:
+            code = _report(spec, file, out, results, len(plans), console)
     return 128 + stop.signals[0] if stop else code
 
 
@@ -224,20 +222,8 @@ def _report(spec: Recipe, file: Path, out: Path, results: list[RunResult], asked
     return 0 if summary["ok"] else 1
 
 
-def _show_failures(results: list[RunResult], out: Path, console: Console) -> None:
-    for result in results:
-        if result.status in ("failed", "timeout"):
-            log = out / result.name / "train.log"
-            console.rule(f"{result.name} {result.status}: {result.message}; end of {log}", style="red")
-            console.print(last_lines(log), soft_wrap=True)
-            console.rule(style="red")
-
-
 class ProgressView:
-    """Progress display of the command line: progress bars on a terminal, plain lines elsewhere.
-
-    A context manager that implements :class:`~rl_accel.lab.ab.runner.ProgressDisplay`.
-    """
+    """Progress display of the command line: ``bars``, a context manager, on a terminal; plain lines elsewhere."""
 
     def __init__(self, console: Console, plans: Sequence[RunPlan], reward: str) -> None:
         self._console, self._reward = console, reward
@@ -248,7 +234,7 @@ class ProgressView:
         self._steps = 0
         """Number of logged steps of the current run."""
         self._began = self._first_step = self._last_line = 0.0
-        self._bars = Progress(
+        self.bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
@@ -257,16 +243,9 @@ class ProgressView:
             disable=not console.is_terminal,
         )
 
-    def __enter__(self) -> "ProgressView":
-        self._bars.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bars.stop()
-
     def started(self, plan: RunPlan) -> None:
         self._began, self._steps = time.monotonic(), 0
-        self._task = self._bars.add_task(plan.name.ljust(self._width), total=plan.steps, note="starting the trainer")
+        self._task = self.bars.add_task(plan.name.ljust(self._width), total=plan.steps, note="starting the trainer")
         self._plain(f"{plan.name}: starting, {plan.steps} steps, log {plan.directory / 'train.log'}", always=True)
 
     def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None:
@@ -283,12 +262,12 @@ class ProgressView:
             later_runs = (len(self._to_run) - 1) * statistics.mean(self._durations or [this_run])
             time_left = timedelta(seconds=round((plan.steps - step) * step_s + later_runs))
             note += f" | {step_s:.2f} s/step | {time_left} left"
-        self._bars.update(self._task, completed=step, note=note)
+        self.bars.update(self._task, completed=step, note=note)
         self._plain(f"{plan.name}: step {step}/{plan.steps} | {note}", always=step >= plan.steps)
 
     def tick(self) -> None:
         if self._task is not None and not self._steps:
-            self._bars.update(self._task, note=f"starting the trainer, {time.monotonic() - self._began:.0f} s")
+            self.bars.update(self._task, note=f"starting the trainer, {time.monotonic() - self._began:.0f} s")
 
     def ended(self, plan: RunPlan, result: RunResult) -> None:
         self._to_run.remove(plan.name)
@@ -298,17 +277,14 @@ class ProgressView:
         else:
             status = result.status
             colour = "green" if status == "done" else "red"
-            self._bars.update(self._task, note=f"[{colour}]{status}[/], {result.seconds:.0f} s")
+            self.bars.update(self._task, note=f"[{colour}]{status}[/], {result.seconds:.0f} s")
         text = f"{plan.name}: {status}, {result.message}, {result.seconds:.0f} s"
         if self._task is None or not self._console.is_terminal:
             self._console.print(text, soft_wrap=True)
         self._task = None
 
     def _plain(self, text: str, always: bool = False) -> None:
-        """Prints ``text`` as a line, unless the console is a terminal, which shows progress bars instead.
-
-        Without ``always``, prints at most one line per ``_PLAIN_EVERY_S`` seconds.
-        """
+        """Prints a line, unless a terminal shows bars. Without ``always``, at most one line per ``_PLAIN_EVERY_S`` seconds."""
         if not self._console.is_terminal and (always or time.monotonic() - self._last_line > _PLAIN_EVERY_S):
             self._last_line = time.monotonic()
             self._console.print(text, soft_wrap=True)

@@ -1,8 +1,8 @@
 """Server that forks Python processes in which the libraries of a run are imported already.
 
-A run of verl starts a dozen Python processes on one machine. Each process imports torch, transformers and other libraries, which
-takes ten seconds of processor time. ``fork_server.py N`` imports these libraries once, and forks itself for each :mod:`fork_client`
-that connects to the listening socket with file descriptor N.
+A run of verl starts a dozen Python processes on one machine. Each imports torch, transformers and other libraries, which takes ten
+seconds of processor time. ``fork_server.py N`` imports these libraries once, and forks itself for each :mod:`fork_client` that
+connects to the listening socket with file descriptor N.
 
 verl, Ray and this project are not among the libraries, because they read the environment on import. Each fork imports them itself,
 in half a second.
@@ -62,26 +62,26 @@ def main(listener: socket.socket) -> None:
 
 
 def _serve(listener: socket.socket) -> dict[str, Any] | None:
-    """Forks this process once per client, until the standard input closes.
+    """Forks this process for each client, and sends the client the fork's process ID, later its wait status (exit code or signal).
 
-    Returns the client's request in each fork, and None in the server.
+    Returns the client's request in each fork, and None in the server when its standard input closes.
     """
-    child_ended, wakeup = os.pipe()
-    os.set_blocking(child_ended, False)
-    os.set_blocking(wakeup, False)
-    signal.set_wakeup_fd(wakeup)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    clients: dict[int, socket.socket] = {}
+    # process ID and client of each fork, by the fork's pidfd, which is readable when the fork has ended
+    forks: dict[int, tuple[int, socket.socket]] = {}
     while True:
-        ready = select.select([sys.stdin, listener, child_ended, *clients.values()], [], [])[0]
-        if child_ended in ready:
-            os.read(child_ended, 4096)
-            _report(clients)
-        for pid in [pid for pid, client in clients.items() if client in ready]:
-            os.kill(pid, signal.SIGKILL)  # the client of this fork was killed
-            clients.pop(pid).close()
+        clients = [client for _, client in forks.values()]
+        ready = select.select([sys.stdin, listener, *forks, *clients], [], [])[0]
+        for pidfd in [pidfd for pidfd, (_, client) in forks.items() if pidfd in ready or client in ready]:
+            pid, client = forks.pop(pidfd)
+            if client in ready:  # it was killed
+                os.kill(pid, signal.SIGKILL)
+            status = os.waitpid(pid, 0)[1]
+            with contextlib.suppress(OSError):
+                client.send(str(status).encode())
+            client.close()
+            os.close(pidfd)
         if sys.stdin in ready:
-            for pid in clients:  # workers of Ray may outlive Ray's node by some seconds
+            for pid, _ in forks.values():  # workers of Ray may outlive Ray's node by some seconds
                 os.kill(pid, signal.SIGTERM)
             return None
         if listener not in ready:
@@ -90,35 +90,23 @@ def _serve(listener: socket.socket) -> dict[str, Any] | None:
         data, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
         if data and not (pid := os.fork()):
             os.setpgid(0, 0)  # Ray kills the whole process group of a worker
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
-            for open_file in (listener, client, *clients.values()):
-                open_file.close()
-            for number in (child_ended, wakeup, *streams):
+            for open_socket in (listener, client, *clients):
+                open_socket.close()
+            for number in (*forks, *streams):
                 os.close(number)
             return dict(json.loads(data))
         for stream in streams:
             os.close(stream)
         if data:
-            clients[pid] = client
+            forks[os.pidfd_open(pid)] = pid, client
             with contextlib.suppress(OSError):
                 client.send(str(pid).encode())
 
 
-def _report(clients: dict[int, socket.socket]) -> None:
-    """Sends the wait status (exit code or signal) of each fork that has ended to the client of this fork."""
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if client := clients.pop(ended[0], None):
-                with contextlib.suppress(OSError):
-                    client.send(str(ended[1]).encode())
-                client.close()
-
-
 def _run(request: dict[str, Any]) -> None:
-    """Runs the client's command ``python WORDS...`` in this fork, with the environment and working folder of the client."""
+    """Runs the client's command ``python WORDS...`` in this fork, with the client's environment and working folder."""
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])

@@ -25,19 +25,18 @@ from rl_accel.runtime import FLAG_VARIABLES
 from rl_accel.telemetry.logs import LogRecord, parse_log_line
 
 GRACE_S = 15.0
-"""Seconds that a trainer may take to stop before it is killed."""
+"""Seconds that a trainer may take to stop before it is killed. Chosen by hand."""
 MODULES = "VERL_USE_EXTERNAL_MODULES"
-"""Name of the environment variable that lists modules for verl to import at its start, separated by commas."""
+"""Environment variable with the modules that verl imports when it starts, separated by commas."""
 RAY_DID_NOT_START = "The current node timed out during startup"
-"""Ray's error message if a Ray node takes too long to start. The limit cannot be set:
-https://github.com/ray-project/ray/issues/65983."""
+"""Ray's error message if a Ray node takes too long to start: https://github.com/ray-project/ray/issues/65983."""
 _STARTS = 3
 _POLL_S = 0.2
 
 
 @dataclass
 class RunResult:
-    """Result of one run of the trainer, stored as ``run.json`` in the run's folder."""
+    """Result of one run, stored as ``run.json`` in the folder of the run."""
 
     arm: str
     seed: int
@@ -51,12 +50,13 @@ class RunResult:
     seconds: float = 0.0
     """Wall-clock seconds from the start of the command until its last process has ended."""
     first_step_at: float | None = None
-    """Seconds from the start of the command to the first logged training step; None before this step."""
+    """Seconds from the start of the command to the first logged training step; None if there was none."""
     started: str = ""
     load_average: float | None = None
     """One-minute load average of the machine at the start of the run."""
     message: str = ""
-    label: str = ""  # name of the run if its seed is unknown
+    label: str = ""
+    """Name of the run if its seed is unknown."""
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class RunResult:
 
 
 class ProgressDisplay(Protocol):
-    """Interface of a progress display. :func:`run_all` calls the methods, in its own thread."""
+    """Progress display, which :func:`run_all` calls between and during runs."""
 
     def started(self, plan: RunPlan) -> None: ...
     def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -77,10 +77,7 @@ class ProgressDisplay(Protocol):
 
 
 class GrowingLog:
-    """Incremental reader of the metrics file that verl's ``file`` logger writes during a run.
-
-    An incomplete last line is left for a later call of :meth:`read`.
-    """
+    """Incremental reader of the file that verl's ``file`` logger writes during a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,7 +85,7 @@ class GrowingLog:
         self._offset = 0
 
     def read(self) -> list[LogRecord]:
-        """Returns the records added to the file since the last call, in file order; ``[]`` while the file does not exist."""
+        """Returns the records whose lines were completed since the last call; ``[]`` while the file does not exist."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -102,7 +99,7 @@ class GrowingLog:
 
 @dataclass
 class Stop:
-    """Stop signals received so far. The first signal asks the current run to end. The second signal kills the run at once."""
+    """Stop signals received so far. The first signal asks the current run to end. The second kills the run at once."""
 
     signals: list[int] = field(default_factory=list)
 
@@ -115,7 +112,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Context manager that records SIGINT, SIGTERM and SIGHUP in ``signals``, unless ignored. For the main thread."""
+        """Records SIGINT, SIGTERM and SIGHUP during the ``with`` block, unless the process ignores them. For the main thread."""
         caught = heeded(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in caught}
         try:
@@ -126,15 +123,10 @@ class Stop:
 
 
 def run_all(plans: Sequence[RunPlan], watcher: ProgressDisplay, stop: Stop, resume: bool = False) -> list[RunResult]:
-    """Runs all plans one after the other. Returns the results, in the order of the plans.
+    """Runs all plans one after the other, also after one has failed. Returns the results, in the order of the plans.
 
-    A failed run does not stop the following runs. After a stop signal, the remaining plans are skipped and have no result.
-
-    Args:
-        plans: runs to execute.
-        watcher: progress display.
-        stop: stop signals received so far.
-        resume: if True, a run that was completed earlier with the same command is not repeated; its stored result is returned.
+    After a stop signal, the remaining plans are skipped and have no result. With ``resume``, a run that was completed earlier with
+    the same command is not repeated; its stored result is returned.
     """
     results = []
     for plan in plans:
@@ -150,9 +142,9 @@ def run_all(plans: Sequence[RunPlan], watcher: ProgressDisplay, stop: Stop, resu
 
 
 def run_one(plan: RunPlan, watcher: ProgressDisplay, stop: Stop) -> RunResult:
-    """Runs one plan in the folder ``plan.directory``. Deletes the old content of this folder first.
+    """Runs one plan in ``plan.directory``, whose old content is deleted first.
 
-    Writes train.log, metrics.jsonl and run.json into the folder, and copies Ray's logs into it if the run fails.
+    Writes train.log, metrics.jsonl and run.json into this folder, and copies Ray's logs into it if the run fails.
     """
     shutil.rmtree(plan.directory, ignore_errors=True)
     plan.directory.mkdir(parents=True)
@@ -160,30 +152,32 @@ def run_one(plan: RunPlan, watcher: ProgressDisplay, stop: Stop) -> RunResult:
     result.started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     result.load_average = os.getloadavg()[0]
     _save(plan, result)
-    metrics_file = plan.directory / "metrics.jsonl"
-    log_file, start = GrowingLog(metrics_file), time.monotonic()
+    metrics = GrowingLog(plan.directory / "metrics.jsonl")
+    start = time.monotonic()
 
     def follow() -> bool:
-        for step, metrics in log_file.read():
+        for step, values in metrics.read():
             if step >= 1:  # step 0 is a validation before training
                 result.steps_done = max(result.steps_done, step)
                 result.first_step_at = result.first_step_at or time.monotonic() - start
-            watcher.step(plan, step, metrics)
+            watcher.step(plan, step, values)
         watcher.tick()
         return plan.timeout_s is not None and time.monotonic() - start > plan.timeout_s
 
-    env = dict(plan.env) | {"VERL_FILE_LOGGER_PATH": str(metrics_file), "PYTHONUNBUFFERED": "1"}
+    # a run joins a running Ray cluster only if its plan sets RAY_ADDRESS
+    env = {"RAY_ADDRESS": None, **plan.env, "VERL_FILE_LOGGER_PATH": str(metrics.path), "PYTHONUNBUFFERED": "1"}
     with ray_temp_dir() as ray_dir:
         env["RAY_TMPDIR"] = str(ray_dir)
-        env.setdefault("RAY_ADDRESS", None)  # a run joins a running Ray cluster only if its plan sets this
-        log = plan.directory / "train.log"
-        outcome = supervised(plan.command, env, plan.directory, log, stop, follow, ray_dir)
+        outcome = supervised(plan.command, env, plan.directory, plan.directory / "train.log", stop, follow, ray_dir)
         result.seconds = time.monotonic() - start
         follow()
         result.exit_code = outcome.exit_code
-        result.status, result.message = _verdict(outcome, result, log_file)
+        result.status, result.message = _verdict(outcome, result, metrics.bad_lines)
         if result.status == "failed":
-            _keep_ray_logs(ray_dir, plan.directory / "ray_logs")
+            for logs in sorted(ray_dir.glob("**/session_2*/logs")):
+                with contextlib.suppress(OSError, shutil.Error):
+                    target = plan.directory / "ray_logs"
+                    shutil.copytree(logs, target, symlinks=False, ignore_dangling_symlinks=True, dirs_exist_ok=True)
     _save(plan, result)
     return result
 
@@ -192,7 +186,7 @@ def run_one(plan: RunPlan, watcher: ProgressDisplay, stop: Stop) -> RunResult:
 class CommandExit:
     exit_code: int
     reason: str
-    """Reason for the end of the command: ended (by itself), stopped (by a signal) or timeout."""
+    """Why the command ended: "ended" (by itself), "stopped" (by a signal to this process) or "timeout"."""
 
 
 def supervised(
@@ -207,19 +201,18 @@ def supervised(
     """Runs a command until it ends, ``stop`` has a signal or ``follow()`` (called a few times per second) returns True.
 
     When this function returns or raises, no process of the command is left. If the calling process is killed, the command's
-    processes end soon, and ``temp`` is removed. An exception gets the last lines of the log as a note.
+    processes end soon, and the folder ``temp`` is removed. An exception gets the last lines of the log as a note.
 
     A command whose Ray node takes too long to start is started again, at most twice.
 
-    The command inherits the environment of this process without rl-accel's flags. ``env`` replaces variables, or removes those with
-    the value None; its value of the variable :data:`MODULES` is appended.
+    The command inherits this process's environment without rl-accel's flags. ``env`` replaces variables, or removes those with the
+    value None. Its :data:`MODULES` are added to those of this process.
     """
     # the flags would turn features on in the baseline too
     inherited = {name: value for name, value in os.environ.items() if name not in FLAG_VARIABLES}
-    merged: dict[str, str | None] = {**inherited, **env}
+    full = {name: value for name, value in {**inherited, **env}.items() if value is not None}
     if (own := os.environ.get(MODULES)) and (added := env.get(MODULES)):
-        merged[MODULES] = f"{own},{added}"
-    full = {key: value for key, value in merged.items() if value is not None}
+        full[MODULES] = f"{own},{added}"
     if "RAY_TMPDIR" in full:
         full.setdefault("VLLM_RPC_BASE_PATH", full["RAY_TMPDIR"])  # vLLM leaves sockets behind in this folder
     words = [sys.executable, "-m", supervisor.__name__, str(GRACE_S), str(temp or ""), *command]
@@ -247,10 +240,7 @@ def supervised(
 
 
 def _wait(process: "subprocess.Popen[bytes]", stop: Stop, follow: Callable[[], bool]) -> str:
-    """Waits for a supervised command, then ends the command's remaining processes.
-
-    Returns "ended" if the command ended, "stopped" if ``stop`` has a signal, "timeout" if ``follow()`` returned True.
-    """
+    """Waits for a supervised command, then ends its remaining processes. Returns ``CommandExit.reason``."""
     assert process.stdin is not None
     try:
         while process.poll() is None:
@@ -274,8 +264,8 @@ def _wait(process: "subprocess.Popen[bytes]", stop: Stop, follow: Callable[[], b
 
 @contextlib.contextmanager
 def ray_temp_dir() -> Iterator[Path]:
-    """Context manager that creates a private temporary folder with a short path for Ray, and removes the folder at the end."""
-    base = tempfile.gettempdir()  # paths of Ray's sockets may have 107 bytes
+    """Creates a private temporary folder with a short path for Ray, and removes it after the ``with`` block."""
+    base = tempfile.gettempdir()  # paths of Ray's sockets may have at most 107 bytes
     if len(base) > 24 and os.access("/tmp", os.W_OK):
         base = "/tmp"
     path = Path(tempfile.mkdtemp(prefix="rlab-", dir=base))
@@ -296,11 +286,7 @@ def load_result(directory: Path) -> RunResult | None:
 
 
 def prepare(command: Sequence[str], env: Mapping[str, str | None], cwd: Path, log: Path, stop: Stop) -> None:
-    """Runs the prepare command of a recipe, and waits for the end of the command.
-
-    Raises:
-        RlAccelError: the command failed. The message contains the last lines of the command's log.
-    """
+    """Runs the prepare command of a recipe. Raises RlAccelError with the end of the command's log if the command fails."""
     log.unlink(missing_ok=True)
     outcome = supervised(command, env, cwd, log, stop, lambda: False)
     if outcome.reason == "ended" and outcome.exit_code:
@@ -313,7 +299,7 @@ def last_lines(log: Path, count: int = 30) -> str:
 
 
 def _end_of_log(log: Path, start: int = 0) -> str:
-    """Returns the end of a log file from byte ``start`` on, at most 200,000 bytes; "" if the file cannot be read."""
+    """Returns the text from byte ``start`` on, but at most the last 200,000 bytes; "" if the file cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - 200_000))
@@ -322,7 +308,8 @@ def _end_of_log(log: Path, start: int = 0) -> str:
         return ""
 
 
-def _verdict(outcome: CommandExit, result: RunResult, metrics: GrowingLog) -> tuple[str, str]:
+def _verdict(outcome: CommandExit, result: RunResult, bad_lines: int) -> tuple[str, str]:
+    """Returns ``status`` and ``message`` of a run that has ended."""
     if outcome.reason == "stopped":
         return "interrupted", f"stopped at step {result.steps_done}"
     if outcome.reason == "timeout":
@@ -330,17 +317,11 @@ def _verdict(outcome: CommandExit, result: RunResult, metrics: GrowingLog) -> tu
     if outcome.exit_code:
         return "failed", f"exit code {outcome.exit_code} at step {result.steps_done}"
     if not result.steps_done:
-        return "failed", f"no training step in {metrics.path.name}: trainer.logger must include file"
+        return "failed", "no training step in metrics.jsonl: trainer.logger must include file"
     if result.steps_done < result.steps_wanted:
         return "failed", f"ended by itself at step {result.steps_done} of {result.steps_wanted}"
-    bad = f"; {metrics.bad_lines} unreadable lines in {metrics.path.name}" if metrics.bad_lines else ""
+    bad = f"; {bad_lines} unreadable lines in metrics.jsonl" if bad_lines else ""
     return "done", f"{result.steps_done} steps{bad}"
-
-
-def _keep_ray_logs(ray_dir: Path, target: Path) -> None:
-    for logs in sorted(ray_dir.glob("**/session_2*/logs")):
-        with contextlib.suppress(OSError, shutil.Error):
-            shutil.copytree(logs, target, symlinks=False, ignore_dangling_symlinks=True, dirs_exist_ok=True)
 
 
 def _save(plan: RunPlan, result: RunResult) -> None:

@@ -1,8 +1,8 @@
 """Supervisor of one command: ``python -m rl_accel.lab.ab.supervisor GRACE_S FOLDER COMMAND...``.
 
-The supervisor waits until the command ends, the supervisor gets SIGTERM, or the supervisor's standard input closes. It then ends
-all processes of the command. The standard input is a pipe from the runner (:mod:`rl_accel.lab.ab.runner`), so that the command ends
-even if the runner is killed. If the supervisor itself is killed, the command gets SIGTERM.
+The supervisor ends all processes of the command when the command ends, or when SIGTERM or the end of its standard input asks the
+supervisor to stop. The standard input is a pipe from :mod:`rl_accel.lab.ab.runner`, so that the command ends even if the runner is
+killed. If the supervisor itself is killed, the command gets SIGTERM.
 """
 
 import contextlib
@@ -17,28 +17,22 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from rl_accel import processes
 from rl_accel.lab.ab import fork_client, fork_server
 from rl_accel.lab.verl_cpu import WORKER_PYTHON
-from rl_accel.processes import (
-    become_subreaper,
-    descendants,
-    end_all,
-    end_descendants,
-    end_with_parent,
-    shell_exit_code,
-)
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Environment variables that keep OpenMP and pyarrow's allocator from starting threads in the fork server."""
 _ORPHANS_S = 5.0
-"""Maximum seconds that remaining daemons of a trainer may take to shut down by themselves."""
+"""Maximum seconds for daemons that a trainer leaves, such as Ray's, to shut down by themselves. Chosen by hand."""
 
 
 @contextlib.contextmanager
 def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]:
-    """Context manager that starts a :mod:`fork_server` with the interpreter ``python``, and ends the server afterwards.
+    """Runs a :mod:`fork_server` with the interpreter ``python`` during the ``with`` block.
 
-    Yields a command (list of words) to use in place of ``python``. It runs a program in a fork of the server. ``path``: socket.
+    Yields the words of a command to use in place of ``python``. It runs a program in a fork of the server. ``path``: path for the
+    server's socket.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
@@ -59,10 +53,10 @@ def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]
 
 @contextlib.contextmanager
 def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
-    """Context manager that starts a :mod:`fork_server` for a run on verl's CPU platform, and ends the server after the run.
+    """Runs a :mod:`fork_server` during the ``with`` block. Yields a command that runs ``command`` as a fork of this server.
 
-    Yields a command that runs ``command``, and later Ray's workers, as forks of the server. Yields ``command`` unchanged, without a
-    server, on other platforms, in a running Ray cluster, or if RL_ACCEL_FORK_SERVER is "0".
+    Ray's workers of this command become forks, too. Yields ``command`` itself, without a server, if it is not for verl's CPU
+    platform, in a running Ray cluster, or if RL_ACCEL_FORK_SERVER is "0".
     """
     name, *words = command
     python = os.path.abspath(shutil.which(name) or name)
@@ -79,27 +73,23 @@ def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
 
 
 def supervise(grace_s: float, temp: str, command: list[str]) -> int:
-    """Runs a command, and ends all its remaining processes at the end.
+    """Runs a command, and ends all processes that it leaves. SIGTERM to this process, or the end of its standard input, stops it.
 
-    The command is stopped if this process gets SIGTERM or its standard input closes.
+    Returns the command's exit code, or 128 + n if signal n ended the command.
 
     Args:
         grace_s: seconds between SIGTERM and SIGKILL for a stopped command.
         temp: folder that is removed if the command was stopped; "" for none.
-        command: words of the command.
-
-    Returns:
-        The command's exit code, or 128 + n if signal n ended the command.
     """
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     # Not for the supervisor: the runner handles SIGINT and SIGHUP, then closes this stdin; SGLang ends its servers by SIGQUIT.
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, lambda number, _: None)  # not SIG_IGN, which the command would inherit
-    become_subreaper()
+    processes.become_subreaper()
     with _fork_server(command, temp) as words:
         try:
-            with_us = end_with_parent(os.getpid())
+            with_us = processes.end_with_parent(os.getpid())
             child = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=with_us)
         except OSError as error:
             print(f"cannot start {command[0]}: {error}", file=sys.stderr)
@@ -115,12 +105,15 @@ def supervise(grace_s: float, temp: str, command: list[str]) -> int:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-    ended = end_descendants(leave_s=min(grace_s, _ORPHANS_S)) if in_time else end_all(descendants)
+    if in_time:
+        ended = processes.end_descendants(leave_s=min(grace_s, _ORPHANS_S))
+    else:
+        ended = processes.end_all(processes.descendants)
     if ended:
         print(f"rl-accel ab: ended what the run left behind: {', '.join(sorted(ended))}", file=sys.stderr)
     if stopped and temp:
         shutil.rmtree(temp, ignore_errors=True)
-    return shell_exit_code(child.wait())
+    return processes.shell_exit_code(child.wait())
 
 
 if __name__ == "__main__":
