@@ -5,17 +5,21 @@ this case, every process that imports verl calls :func:`activate`.
 """
 
 import contextlib
+import functools
+import importlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from typing import Any
 
-if TYPE_CHECKING:
-    from rl_accel.telemetry.server_counters import Reading
-
-PLATFORM = "cpu"
-ROLLOUT = "hf_cpu"
+ENGINE = "hf_cpu"
+ROLLOUT = "actor_rollout_ref.rollout"
+"""Section of verl's configuration for the rollout."""
+Get = Callable[..., Any]
+"""Function ``get(key, default)`` that returns the value of a setting of verl."""
+Problems = Iterator[tuple[str, str]]
+"""Pairs ``(override, reason)``: an argument for verl that corrects a setting, and the reason why the setting fails on a CPU."""
 WORKER_PYTHON = "RL_ACCEL_WORKER_PYTHON"
 """Environment variable with the command with which Ray starts worker processes, in place of ``python``.
 
@@ -34,9 +38,8 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-_active = False
 
-
+@functools.cache
 def activate() -> None:
     """Registers the CPU platform and the ``hf_cpu`` rollout with verl, and schedules the patches of verl for a CPU. Idempotent.
 
@@ -46,9 +49,6 @@ def activate() -> None:
     Raises:
         PatchRefused: a patch does not fit this version of verl. Raised later, when the module to patch is imported.
     """
-    global _active
-    if _active:
-        return
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -58,35 +58,34 @@ def activate() -> None:
     from rl_accel.lab.verl_cpu import sglang, vllm
     from rl_accel.lab.verl_cpu.patches import SWITCHES
     from rl_accel.lab.verl_cpu.platform import PlatformCPU
-    from rl_accel.patches.patch import Patch
     from rl_accel.post_import import when_imported
-
-    def apply_when_imported(patch: Patch) -> None:
-        when_imported(patch.target.partition(":")[0], lambda _module: patch.apply())
 
     vllm.activate()
     sglang.activate()
-    PlatformRegistry.register(PLATFORM)(PlatformCPU)
+    PlatformRegistry.register("cpu")(PlatformCPU)
     engines.register(
-        ROLLOUT,
+        ENGINE,
         engines.EngineSupport(
             abort=_abort,
             restarts_in_run=True,
-            read_counters=_read_counters,
+            read_counters=lambda servers: _from_rollout("read_counters")(servers),
             stop=_stop,
             cache_tokens=lambda server: server._engine.kv_tokens,
             seeds_by_position=True,
         ),
     )
-    when_imported("verl.workers.rollout.base", _register_adapter)
-    when_imported("verl.workers.rollout.replica", _register_replica)
+    adapter = {(ENGINE, "async"): "rl_accel.lab.verl_cpu.rollout.CPUServerAdapter"}
+    when_imported("verl.workers.rollout.base", lambda base: base._ROLLOUT_REGISTRY.update(adapter))
+    when_imported(
+        "verl.workers.rollout.replica",
+        lambda module: module.RolloutReplicaRegistry.register(ENGINE, lambda: _from_rollout("CPURolloutReplica")),
+    )
     for patch in SWITCHES:
-        apply_when_imported(patch)
-    _active = True
+        when_imported(patch.target.partition(":")[0], lambda _, patch=patch: patch.apply())  # type: ignore[misc]
 
 
 def find_option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields ``(key, reason)`` for each wrong key or value in ``options``, which is verl's ``rollout.engine_kwargs.hf_cpu``."""
+    """Yields ``(key, reason)`` for each wrong key or value in ``options``, verl's section ``rollout.engine_kwargs.hf_cpu``."""
     for key, value in options.items():
         if key not in _OPTIONS:
             yield key, f"hf_cpu takes {', '.join(_OPTIONS)}, found {key}"
@@ -96,11 +95,8 @@ def find_option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str]
             yield key, f"hf_cpu.{key} wants {wanted}, found {value!r}"
 
 
-def read_model(get: Callable[..., Any]) -> Any:
-    """Returns transformers' configuration of the model that verl trains; None if it cannot be read, which verl reports itself.
-
-    ``get(key, default)`` returns the value of a setting.
-    """
+def read_model(get: Get) -> Any:
+    """Returns transformers' configuration of the model that verl trains; None if it cannot be read, which verl reports itself."""
     from transformers import AutoConfig
 
     trusted = get("actor_rollout_ref.model.trust_remote_code", False)
@@ -109,17 +105,26 @@ def read_model(get: Callable[..., Any]) -> Any:
     return None
 
 
-def _register_adapter(base: ModuleType) -> None:
-    base._ROLLOUT_REGISTRY[(ROLLOUT, "async")] = "rl_accel.lab.verl_cpu.rollout.CPUServerAdapter"
+def longest_request(get: Get) -> int:
+    """Returns the maximum number of tokens of a prompt and its response together."""
+    both = get(f"{ROLLOUT}.prompt_length", 0) + get(f"{ROLLOUT}.response_length", 0)
+    return int(get(f"{ROLLOUT}.max_model_len", both))
 
 
-def _register_replica(replica: ModuleType) -> None:
-    def load() -> type:
-        from rl_accel.lab.verl_cpu.rollout import CPURolloutReplica
+def wanted(get: Get, key: str, allowed: tuple[Any, ...], reason: str, prefix: str = "") -> Problems:
+    """Yields an override to the first ``allowed`` value unless ``key`` has one of these values. None stands for an absent key.
 
-        return CPURolloutReplica
+    ``prefix``: hydra's ``+`` or ``++``, which a key needs that verl's configuration may lack.
+    """
+    if get(key) not in allowed:
+        yield f"{prefix}{key}={allowed[0]}", reason
 
-    replica.RolloutReplicaRegistry.register(ROLLOUT, load)
+
+def version_of(distribution: str) -> str | None:
+    """Returns the version of an installed ``distribution``; None if it is not installed."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(distribution)
+    return None
 
 
 def _abort(server: Any, request_id: str) -> bool:
@@ -130,7 +135,5 @@ def _stop(server: Any, request_id: str) -> None:
     server._engine.abort(request_id)
 
 
-def _read_counters(servers: Sequence[str]) -> Mapping[str, "Reading | None"]:
-    from rl_accel.lab.verl_cpu.rollout import read_counters
-
-    return read_counters(servers)
+def _from_rollout(name: str) -> Any:
+    return getattr(importlib.import_module("rl_accel.lab.verl_cpu.rollout"), name)

@@ -1,42 +1,56 @@
 """Patches of verl for a CPU, and a check of verl's configuration.
 
-Some patches replace code of verl that assumes an accelerator and that verl's platform interface cannot change. Other patches make
-runs reproducible. The check runs before a trainer starts, and lists the overrides that a run on a CPU still needs.
+Some patches replace code of verl that assumes an accelerator and that verl's platform interface cannot change. The check runs
+before a trainer starts, and lists the overrides that a run on a CPU still needs.
 
-With the patches, two runs with the same seed produce equal batches, row by row. An A/B on a CPU then compares training and not
-random noise. Stock verl names prompts by random uuids, samples tokens on an unseeded server, and passes a batch to the trainer in
-order of completion. With the patches, the seed of a response derives from the seed of the run, the step, the session, and the index
-of the prompt in order of submission. A batch is sorted by order of submission. No response is added to or removed from a batch.
+The other patches make runs reproducible: two runs with the same seed produce equal batches, row by row, so that an A/B compares
+training and not random noise. Stock verl names prompts by random uuids, samples tokens on an unseeded server, and passes a batch to
+the trainer in order of completion. With the patches, the seed of a response derives from the seed of the run, the step, the
+session, and the index of the prompt in order of submission, which is also the order of a batch.
 """
 
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
 from rl_accel.errors import ConfigError
 from rl_accel.lab.cpu_engine.sampling import derive_seed
-from rl_accel.lab.verl_cpu import WORKER_PYTHON, find_option_problems, read_model, sglang, vllm
+from rl_accel.lab.verl_cpu import (
+    ENGINE,
+    ROLLOUT,
+    WORKER_PYTHON,
+    Get,
+    Problems,
+    find_option_problems,
+    longest_request,
+    read_model,
+    sglang,
+    vllm,
+    wanted,
+)
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.verl.verl_run import VerlRun
 
 _CPUS_A_RANK = 3
-"""Number of CPUs that verl reserves for each rank of a worker group that holds several models."""
+"""Number of CPUs that verl reserves for each rank of a worker group with several models."""
 
 _WHEELS = {"vllm": vllm, "sglang": sglang}
-"""Mapping from inference engine (verl's ``rollout.name``) to the module that makes this engine work on a CPU."""
+"""Mapping from inference engine (verl's ``rollout.name``) to the module that makes it work on a CPU."""
 
 _SEEDS = {"sglang": ("sampling_seed", 31)}
-"""Mapping from rollout engine to its sampling parameter for the seed of a request: name, and number of bits of the seed. Other
-engines take ``seed`` with 63 bits."""
+"""Mapping from rollout engine to its sampling parameter for the seed of a request: name, and number of bits. Other engines take
+``seed`` with 63 bits."""
 
 _ENGINES = (
-    ("actor_rollout_ref.actor", "fsdp_config", "actor"),
-    ("actor_rollout_ref.ref", "fsdp_config", "reference"),
-    ("critic", "fsdp", "critic"),
+    ("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config", "actor"),
+    ("actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config", "reference"),
+    ("critic", "critic.fsdp", "critic"),
 )
+"""Training engines: for each engine, two sections of verl's configuration that both name its strategy, and its name in messages."""
 
 
 def _one_backend(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
@@ -98,27 +112,14 @@ def _number_prompts(original: Callable[..., Any], _settings: Any) -> Callable[..
 
 
 def _seed_responses(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
-    async def _run_agent_loop(
-        self: Any,
-        sampling_params: dict[str, Any],
-        trajectory: dict[str, Any],
-        *,
-        agent_name: str,
-        trace: bool = True,
-        **kwargs: Any,
-    ) -> Any:
+    async def _run_agent_loop(self: Any, sampling_params: dict[str, Any], trajectory: Any, **kwargs: Any) -> Any:
         key, bits = _SEEDS.get(self.config.actor_rollout_ref.rollout.name, ("seed", 63))
         if key not in sampling_params:
             prompt = int(kwargs["priority"]) if "priority" in kwargs else str(kwargs.get("uid")).rpartition("/")[2]
-            seed = derive_seed(
-                self.config.actor_rollout_ref.rollout.seed,
-                int(trajectory["step"]),
-                bool(trajectory["validate"]),
-                prompt,
-                kwargs.get("session_id"),
-            )
+            seed, step = self.config.actor_rollout_ref.rollout.seed, int(trajectory["step"])
+            seed = derive_seed(seed, step, bool(trajectory["validate"]), prompt, kwargs.get("session_id"))
             sampling_params = {**sampling_params, key: seed % 2**bits}
-        return await original(self, sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
+        return await original(self, sampling_params, trajectory, **kwargs)
 
     return _run_agent_loop
 
@@ -163,58 +164,58 @@ def check_config(config: Any) -> None:
         )
 
 
-def find_problems(config: Any) -> Iterator[tuple[str, str]]:
-    """Yields ``(override, reason)`` for each setting in ``config`` that cannot work on a CPU. ``override``, such as
-    ``rollout.dtype=float32``, corrects it."""
-    run, rollout = VerlRun(config), "actor_rollout_ref.rollout"
+def find_problems(config: Any) -> Problems:
+    """Yields a problem for each setting in ``config`` that cannot work on a CPU. All overrides together correct the run."""
+    run = VerlRun(config)
     get = run.get
-    if get(f"{rollout}.name") in _WHEELS:
-        yield from _WHEELS[get(f"{rollout}.name")].find_problems(get)
+    if get(f"{ROLLOUT}.name") in _WHEELS:
+        yield from _WHEELS[get(f"{ROLLOUT}.name")].find_problems(get)
     else:
-        yield from _hf_cpu_problems(get, rollout)
-    if get(f"{rollout}.dtype") != "float32":
-        yield f"{rollout}.dtype=float32", "the rollout has to compute as the trainer does"
+        yield from _hf_cpu_problems(get)
+    yield from wanted(get, f"{ROLLOUT}.dtype", ("float32",), "the rollout has to compute as the trainer does")
     for key in ("data_parallel_size", "pipeline_model_parallel_size"):
-        if get(f"{rollout}.{key}", 1) != 1:
-            yield f"{rollout}.{key}=1", "a rollout replica is one process"
-    if run.gpus % (tp := get(f"{rollout}.tensor_model_parallel_size", 1)):
-        yield f"{rollout}.tensor_model_parallel_size=1", f"{run.gpus} ranks cannot share servers by {tp}"
-    yield from _engine_problems(run)
-    for model in ("actor_rollout_ref.model", "critic.model"):
-        if model.startswith("critic") and not run.has_critic:
-            continue
-        attention = get(f"{model}.override_config.attn_implementation")
-        if attention not in ("sdpa", "eager"):
-            yield f"+{model}.override_config.attn_implementation=sdpa", "flash attention needs a GPU"
+        yield from wanted(get, f"{ROLLOUT}.{key}", (1, None), "a rollout replica is one process")
+    if run.gpus % (tp := get(f"{ROLLOUT}.tensor_model_parallel_size", 1)):
+        yield f"{ROLLOUT}.tensor_model_parallel_size=1", f"{run.gpus} ranks cannot share servers by {tp}"
+    for section, engine, who in _ENGINES if run.has_critic else _ENGINES[:2]:
+        for key in (f"{section}.strategy", f"{engine}.strategy"):
+            yield from wanted(get, key, ("fsdp2",), f"{get(key)} needs a GPU ({who})")
+        key, reason = f"{engine}.mixed_precision.param_dtype", f"bfloat16 is the default ({who})"
+        yield from wanted(get, key, ("fp32",), reason, "+")
+        reason = f"weights in another precision than the other engines ({who})"
+        yield from wanted(get, f"{engine}.model_dtype", ("fp32", "float32", None), reason)
+    for model in ("actor_rollout_ref.model", "critic.model") if run.has_critic else ("actor_rollout_ref.model",):
+        key = f"{model}.override_config.attn_implementation"
+        yield from wanted(get, key, ("sdpa", "eager"), "flash attention needs a GPU", "+")
     yield from _lora_problems(get)
     yield from _ray_problems(get, run.gpus)
     if os.environ.get("VERL_ENGINE_DEVICE") != "cuda":
         yield "VERL_ENGINE_DEVICE=cuda (environment)", "the FSDP engine is registered with verl under this name only"
 
 
-def _hf_cpu_problems(get: Callable[..., Any], rollout: str) -> Iterator[tuple[str, str]]:
-    if get(f"{rollout}.name") != "hf_cpu":
-        yield f"{rollout}.name=hf_cpu", f"{get(f'{rollout}.name')} does not generate on a CPU"
-    if get(f"{rollout}.logprobs_mode", "processed_logprobs") != "processed_logprobs":
-        yield f"{rollout}.logprobs_mode=processed_logprobs", "the only log-probabilities that hf_cpu returns"
+def _hf_cpu_problems(get: Get) -> Problems:
+    name = get(f"{ROLLOUT}.name")
+    yield from wanted(get, f"{ROLLOUT}.name", (ENGINE,), f"{name} does not generate on a CPU")
+    reason = "the only log-probabilities that hf_cpu returns"
+    yield from wanted(get, f"{ROLLOUT}.logprobs_mode", ("processed_logprobs", None), reason)
     yield from _hf_cpu_model_problems(read_model(get))
-    options = get(f"{rollout}.engine_kwargs.hf_cpu", {})
+    options = get(f"{ROLLOUT}.engine_kwargs.hf_cpu", {})
     if problems := list(find_option_problems(options)):
-        yield from ((f"~{rollout}.engine_kwargs.hf_cpu.{key}", reason) for key, reason in problems)
+        yield from ((f"~{ROLLOUT}.engine_kwargs.hf_cpu.{key}", reason) for key, reason in problems)
         return
-    tp, budget = get(f"{rollout}.tensor_model_parallel_size", 1), options.get("kv_tokens")
+    tp, budget = get(f"{ROLLOUT}.tensor_model_parallel_size", 1), options.get("kv_tokens")
     spared = (tp - 1) * (options.get("weight_tokens") or 0)
-    longest = get(f"{rollout}.max_model_len", get(f"{rollout}.prompt_length", 0) + get(f"{rollout}.response_length", 0))
+    longest = longest_request(get)
     if budget is not None and budget * tp + spared < longest:
         least = -(-(longest - spared) // tp)
-        yield f"{rollout}.engine_kwargs.hf_cpu.kv_tokens={least}", f"one request may need {longest} tokens"
+        yield f"{ROLLOUT}.engine_kwargs.hf_cpu.kv_tokens={least}", f"one request may need {longest} tokens"
 
 
-def _hf_cpu_model_problems(model: Any) -> Iterator[tuple[str, str]]:
+def _hf_cpu_model_problems(model: Any) -> Problems:
     from transformers import AutoModelForCausalLM
 
     if model is None:
-        return  # verl reports the error itself
+        return
     if not (
         type(model) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(model, "auto_map", {})
     ):
@@ -226,22 +227,7 @@ def _hf_cpu_model_problems(model: Any) -> Iterator[tuple[str, str]]:
         yield "actor_rollout_ref.model.path=...", reason
 
 
-def _engine_problems(run: VerlRun) -> Iterator[tuple[str, str]]:
-    get = run.get
-    for section, engine, who in _ENGINES:
-        if who == "critic" and not run.has_critic:
-            continue
-        for key in (f"{section}.strategy", f"{section}.{engine}.strategy"):
-            if get(key) != "fsdp2":
-                yield f"{key}=fsdp2", f"{get(key)} needs a GPU ({who})"
-        prefix = f"{section}.{engine}"
-        if get(f"{prefix}.mixed_precision.param_dtype") != "fp32":
-            yield f"+{prefix}.mixed_precision.param_dtype=fp32", f"bfloat16 is the default ({who})"
-        if get(f"{prefix}.model_dtype", "fp32") not in ("fp32", "float32"):
-            yield f"{prefix}.model_dtype=fp32", f"weights in another precision than the other engines ({who})"
-
-
-def _lora_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+def _lora_problems(get: Get) -> Problems:
     model = "actor_rollout_ref.model"
     for key in (f"{model}.lora_rank", f"{model}.lora.rank"):
         if get(key, 0) <= 0:
@@ -252,7 +238,7 @@ def _lora_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
             yield f"{model}.lora.merge=True", "vLLM's CPU build waits for ever for an adapter that is not merged"
 
 
-def _ray_problems(get: Callable[..., Any], ranks: int) -> Iterator[tuple[str, str]]:
+def _ray_problems(get: Get, ranks: int) -> Problems:
     import ray
 
     if ray.is_initialized():
@@ -276,62 +262,58 @@ def _ray_problems(get: Callable[..., Any], ranks: int) -> Iterator[tuple[str, st
         yield f"ray_kwargs.ray_init.num_cpus={cpus}", f"placement needs {cpus}, there are {given}; also only tokens"
 
 
+_patch = partial(Patch, supports="verl>=0.9.0")
+
 SWITCHES: tuple[Patch, ...] = (
-    Patch(
+    _patch(
         name="verl.cpu.process_group",
         target="verl.utils.distributed:initialize_global_process_group_ray",
-        supports="verl>=0.9.0",
         params=("timeout_second", "backend"),
         make=_one_backend,
         no_seam="the backend string is built from the platform's device and backend names; on a CPU it names cpu:gloo twice",
         remove_when="verl names each backend of a process group once",
     ),
-    Patch(
+    _patch(
         name="verl.cpu.value_model",
         target="verl.utils.model:load_valuehead_model",
-        supports="verl>=0.9.0",
         params=("local_path", "torch_dtype", "model_config", "trust_remote_code"),
         make=_value_model_with_configured_attention,
         no_seam="the critic is always loaded with flash_attention_2, whatever attn_implementation the config names",
         remove_when="the critic follows attn_implementation",
     ),
-    Patch(
+    _patch(
         name="verl.cpu.offload_policy",
         target="verl.utils.fsdp_utils:apply_fsdp2",
-        supports="verl>=0.9.0",
         params=("model", "fsdp_kwargs", "config"),
         make=_parameters_stay,
         no_seam="a forward-only FSDP2 engine always offloads to pinned memory, which needs an accelerator",
         remove_when="pinned memory is used only where there is an accelerator",
     ),
-    Patch(
+    _patch(
         name="verl.cpu.preflight",
         target="verl.utils.device:auto_set_device",
-        supports="verl>=0.9.0",
         params=("config",),
         make=_check_first,
         no_seam="the function sets trainer.device for two platforms by name and asks no other",
         remove_when="verl asks its platforms for trainer.device",
     ),
-    Patch(
+    _patch(
         name="verl.cpu.prompt_numbers",
         target="verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences",
-        supports="verl>=0.9.0",
         params=("self", "prompts"),
         make=_number_prompts,
         no_seam="agent_loop_manager_class takes one class, and a run may need it for its own",
         remove_when="prompts have numbers of their own",
     ),
-    Patch(
+    _patch(
         name="verl.cpu.response_seeds",
         target="verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop",
-        supports="verl>=0.9.0",
         params=("self", "sampling_params", "trajectory", "agent_name", "trace", "kwargs"),
         make=_seed_responses,
         no_seam="a server is told neither which prompt of the batch nor which session a request is",
         remove_when="servers are told a seed for each response",
     ),
-    Patch(
+    _patch(
         name="verl.cpu.row_order",
         target="verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._materialize_batch",
         supports="verl>=0.9.1",
@@ -341,19 +323,15 @@ SWITCHES: tuple[Patch, ...] = (
         remove_when="rows are in the order of the prompts",
     ),
     *(
-        Patch(
+        _patch(
             name=f"verl.cpu.socket_of_{end.lower()}",
             target=f"verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeight{end}.__init__",
-            supports="verl>=0.9.0",
-            params=params,
+            params=("self", "zmq_handle", "*"),
             make=_own_socket,
             no_seam="the name of the socket for weights has Ray's job id, which is 01000000 in every new cluster of a machine",
             upstream="https://github.com/verl-project/verl/issues/6233",
             remove_when="two runs on one machine with a Ray cluster each have two sockets",
         )
-        for end, params in (
-            ("Sender", ("self", "zmq_handle", "bucket_size_mb", "use_shm")),
-            ("Receiver", ("self", "zmq_handle", "device", "use_shm")),
-        )
+        for end in ("Sender", "Receiver")
     ),
 )

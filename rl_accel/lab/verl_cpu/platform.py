@@ -1,20 +1,20 @@
 """Implementation of verl's platform interface for a machine without an accelerator."""
 
+import contextlib
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 
 
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *_args, **_kwargs: value
+
+
 def _device_module() -> types.ModuleType:
     """Returns a module that replaces ``torch.cuda``: functions of ``torch.cpu``, and functions with constant results."""
-
-    def always(value: Any) -> Callable[..., Any]:
-        return lambda *_args, **_kwargs: value
-
     module = types.ModuleType("rl_accel_cpu_device")
     for name in ("Event", "Stream", "StreamContext", "current_stream", "stream", "synchronize", "is_initialized"):
         setattr(module, name, getattr(torch.cpu, name))
@@ -36,7 +36,7 @@ def _device_module() -> types.ModuleType:
         "set_per_process_memory_fraction": None,
     }
     for name, value in constants.items():
-        setattr(module, name, always(value))
+        setattr(module, name, _always(value))
     module.manual_seed = module.manual_seed_all = torch.manual_seed  # type: ignore[attr-defined]
     module.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[attr-defined]
     module.set_rng_state = lambda state, *_: torch.set_rng_state(state)  # type: ignore[attr-defined]
@@ -46,58 +46,20 @@ def _device_module() -> types.ModuleType:
 class PlatformCPU(PlatformBase):
     """Implementation of verl's platform interface on CPU cores."""
 
-    device_name = "cpu"
-    vendor_name = "cpu"
+    device_name = vendor_name = "cpu"
     device_module = _device_module()
 
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> str:
-        return "cpu"  # verl moves tensors to this device; an int, as in the base class, would mean cuda:N
-
-    def device_count(self) -> int:
-        return 1
-
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
-    def ray_resource_name(self) -> str:
-        return "GPU"  # verl checks only the resources GPU and NPU before it starts workers
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-    def cudart(self) -> None:
-        return None
+    is_available = _always(True)
+    is_ipc_supported = _always(False)
+    # verl moves tensors to this device; an int, as in the base class, would mean cuda:N
+    current_device = _always("cpu")
+    device_count = _always(1)
+    get_device_capability = _always((None, None))
+    communication_backend_name = _always("gloo")
+    visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")
+    ray_resource_name = _always("GPU")  # verl checks only the resources GPU and NPU before it starts workers
+    ray_noset_envvars = _always([])
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    nvtx_range = _always(contextlib.nullcontext())
+    set_device = synchronize = set_allocator_settings = empty_cache = cudart = _always(None)
+    profiler_start = profiler_stop = _always(None)

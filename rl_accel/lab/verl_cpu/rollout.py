@@ -35,7 +35,7 @@ class CPURolloutServer:
     Cancelling a :meth:`generate` call with ``ray.cancel`` frees the slot of the request before the next decoding step.
     """
 
-    def __init__(self, config: Any, model_config: Any, replica_rank: int) -> None:
+    def __init__(self, config: Any, model_config: Any) -> None:
         from transformers import AutoModelForCausalLM
 
         self._config: RolloutConfig = omega_conf_to_dataclass(config, dataclass_type=RolloutConfig)
@@ -66,9 +66,8 @@ class CPURolloutServer:
         mm_processor_kwargs: Any = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Generates one response. Prompt and response are sequences of token ids.
-
-        Returns an empty response with stop reason "aborted" while the server rejects requests (:meth:`abort_all_requests`).
+        """Returns one response to a prompt, given as token ids. While the server rejects requests (:meth:`abort_all_requests`), the
+        response is empty, with the stop reason "aborted".
 
         Raises:
             ValueError: the prompt is invalid or too long, a sampling parameter is unknown, or images, video or audio are given.
@@ -78,20 +77,13 @@ class CPURolloutServer:
             raise ValueError("hf_cpu generates from text only; images, video or audio were given")
         if self._rejecting:
             return self._output(Generation([], None, "aborted"))
-        params = SamplingParams.from_dict(
-            sampling_params, max_tokens=self._default_max_tokens(len(prompt_ids)), ignore_eos=self._config.ignore_eos
-        )
+        config = self._config
+        room = min(config.response_length, config.prompt_length + config.response_length - len(prompt_ids))
+        params = SamplingParams.from_dict(sampling_params, max_tokens=max(1, room), ignore_eos=config.ignore_eos)
         future = asyncio.wrap_future(self._engine.submit(request_id, prompt_ids, params))
         self._inflight.add(future)
-        try:
-            return self._output(await future)
-        finally:
-            self._inflight.discard(future)
-
-    def _default_max_tokens(self, prompt_length: int) -> int:
-        total = self._config.prompt_length + self._config.response_length
-        longest: int = min(self._config.response_length, total - prompt_length)
-        return max(1, longest)
+        future.add_done_callback(self._inflight.discard)
+        return self._output(await future)
 
     def _output(self, generation: Generation) -> TokenOutput:
         return TokenOutput(
@@ -103,13 +95,10 @@ class CPURolloutServer:
         )
 
     async def load_weights(self, weights: dict[str, torch.Tensor], global_steps: int | None) -> None:
-        """Loads ``weights`` (tensors by name) into the model. ``global_steps``: their version number; None: as before."""
+        """Loads ``weights`` (tensors by name) into the model. ``global_steps``: their version number; None for the old number."""
         await asyncio.wrap_future(self._engine.load_weights(weights))
         if global_steps is not None:
             self._global_steps = global_steps
-
-    async def set_global_steps(self, global_steps: int) -> None:
-        self._global_steps = global_steps
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Ends all requests. Later requests wait for :meth:`resume_generation`, or end at once if ``reject_request``."""
@@ -134,19 +123,10 @@ class CPURolloutServer:
         """Returns the counters of the engine, such as the number of preemptions."""
         return await asyncio.wrap_future(self._engine.stats())
 
+    async def _nothing(self, *_args: Any, **_kwargs: Any) -> None: ...
+
     # verl calls these methods to manage accelerator memory and profiling. An engine on a CPU needs neither.
-
-    async def wake_up(self, tags: list[str] | None = None) -> None: ...
-
-    async def clear_kv_cache(self) -> None: ...
-
-    async def release_kv_cache(self) -> None: ...
-
-    async def resume_kv_cache(self) -> None: ...
-
-    async def start_profile(self, **_: Any) -> None: ...
-
-    async def stop_profile(self) -> None: ...
+    wake_up = clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = _nothing
 
 
 def _engine_options(config: RolloutConfig) -> dict[str, Any]:
@@ -167,8 +147,7 @@ def _engine_options(config: RolloutConfig) -> dict[str, Any]:
 
 
 def _eos_token_ids(model: HFModelConfig) -> list[int]:
-    generation = model.generation_config
-    eos = generation.eos_token_id if generation is not None else None
+    eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = model.tokenizer.eos_token_id
     return list(eos) if isinstance(eos, list | tuple) else [eos]
@@ -194,7 +173,7 @@ class CPURolloutReplica(RolloutReplica):
         server = (
             ray.remote(CPURolloutServer)
             .options(name=name, num_cpus=0, max_concurrency=self.max_concurrency)
-            .remote(self.config, self.model_config, self.replica_rank)
+            .remote(self.config, self.model_config)
         )
         self.servers = [server]  # set before the first answer, so that a server that hangs can be ended
         self._server_handle = server

@@ -8,8 +8,8 @@ SGLang starts. It also changes the transfer of weights from verl's trainer to SG
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Callable
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -18,6 +18,7 @@ from typing import Any
 from packaging.version import Version
 
 from rl_accel.errors import PatchRefused
+from rl_accel.lab.verl_cpu import ROLLOUT, Get, Problems, longest_request, version_of, wanted
 from rl_accel.post_import import when_imported
 
 TRIED = ("0.5.12.post1", "0.5.15.post1")
@@ -33,16 +34,9 @@ ENGINE_KWARGS = {
 }
 """Values that verl's section ``rollout.engine_kwargs.sglang`` must contain, so that SGLang's server starts on a CPU."""
 
-_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
-_KWARGS = "engine_kwargs.sglang"
+_KWARGS = f"{ROLLOUT}.engine_kwargs.sglang"
 
-
-def installed_version() -> str | None:
-    """Returns the version of SGLang; None if SGLang is not installed."""
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return None
+installed_version = partial(version_of, "sglang")
 
 
 def activate() -> None:
@@ -55,8 +49,7 @@ def activate() -> None:
     is_tried = oldest <= Version(installed_version() or "0") <= newest
     if not is_tried or any(isinstance(finder, _Stubs) for finder in sys.meta_path):
         return
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     sys.meta_path.insert(0, _Stubs())
     when_imported("sglang.srt.utils.patch_torch", _send_cpu_tensors)
     when_imported("sglang.srt.configs.utils", _skip_images)
@@ -169,7 +162,11 @@ _CHILDREN = {
 
 
 class _Child:
-    """Replacement for the main function of a child process of SGLang. Calls :func:`activate` first, then the original function."""
+    """Replacement for the main function of a child process of SGLang. Calls :func:`activate`, then the original function.
+
+    The child process calls ``activate`` already when it unpickles this object, because the arguments of the function, which it
+    unpickles next, import SGLang.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -186,24 +183,19 @@ def _main_of_child(name: str) -> Any:
     return getattr(importlib.import_module(_CHILDREN[name]), name)
 
 
-def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Yields ``(override, reason)`` for each setting of verl that fails with SGLang on a CPU.
-
-    ``override`` is an argument for verl that corrects the setting. ``get(key, default)`` returns the value of a setting.
-    """
+def find_problems(get: Get) -> Problems:
+    """Yields a problem for each setting of verl that fails with SGLang on a CPU."""
     # This imports prometheus_client. In SGLang's servers, SGLang itself must be the first to do so.
     from rl_accel.integrations.verl import engines
 
-    rollout, version = "actor_rollout_ref.rollout", installed_version()
+    version = installed_version()
     if reason := engines.version_problem("SGLang", version, TRIED):
-        yield f"{rollout}.name=hf_cpu", f"SGLang {reason}; `make sglang` builds its environment"
+        yield f"{ROLLOUT}.name=hf_cpu", f"SGLang {reason}; `make sglang` builds its environment"
         return
-    if get(f"{rollout}.free_cache_engine", True):
-        yield f"{rollout}.free_cache_engine=False", "SGLang frees memory of a GPU only"
+    yield from wanted(get, f"{ROLLOUT}.free_cache_engine", (False,), "SGLang frees memory of a GPU only")
     for key, value in ENGINE_KWARGS.items():
-        if get(f"{rollout}.{_KWARGS}.{key}") != value:
-            yield f"++{rollout}.{_KWARGS}.{key}={value}", "SGLang's server does not start on a CPU otherwise"
-    longest = get(f"{rollout}.max_model_len", get(f"{rollout}.prompt_length", 0) + get(f"{rollout}.response_length", 0))
-    tokens = get(f"{rollout}.{_KWARGS}.max_total_tokens", 0)
-    if tokens <= longest:
-        yield f"++{rollout}.{_KWARGS}.max_total_tokens={longest + 1}", f"one request may need {longest} tokens"
+        reason = "SGLang's server does not start on a CPU otherwise"
+        yield from wanted(get, f"{_KWARGS}.{key}", (value,), reason, "++")
+    longest, key = longest_request(get), f"{_KWARGS}.max_total_tokens"
+    if get(key, 0) <= longest:
+        yield f"++{key}={longest + 1}", f"one request may need {longest} tokens"

