@@ -92,10 +92,7 @@ class AdaptiveTimeout:
         return self.flags.maximum or FULL_BUDGET
 
     def limit(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the time limits of the next execution of ``key``, which may be a probe.
-
-        ``maximum`` is the full budget in seconds; None: the attribute :attr:`maximum`.
-        """
+        """Returns the time limits of the next execution of ``key``, which may be a probe. ``maximum``: another full budget."""
         limit, full = self.learned(key, maximum), maximum or self.maximum
         if limit.reason == "adaptive":
             self._probes_due += self.flags.probe_share
@@ -154,7 +151,7 @@ class AdaptiveTimeout:
         self._unproven = max(0, self._unproven - 1)
 
     def suspend(self, era: int) -> None:
-        """Suspends all adaptive limits: every key has the full budget until enough new correct executions are known. Keeps anchors.
+        """Gives every key the full budget until enough new correct executions are known. Keeps anchors.
 
         ``era`` is the number of this suspension, the same in all processes.
         """

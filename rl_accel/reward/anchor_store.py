@@ -29,11 +29,10 @@ class AnchorDelta:
     """Changes to one process's anchors since its last exchange with the central store.
 
     Attributes:
-        incarnation: random id of the store process at the last exchange; "" before the first exchange.
-        version: version number of the store at the last exchange.
-        learned: anchors of correct executions since the last exchange, by key (a prompt and test case).
+        incarnation, version: random id of the store process, and its version number, at the last exchange; "" and 0 before.
+        learned: anchors of correct executions since then, by key (a prompt and test case).
         everything: all anchors of the process, by key, if a restarted store may have lost them; else empty.
-        counts: increase of each count since the last exchange, by name, such as "timeouts".
+        counts: increase of each count since then, by name, such as "timeouts".
         era: number of the last suspension of limits (:meth:`AdaptiveTimeout.suspend`). The store ignores anchors of earlier eras.
     """
 
@@ -47,11 +46,7 @@ class AnchorDelta:
 
 @dataclass
 class Update:
-    """Reply of the central store to an :class:`AnchorDelta`, with fields of the same meaning.
-
-    Attributes:
-        anchors: anchors that have changed since the version in the delta, by key.
-    """
+    """Reply of the central store to an :class:`AnchorDelta`. ``anchors`` have changed since the version in the delta."""
 
     incarnation: str
     version: int
@@ -64,14 +59,12 @@ class LocalAnchors:
 
     def __init__(self, timeout: AdaptiveTimeout | None = None) -> None:
         self.timeout = AdaptiveTimeout() if timeout is None else timeout
-        self._learned: dict[str, AnchorTuple] = {}
-        self._counts: dict[str, float] = {}
-        self._incarnation, self._version, self._tell_everything = "", 0, False
+        self._delta, self._tell_everything = AnchorDelta(), False
 
     def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> None:
         """Records an ended execution for this process and for the store. Arguments: :meth:`AdaptiveTimeout.record`."""
         if self.timeout.record(key, wall, cpu, correct, stopped):
-            self._learned = {}
+            self._delta.learned = {}
             self.count("suspended")
             logger.warning(
                 "rl-accel: correct answers take longer than those from which the limits of rewards were learned; every answer"
@@ -82,20 +75,20 @@ class LocalAnchors:
 
     def count(self, name: str, amount: float = 1.0) -> None:
         """Adds ``amount`` to the count ``name``, such as "timeouts". The store sums each count over all processes."""
-        _add(self._counts, {name: amount})
+        _add(self._delta.counts, {name: amount})
 
     def take_delta(self) -> AnchorDelta:
         """Returns the changes since the last call, to be sent to the store. If sending fails, pass them to :meth:`put_back`."""
-        everything = self.timeout.anchors() if self._tell_everything else {}
-        delta = AnchorDelta(self._incarnation, self._version, self._learned, everything, self._counts, self.timeout.era)
-        self._learned, self._counts, self._tell_everything = {}, {}, False
+        delta = self._delta
+        delta.everything, delta.era = self.timeout.anchors() if self._tell_everything else {}, self.timeout.era
+        self._delta, self._tell_everything = AnchorDelta(delta.incarnation, delta.version), False
         return delta
 
     def put_back(self, delta: AnchorDelta) -> None:
         """Takes back ``delta``, which could not be sent, so that the next exchange sends its changes."""
         for key, anchor in delta.learned.items() if delta.era == self.timeout.era else ():
             self._learn(key, anchor)
-        _add(self._counts, delta.counts)
+        _add(self._delta.counts, delta.counts)
         self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
@@ -104,20 +97,19 @@ class LocalAnchors:
             self.timeout.suspend(update.era)
         if update.era == self.timeout.era:
             self.timeout.merge(update.anchors)
-        self._tell_everything = self._incarnation not in ("", update.incarnation)
-        self._incarnation, self._version = update.incarnation, update.version
+        self._tell_everything = self._delta.incarnation not in ("", update.incarnation)
+        self._delta.incarnation, self._delta.version = update.incarnation, update.version
 
     def _learn(self, key: str, anchor: AnchorTuple) -> None:
-        known = self._learned.get(key, (0.0, 0.0, 0))
-        self._learned[key] = longest(known, anchor, known[2] + anchor[2])
+        known = self._delta.learned.get(key, (0.0, 0.0, 0))
+        self._delta.learned[key] = longest(known, anchor, known[2] + anchor[2])
 
 
 class AnchorStore:
     """Central store: merges the anchors of all processes, and adds up all counts by name.
 
     Args:
-        path: JSON file from which anchors are loaded and to which they are saved; None: memory only. A file that cannot be read is
-            left unchanged, and anchors stay in memory only.
+        path: JSON file from which anchors are loaded and to which they are saved. Memory only if None or if it cannot be read.
         timeout: :class:`AdaptiveTimeout` without anchors, to which all anchors are added; None: a new one.
     """
 
@@ -164,10 +156,7 @@ class AnchorStore:
         return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
     def take_counts(self) -> tuple[str, dict[str, float]]:
-        """Saves the store. Returns its random id, and by name the counts of all processes since the last call.
-
-        The count "anchors" is the current number of anchors.
-        """
+        """Saves the store. Returns its id, and by name the counts since the last call and the present number of anchors."""
         self.save()
         counts, self._counts = self._counts, {}
         return self.incarnation, {**counts, "anchors": float(len(self))}

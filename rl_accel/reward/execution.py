@@ -6,8 +6,8 @@ import functools
 import threading
 import time
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import psutil
@@ -18,12 +18,12 @@ from rl_accel.reward.grader_threads import threads_of_execution
 T = TypeVar("T")
 
 HELD_SECONDS = 1.0
-"""Seconds between two awaits of a coroutine grader above which a warning says that the grader blocks the event loop."""
+"""Seconds between two awaits of a coroutine grader above which a warning says that it blocks the event loop. Chosen by hand."""
 _running: set["asyncio.Task[Any]"] = set()
 """Running tasks of coroutine graders. Kept here because asyncio itself has only weak references to tasks."""
 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
-"""Outcome of an execution.
+"""Outcome of an execution (a program under test, or a call of a grader).
 
 passed, wrong: the result of a program is the expected one, or another one.
 done: a grader returned a value.
@@ -32,35 +32,9 @@ timeout, memory: the execution exceeded its time limit or its memory limit.
 killed: the execution exceeded another limit, the process of a grader died, or two workers died on the same request."""
 
 
-class LimitUpdates:
-    """Passes new time limits of a running execution from the code that computes them to the code that enforces them."""
-
-    def __init__(self) -> None:
-        self._latest: tuple[float, float] | None = None
-        self._set_limits: Callable[[float, float], None] | None = None
-
-    def publish(self, wall: float, cpu: float) -> None:
-        """Sets new limits, in seconds since the start of the execution. Passes them to the function in :meth:`subscribed`."""
-        if self._latest != (wall, cpu):
-            self._latest = wall, cpu
-            if self._set_limits is not None:
-                self._set_limits(wall, cpu)
-
-    @contextlib.contextmanager
-    def subscribed(self, set_limits: Callable[[float, float], None]) -> Iterator[None]:
-        """Context manager that calls ``set_limits(wall, cpu)`` for the latest limits, if any, and for all new ones in the block."""
-        self._set_limits = set_limits
-        try:
-            if self._latest is not None:
-                set_limits(*self._latest)
-            yield
-        finally:
-            self._set_limits = None
-
-
 @dataclass(frozen=True)
 class Limits:
-    """Resource limits of one execution.
+    """Resource limits of one execution (a program under test, or a call of a grader).
 
     Args:
         wall: wall seconds from start to end, without waits for a processor.
@@ -69,7 +43,8 @@ class Limits:
         processes: number of processes and threads that exist at the same time.
         file_bytes: size in bytes of a file that the execution writes.
         output_bytes: size in bytes of the printed text. More text stops the execution.
-        updates: source of new values of ``wall`` and ``cpu`` during the execution.
+        latest: function that returns new values of ``wall`` and ``cpu`` during the execution; None: they do not change.
+        check_seconds: seconds between two calls of ``latest``.
         full: full budget in seconds, up to which a call in a new process of a grader may exceed ``wall`` and ``cpu``, because it
             may first have to load something, such as a model. None: no call may exceed them.
         kind: name of a group of calls for which a grader loads the same things. Example: the data source.
@@ -84,7 +59,8 @@ class Limits:
     processes: int = 32
     file_bytes: int = 64 << 20
     output_bytes: int = 1 << 20
-    updates: LimitUpdates = field(default_factory=LimitUpdates, repr=False, compare=False)
+    latest: Callable[[], tuple[float, float]] | None = field(default=None, repr=False, compare=False)
+    check_seconds: float = 1.0
     full: float | None = None
     kind: str = ""
 
@@ -95,12 +71,17 @@ class Limits:
 
     def numbers(self) -> dict[str, float]:
         """Returns the limits that a worker enforces, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("updates", "full", "kind")}
+        names = ("wall", "cpu", "memory", "processes", "file_bytes", "output_bytes")
+        return {name: getattr(self, name) for name in names}
+
+    def times(self) -> tuple[float, float]:
+        """Returns the present limits of wall seconds and CPU seconds, also if they have changed since the start."""
+        return self.latest() if self.latest else (self.wall, self.cpu)
 
 
 @dataclass(frozen=True)
 class ExecutionResult:
-    """Result of an execution.
+    """Result of an execution (a program under test, or a call of a grader).
 
     Attributes:
         verdict: outcome, see :data:`Verdict`.
@@ -127,14 +108,14 @@ class ExecutionResult:
 
 
 async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:
-    """Awaits a coroutine grader until the wall limit, the only one that is enforced. Returns the result of this execution.
+    """Awaits a coroutine grader until the wall limit. Returns the result of this execution.
 
     At the limit, or if this call is cancelled, cancels the coroutine and does not wait for its end. Also kills the processes that
     the coroutine has started, and their descendants, but no processes that other tasks or threads have started for it.
 
     Args:
         coroutine: the call of the grader, not yet awaited.
-        limits: resource limits, of which ``wall`` and ``updates`` are used.
+        limits: resource limits, of which ``wall`` is enforced, also if it changes.
         name: name of the grader in the warning that it blocks the event loop.
     """
     loop = asyncio.get_running_loop()
@@ -145,18 +126,12 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
     _running.add(task)
     task.add_done_callback(_running.discard)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio would log the exception
-    deadline = asyncio.timeout(limits.wall)
-
-    def move(wall: float, _cpu: float) -> None:
-        if not deadline.expired():
-            deadline.reschedule(began + wall)
-
+    limit = limits.wall
     try:
-        async with deadline:
-            with limits.updates.subscribed(move):
-                await asyncio.wait({task})  # never raises the grader's own TimeoutError
-    except TimeoutError:
-        pass
+        while not task.done() and (left := began + limit - loop.time()) > 0:
+            await asyncio.wait({task}, timeout=min(left, limits.check_seconds))
+            if left > limits.check_seconds and not task.done():
+                limit = limits.times()[0]
     finally:
         if not task.done():
             task.cancel()
@@ -176,8 +151,7 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
 async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:
     """Awaits all ``awaitables`` concurrently and returns their results in order.
 
-    Once ``ends(result)`` is true or an awaitable raises an exception, cancels the unfinished ones. Then returns the results of the
-    others, or raises the exception.
+    Once ``ends(result)`` is true or one raises an exception, cancels the others, and returns the results so far or raises.
     """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:

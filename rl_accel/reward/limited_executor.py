@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import heapq
 import itertools
@@ -16,17 +17,16 @@ from typing import Any
 
 from rl_accel.reward.adaptive_timeout import Limit
 from rl_accel.reward.anchor_store import LocalAnchors
-from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates, gather_until
+from rl_accel.reward.execution import ExecutionResult, Limits, gather_until
 from rl_accel.reward.sandbox import Case, Sandbox
 
 logger = logging.getLogger("rl_accel")
 
-_CHECKS_PER_MINIMUM, _SHORTEST_CHECK_SECONDS = 4, 0.02
-"""Number of checks for a new limit of a running execution within ``minimum`` seconds (the shortest adaptive limit), and the least
-seconds between two checks. Chosen by hand: a hang ends at most a quarter of ``minimum`` late."""
-_CHECKS_PER_BUDGET, _MOST_BUDGETS = 8, 10
-"""Number of checks within a full budget for whether other executions have ended in time, and number of full budgets after which an
-execution is stopped even so. Chosen by hand."""
+_CHECKS_PER_MINIMUM, _CHECKS_PER_BUDGET, _SHORTEST_CHECK_SECONDS = 4, 8, 0.02
+"""Number of checks for a new limit of a running execution: within ``minimum`` (the shortest adaptive limit), or within the full
+budget if limits do not adapt. Then the least seconds between two checks. Chosen by hand."""
+_MOST_BUDGETS = 10
+"""Number of full budgets after which a grader that waits for others is stopped, whether others end or not. Chosen by hand."""
 _WARN_AFTER_EXECUTIONS = (8, 64, 512, 4096)
 """Numbers of executions after which a warning is logged if all of them have exceeded their time limits."""
 
@@ -83,15 +83,16 @@ class FairScheduler:
     async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
         """Context manager that waits for a free slot and holds it within the block, which is to last ``expected`` seconds.
 
-        Yields a function that marks the execution in the block as late, to be called at most once.
+        Yields a function that marks the execution in the block as late.
         """
         late = 0
 
         def is_late() -> None:
             nonlocal late
-            late = 1
-            self._prompts[prompt].late += 1
-            self._give_out(prompt)
+            if not late:
+                late = 1
+                self._prompts[prompt].late += 1
+                self._give_out(prompt)
 
         granted = asyncio.get_running_loop().create_future()
         heapq.heappush(self._prompts[prompt].waiting, (monotonic() + expected, next(self._numbers), granted))
@@ -134,12 +135,17 @@ class FairScheduler:
 
 @dataclass
 class _Running:
-    """A running execution of ``key`` (a prompt and test case), its current limit, and a function that marks it as late."""
+    """A running execution of ``key`` (a prompt and test case), which ``is_late`` marks as late.
+
+    ``began`` is the time of its start on the event loop's clock. ``ended`` is the number of executions that had ended in time when
+    its limit last changed.
+    """
 
     key: str
     limit: Limit
     is_late: Callable[[], None]
-    updates: LimitUpdates = field(default_factory=LimitUpdates)
+    began: float
+    ended: int
 
 
 class LimitedExecutor:
@@ -173,7 +179,9 @@ class LimitedExecutor:
         self.limits = limits or Limits()
         self.scheduler = FairScheduler(slots)
         self._maximum = maximum or anchors.timeout.maximum
-        self._adapts, self._queues = adapts, queues
+        self._adapts, self._queues = adapts, queues and not adapts
+        checks = anchors.timeout.flags.minimum / _CHECKS_PER_MINIMUM if adapts else self._maximum / _CHECKS_PER_BUDGET
+        self._check_seconds = max(checks, _SHORTEST_CHECK_SECONDS)
         self._ended = self._timed_out = 0  # numbers of executions
 
     async def execute(
@@ -191,22 +199,23 @@ class LimitedExecutor:
             case: name of the test case. Limits are learned for each pair of prompt and case.
             run: async function that executes the grader or program within the given limits, and returns the result.
             correct: function that returns True for a correct result. Limits are learned from correct executions only.
-            teach: False for an evaluation, which uses the learned limits but does not change the limits.
+            teach: False for an evaluation, which uses the learned limits but does not change them.
         """
         key = f"{prompt}/{case}"
         timeout, loop = self.anchors.timeout, asyncio.get_running_loop()
         came = loop.time()
         async with self.scheduler.slot(prompt, timeout.expected(key, self._maximum)) as is_late:
-            waited = loop.time() - came
             full = Limit(self._maximum, self._maximum, "learning")
             limit = timeout.limit(key, self._maximum) if self._adapts else full
-            running = _Running(key, limit, is_late)
-            limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=running.updates, full=self._maximum)
-            # Most executions that hang begin before a limit is known: all responses of a prompt are graded at about the same time.
-            following = None
-            if limit.reason != "probe" and (self._adapts or self._queues):
-                follow = self._follow_limit if self._adapts else self._renew_budget
-                following = asyncio.create_task(follow(running))
+            running = _Running(key, limit, is_late, loop.time(), self._ended)
+            limits = replace(
+                self.limits,
+                wall=limit.wall,
+                cpu=limit.cpu,
+                latest=functools.partial(self._latest, running),
+                check_seconds=self._check_seconds,
+                full=self._maximum,
+            )
             tells_about_limits = False
             try:
                 result = await run(limits)
@@ -215,8 +224,6 @@ class LimitedExecutor:
                 self.anchors.count("cancelled")
                 raise
             finally:
-                if following:
-                    following.cancel()
                 if limit.reason == "adaptive" and not tells_about_limits:
                     timeout.forget_limit()
         self._note_end(result)
@@ -229,36 +236,22 @@ class LimitedExecutor:
         if self._adapts:
             says_nothing = result.verdict == "timeout" or not tells_about_limits
             self.anchors.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, says_nothing)
-        self._count(result, running.limit, is_correct, waited)
+        self._count(result, running.limit, is_correct, running.began - came)
         return result
 
-    async def _follow_limit(self, running: _Running) -> None:
-        """Asks the policy repeatedly for the limit of a running execution, and applies changed limits, until the limit is a probe.
-
-        Marks the execution as late if it has run for ``minimum`` seconds without an adaptive limit.
-        """
-        timeout = self.anchors.timeout
-        for check in itertools.count(1):
-            await asyncio.sleep(max(timeout.flags.minimum / _CHECKS_PER_MINIMUM, _SHORTEST_CHECK_SECONDS))
-            before = running.limit
-            next_limit = timeout.limit if before.reason == "learning" else timeout.learned
-            running.limit = next_limit(running.key, self._maximum)
-            if running.limit.reason == "probe":
-                return
-            if running.limit != before:
-                running.updates.publish(running.limit.wall, running.limit.cpu)
-            elif running.limit.reason == "learning" and check == _CHECKS_PER_MINIMUM:
+    def _latest(self, running: _Running) -> tuple[float, float]:
+        """Returns the limits of a running execution by now: wall seconds and CPU seconds."""
+        # Most executions that hang begin before a limit is known: all responses of a prompt are graded at about the same time.
+        timeout, reason = self.anchors.timeout, running.limit.reason
+        ran = asyncio.get_running_loop().time() - running.began
+        if self._adapts and reason != "probe":
+            running.limit = (timeout.limit if reason == "learning" else timeout.learned)(running.key, self._maximum)
+            if running.limit.reason == "learning" and ran >= timeout.flags.minimum:
                 running.is_late()
-
-    async def _renew_budget(self, running: _Running) -> None:
-        """Gives a running execution a new full budget, counted from now, each time that other executions have ended in time."""
-        loop = asyncio.get_running_loop()
-        began, ended = loop.time(), self._ended
-        while (wall := loop.time() - began + self._maximum) < _MOST_BUDGETS * self._maximum:
-            if ended != self._ended:
-                ended = self._ended
-                running.updates.publish(wall, wall)
-            await asyncio.sleep(self._maximum / _CHECKS_PER_BUDGET)
+        elif self._queues and running.ended != self._ended and ran < (_MOST_BUDGETS - 1) * self._maximum:
+            running.ended = self._ended
+            running.limit = Limit(ran + self._maximum, ran + self._maximum, "learning")
+        return running.limit.wall, running.limit.cpu
 
     def _count(self, result: ExecutionResult, limit: Limit, is_correct: bool, waited: float) -> None:
         """Adds an ended execution to the counts. ``limit`` is its last limit, ``waited`` the seconds that it waited for a slot."""

@@ -116,7 +116,7 @@ class Graders(WorkerPool):
         folder: working folder during the import of a trusted grader; "" for the folder of this process, which calls always have.
 
     Raises:
-        SandboxError, ValueError: as :class:`Sandbox`. Also ValueError if ``target`` has another form.
+        SandboxError, ValueError: as for a :class:`Sandbox`. Also ValueError if ``target`` has another form.
     """
 
     def __init__(
@@ -146,18 +146,16 @@ class Graders(WorkerPool):
         known, logs = dict(environment or {}), {} if isolation else _logging_here()
         start = Start(isolation, folder, f"{where}:{name}", path, in_thread, False, known, setup, logs)
         self._trusted, self._target, self._constants = not isolation, target, dict(constants or {})
-        made_with = None if arguments is None else dict(arguments)
-        payload = self._packed((made_with, self._constants)) if self._constants or arguments is not None else b""
+        payload = self._packed((None if arguments is None else dict(arguments), self._constants))
         super().__init__(workers, start, payload, [str(Path(item).resolve()) for item in readable], computing)
 
     async def call(
         self, kwargs: Mapping[str, Any], limits: Limits | None = None, args: Sequence[Any] = ()
     ) -> ExecutionResult:
-        """Calls the grader with the keyword arguments ``kwargs`` and the positional arguments ``args``.
+        """Calls the grader. If a trusted grader changes an argument that is a dict or a list, the caller's object changes, too.
 
-        If a trusted grader changes an argument that is a dict or a list, the caller's object changes, too. Cancelling this call
-        stops the grader, and all processes that it started, at once. If the worker process dies, the grader is called again on
-        another worker. If that one dies too, the verdict is "killed".
+        Cancelling this call stops the grader, and all processes that it started, at once. If the worker process dies, the grader is
+        called again on another worker. If that one dies too, the verdict is "killed".
 
         Raises:
             SandboxError: the grader cannot be imported, an argument cannot be pickled, no worker can be started, or this pool is

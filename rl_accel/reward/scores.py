@@ -1,6 +1,7 @@
 """Reads rewards from the results of graders, and makes a substitute reward for each response whose grader was stopped."""
 
 import contextlib
+import copy
 import logging
 import math
 import numbers
@@ -20,8 +21,6 @@ logger = logging.getLogger("rl_accel")
 
 _MOST_WARNINGS = 100
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
-_SCORE = object()
-"""Placeholder for each number of a list or tuple in a template (:func:`_form_of`). A stand-in has the score in its place."""
 
 
 class GraderError(RlAccelError, RuntimeError):
@@ -55,7 +54,7 @@ class Scores:
     number_keys: Sequence[str]
     correct_keys: Sequence[str]
     numbers_only: bool
-    _forms: dict[str, Any] = field(default_factory=dict, init=False)
+    _examples: dict[str, Any] = field(default_factory=dict, init=False)
     _worst: dict[str, float] = field(default_factory=dict, init=False)
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
@@ -79,11 +78,9 @@ class Scores:
         """Returns the reward in ``result``, or a stand-in (a substitute reward) with the score ``timeout_score``.
 
         Args:
-            result: result of a call of the grader.
-            source: name of the grader or data source. A stand-in has the form of this source's rewards: a number, or the same keys.
+            source: name of the grader or data source.
             teach: False in an evaluation, whose errors are counted separately.
-            size: number of rewards that the grader should return as a list; this method then returns a list too. None: a single
-                reward.
+            size: number of rewards in the list that the grader and this method should return; None: a single reward.
 
         Raises:
             Exception: the grader raised this exception, or ended otherwise without a result (:class:`GraderError`). Not raised if
@@ -92,7 +89,7 @@ class Scores:
         problem = self.problem(result, size, teach)
         if not problem:
             for reward in _rewards(result, size):
-                self._forms[source] = _form_of(reward)
+                self._examples[source] = copy.copy(reward) if type(reward) in (dict, list) else reward
                 number = _number_in(reward, self.number_keys)
                 if number is not None:
                     self._worst[source] = min(number, self._worst.get(source, math.inf))
@@ -130,12 +127,13 @@ class Scores:
 
     def _stand_in(self, source: str) -> Any:
         score = self.flags.timeout_score
-        form = self._forms.get(source, next(iter(self._forms.values()), None))
-        if form is None:
-            return dict.fromkeys(self.keys, score) if self.keys else score
-        if not isinstance(form, dict):
-            return type(form)(score if part is _SCORE else part for part in form)
-        return {**form, **dict.fromkeys(self.keys or {"score"} & form.keys(), score)}
+        example: Any = self._examples.get(source, next(iter(self._examples.values()), None))
+        if isinstance(example, Mapping):
+            empty = {key: _empty(value) for key, value in example.items()}
+            return {**empty, **dict.fromkeys(self.keys or {"score"} & empty.keys(), score)}
+        if type(example) in (list, tuple):
+            return type(example)(score if _is_number(value) else _empty(value) for value in example)
+        return dict.fromkeys(self.keys, score) if self.keys else score
 
     def _warn(self, source: str, kind: str, text: str) -> None:
         if (source, kind) not in self._warned and len(self._warned) < _MOST_WARNINGS:
@@ -162,15 +160,6 @@ def _number_in(reward: Any, keys: Sequence[str]) -> float | None:
         return float(reward)
     except Exception:  # such as a tensor of several numbers, or a warning that the grader has turned into an error
         return None
-
-
-def _form_of(reward: Any) -> Any:
-    """Returns a template for stand-ins: a dict, list or tuple like ``reward`` with empty values; None for any other reward."""
-    if isinstance(reward, Mapping):
-        return {key: _empty(value) for key, value in reward.items()}
-    if type(reward) in (list, tuple):
-        return type(reward)(_SCORE if _is_number(value) else _empty(value) for value in reward)
-    return None
 
 
 def _is_number(value: Any) -> bool:

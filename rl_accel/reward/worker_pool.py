@@ -37,7 +37,7 @@ _START_SECONDS = 300.0
 _RETRY_PAUSE_SECONDS = 1.0
 """Seconds to wait before a request whose worker died is sent to another worker."""
 _WAIT_SECONDS = 0.1
-"""Seconds that a call of a grader without isolation waits for a busy worker before the pool starts another worker."""
+"""Seconds that calls wait for a busy worker before the pool starts another one."""
 _EARLY_FACTOR, _EARLY_PROCESSES = 2.0, 9
 """A new process of a grader may exceed its limits by ``_EARLY_FACTOR`` times the median, over the last ``_EARLY_PROCESSES``
 processes, of their longest call up to the first correct answer. The median ignores calls that were slow for other reasons."""
@@ -51,9 +51,7 @@ class SandboxError(RlAccelError, RuntimeError):
 def choose_isolation(wanted: str) -> str:
     """Returns ``wanted``, or for "auto" the best isolation that works on this machine: "bubblewrap", else "process".
 
-    Raises:
-        ValueError: ``wanted`` is not "auto", "process" or "bubblewrap".
-        SandboxError: ``wanted`` is "bubblewrap", and bubblewrap does not work on this machine.
+    Raises ValueError for other words, and SandboxError if bubblewrap is wanted and does not work.
     """
     if wanted not in ("auto", "process", "bubblewrap"):
         raise ValueError(f"isolation must be auto, process or bubblewrap, found {wanted!r}")
@@ -117,7 +115,6 @@ class Worker:
         waits: True if recent executions mostly waited for something other than a processor, by the worker's last message.
         proven, longest: kinds of calls (``Limits.kind``) to which the worker's current process has given a correct answer, and the
             seconds of its longest call by kind.
-        refresh_limits: function that sends the limits of the latest execution again, see :meth:`run`.
         answer: future with the return value of :meth:`run` for the latest execution; None before the first execution.
         due: time by which the worker must send its next message, in seconds of the event loop's clock.
     """
@@ -130,7 +127,6 @@ class Worker:
     waits: bool = False
     proven: set[str] = field(default_factory=set, init=False)
     longest: dict[str, float] = field(default_factory=dict, init=False)
-    refresh_limits: Callable[[], None] = field(default=lambda: None, init=False)
     answer: "asyncio.Future[tuple[ExecutionResult, bytes]] | None" = field(default=None, init=False)
     due: float = field(default=0.0, init=False)
 
@@ -202,29 +198,28 @@ class Worker:
         """Sends a request to the worker. Returns the result, and the pickled value or exception of the grader, or b"".
 
         If cancelled, call :meth:`stop` or :meth:`kill` next. ``extra`` returns the seconds by which the time limits are now to be
-        raised, up to ``limits.full``. Call :attr:`refresh_limits` when they have changed. Raises an exception of :data:`_LOST` if
-        the worker has died or does not answer.
+        raised, up to ``limits.full``. Raises an exception of :data:`_LOST` if the worker has died or does not answer.
         """
         began = asyncio.get_running_loop().time()
-        given = {"wall": limits.wall, "cpu": limits.cpu}
 
-        def raised_limits() -> dict[str, float]:
-            full = limits.full or 0.0
-            raised = {name: max(seconds, min(seconds + extra(), full)) for name, seconds in given.items()}
-            self._expect_message(by=began + raised["wall"])
-            return raised
+        def raised(*times: float) -> dict[str, float]:
+            wall, cpu = (max(seconds, min(seconds + extra(), limits.full or 0.0)) for seconds in times)
+            return {"wall": wall, "cpu": cpu}
 
-        def set_limits(wall: float, cpu: float) -> None:
-            given.update(wall=wall, cpu=cpu)
-            self._send(raised_limits())
-
-        self._send(asdict(replace(request, limits=request.limits | raised_limits())), payload)
-        self.refresh_limits = lambda: self._send(raised_limits())
+        sent = raised(limits.wall, limits.cpu)
+        self._send(asdict(replace(request, limits=request.limits | sent)), payload)
+        self._expect_message(by=began + sent["wall"])
         self.answer = asyncio.ensure_future(self._wait())
         # Reads an exception of the future. A cancelled caller would not read it, and asyncio logs exceptions that nobody reads.
         self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
-        with limits.updates.subscribed(set_limits):
-            return await asyncio.shield(self.answer)
+        while not (await asyncio.wait([self.answer], timeout=min(limits.check_seconds, _GRACE_SECONDS)))[0]:
+            if asyncio.get_running_loop().time() >= self.due:
+                raise TimeoutError
+            if (changed := raised(*limits.times())) != sent:
+                sent = changed
+                self._send(sent)
+                self._expect_message(by=began + sent["wall"])
+        return self.answer.result()
 
     async def stop(self) -> None:
         """Stops the current execution and waits for its end. Raises the same exceptions as :meth:`run`."""
@@ -263,7 +258,7 @@ class Worker:
 
     async def _wait(self) -> tuple[ExecutionResult, bytes]:
         while True:
-            message, payload = await self._next_message()
+            message, payload = await self._read()
             self.waits = message.pop("waits", self.waits)
             if "alive" not in message:
                 self.renews = message.pop("renews", False)
@@ -271,18 +266,6 @@ class Worker:
                     self.proven, self.longest = set(), {}
                 return ExecutionResult(**message), payload
             self._expect_message(by=self.due - _GRACE_SECONDS)
-
-    async def _next_message(self) -> tuple[Message, bytes]:
-        """Returns the next message of the worker. Raises TimeoutError if none has come by :attr:`due`."""
-        reading, now = asyncio.ensure_future(self._read()), asyncio.get_running_loop().time
-        try:
-            while not reading.done():
-                if now() >= self.due:
-                    raise TimeoutError
-                await asyncio.wait([reading], timeout=min(self.due - now(), _GRACE_SECONDS))
-        finally:
-            reading.cancel()
-        return reading.result()
 
     async def _read(self) -> tuple[Message, bytes]:
         head_size, size = SIZES.unpack(await self.reader.readexactly(SIZES.size))
@@ -292,15 +275,15 @@ class Worker:
 class WorkerPool:
     """Pool of at most ``size`` worker processes for one grader, or for programs under test. Use it from one event loop only.
 
-    Workers are started when calls wait for them. A grader without isolation gets another worker only if a call has waited for 0.1
-    seconds, because each worker has caches of its own.
+    Workers are started while calls wait: the first ones at once, further ones after 0.1 seconds, because each process of a grader
+    has caches of its own.
 
     Args:
         size: maximum number of workers; None: number of cores that this process may use.
         start, payload: first message to each worker, and the payload of this message; see :class:`~rl_accel.reward.worker.Start`.
         readable: files and folders that bubblewrap shows read-only, in addition to the interpreter and the system's programs.
-        computing: maximum number of workers for a grader without isolation that computes. More workers, up to ``size``, are started
-            only while all workers mostly wait for something other than a processor. None: ``size``.
+        computing: maximum number of workers for a grader without isolation while not all of them mostly wait for something other
+            than a processor. None: ``size``.
 
     Attributes:
         deaths: number of workers that died, or that were killed because they did not answer.
@@ -331,7 +314,7 @@ class WorkerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting = 0
         self._early_seconds: dict[str, deque[float]] = {}
-        self._growth: asyncio.TimerHandle | None = None
+        self._growth: asyncio.Task[None] | None = None
         self._closed = False
         self._warned = False
 
@@ -386,8 +369,6 @@ class WorkerPool:
         def prove() -> None:
             proven.add(kind)
             seconds_of_others.append(longest[kind])
-            for running in self._workers:
-                running.refresh_limits()
 
         def extra() -> float:
             return _EARLY_FACTOR * statistics.median(seconds_of_others) if seconds_of_others else math.inf
@@ -408,8 +389,8 @@ class WorkerPool:
             await self._template.kill()
         self._template = None
         self._idle.clear()
-        while waiter := self._next_waiting():
-            waiter.set_exception(SandboxError("the sandbox is closed"))
+        while self._waiting:
+            self._waiting.popleft().set_exception(SandboxError("the sandbox is closed"))
 
     def abandon(self) -> None:
         """Shuts down the sockets of all workers, so that they end by themselves. For a pool whose event loop is closed already."""
@@ -438,29 +419,26 @@ class WorkerPool:
             await self._end(worker)
         waiter: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
-        self._grow_soon()
+        if self._growth is None or self._growth.done():
+            self._growth = self._do(self._grow())
         try:
-            return await waiter
+            await asyncio.wait([waiter])
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and not waiter.exception():
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            elif not waiter.exception():
                 self._free(waiter.result())
             raise
+        return waiter.result()
 
     def _free(self, worker: Worker) -> None:
         """Gives a worker to the call that has waited longest, or keeps it idle. First waits for its new process if it has none."""
         if worker.renews:
             self._do(self._welcome(worker))
-        elif waiter := self._next_waiting():
-            waiter.set_result(worker)
+        elif self._waiting:
+            self._waiting.popleft().set_result(worker)
         else:
             self._idle.append(worker)
-
-    def _next_waiting(self) -> "asyncio.Future[Worker] | None":
-        """Removes the call that has waited longest for a worker, and returns its future; None if no call waits."""
-        while self._waiting:
-            if not (waiter := self._waiting.popleft()).done():
-                return waiter
-        return None
 
     def _handle_failed_start(self, error: SandboxError) -> None:
         """Stops the growth of a grader that has other workers, or raises ``error`` in the call that has waited longest."""
@@ -468,32 +446,25 @@ class WorkerPool:
             self.size = len(self._workers)
             message = "rl-accel: the number of grader processes stays at %d, because another cannot start: %s"
             logger.warning(message, self.size, error)
-        elif waiter := self._next_waiting():
-            waiter.set_exception(error)
+        elif self._waiting:
+            self._waiting.popleft().set_exception(error)
 
-    def _grow_soon(self) -> None:
-        """Starts workers for the waiting calls: at once, or after :data:`_WAIT_SECONDS` if a trusted grader has a worker."""
-        if self._starting + len(self._workers) == 0 or self._start.isolation:
-            self._grow()
-        elif self._growth is None:
-            self._growth = asyncio.get_running_loop().call_later(_WAIT_SECONDS, self._grow)
-
-    def _grow(self) -> None:
-        self._growth = None
-        waiting = sum(not waiter.done() for waiter in self._waiting) - self._starting
-        count = len(self._workers) + self._starting
-        room = most = self.size - count
-        if not self._start.isolation:
-            if not (self._template and self._workers):
-                # the first worker may become the template; most graders need no second
-                room = min(room, 1 - self._starting)
-            if self._workers and not all(worker.waits for worker in self._workers):
-                room = min(room, self._computing - count)
-        for _ in range(min(waiting, room)):
-            self._starting += 1
-            self._do(self._add())
-        if room < min(waiting, most) and self._workers:
-            self._grow_soon()
+    async def _grow(self) -> None:
+        """Starts workers while calls wait: the first ones at once, further ones only after :data:`_WAIT_SECONDS`."""
+        while self._waiting and not self._closed:
+            if self._workers or self._starting:
+                await asyncio.sleep(_WAIT_SECONDS)
+            count = len(self._workers) + self._starting
+            room = self.size - count
+            if not self._start.isolation:
+                if not (self._template and self._workers):
+                    # the first worker may become the template; most graders need no second
+                    room = min(room, 1 - self._starting)
+                if self._workers and not all(worker.waits for worker in self._workers):
+                    room = min(room, self._computing - count)
+            for _ in range(min(len(self._waiting) - self._starting, room)):
+                self._starting += 1
+                self._do(self._add())
 
     async def _add(self) -> None:
         """Starts a worker: a fork of the template if there is one, else a new process."""
@@ -515,8 +486,6 @@ class WorkerPool:
             self._handle_failed_start(SandboxError(f"a worker cannot be started: {error!r}"))
         finally:
             self._starting -= 1
-            if self._waiting and not self._closed:
-                self._grow_soon()
 
     async def _welcome(self, worker: Worker) -> None:
         """Waits until a worker is ready, then adds it to the pool, or keeps it as the template, which takes no calls."""
@@ -549,5 +518,3 @@ class WorkerPool:
         finally:
             self._workers.discard(worker)
             self._unready.discard(worker)
-            if self._waiting and not self._closed:
-                self._grow_soon()

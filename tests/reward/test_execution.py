@@ -9,20 +9,10 @@ import time
 import psutil
 import pytest
 
-from rl_accel.reward.execution import Limits, LimitUpdates, gather_until, run_within
+from rl_accel.reward.execution import Limits, gather_until, run_within
 from rl_accel.reward.grader_threads import GraderThreads, threads_of_execution
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def test_a_subscriber_gets_the_latest_limits_and_none_twice():
-    updates, told = LimitUpdates(), []
-    updates.publish(5.0, 4.0)
-    with updates.subscribed(lambda wall, cpu: told.append((wall, cpu))):
-        updates.publish(5.0, 4.0)
-        updates.publish(3.0, 4.0)
-    updates.publish(1.0, 1.0)
-    assert told == [(5.0, 4.0), (3.0, 4.0)]
 
 
 async def answer(seconds, error=None, ended=None):
@@ -53,12 +43,15 @@ async def test_an_awaited_grader_is_held_to_its_limit(seconds, error, verdict, r
 
 
 async def test_a_limit_may_change_while_a_grader_is_awaited():
-    updates, longer = LimitUpdates(), LimitUpdates()
-    grading = asyncio.create_task(run_within(answer(60), Limits(wall=50.0, updates=updates), "a"))
-    other = asyncio.create_task(run_within(answer(0.6), Limits(wall=0.3, updates=longer), "a"))
+    walls = {"shorter": 50.0, "longer": 0.3}
+
+    def limits(name):
+        return Limits(wall=walls[name], latest=lambda: (walls[name], 1.0), check_seconds=0.02)
+
+    grading = asyncio.create_task(run_within(answer(60), limits("shorter"), "a"))
+    other = asyncio.create_task(run_within(answer(0.6), limits("longer"), "a"))
     await asyncio.sleep(0)  # both have begun
-    updates.publish(0.2, 1.0)
-    longer.publish(30.0, 1.0)
+    walls.update(shorter=0.2, longer=30.0)
     short, long = await grading, await other
     assert (short.verdict, long.verdict, long.value) == ("timeout", "done", 0.6)
     assert 0.15 < short.wall < 2

@@ -1,7 +1,6 @@
 """Tests the limits of executions, also while they run, and what is learned. Most executions here only report durations."""
 
 import asyncio
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
-from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates, run_within
+from rl_accel.reward.execution import ExecutionResult, Limits, run_within
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
 from rl_accel.reward.sandbox import Case, Sandbox
 
@@ -178,17 +177,22 @@ CASE = Case("stdin", "", "42")
 @pytest.mark.parametrize("published", [(0.6, 0.9), (0.01,)], ids=["it may rise again", "it has passed already"])
 @pytest.mark.parametrize("code", HANGS)
 async def test_the_sandbox_stops_at_the_last_limit_and_its_worker_goes_on(code, published, processes, closed_later):
-    sandbox, updates = closed_later(Sandbox(1, "process")), LimitUpdates()
-    running = asyncio.create_task(sandbox.run(code, CASE, Limits(wall=30.0, cpu=30.0, updates=updates)))
+    sandbox, walls = closed_later(Sandbox(1, "process")), [30.0]
+
+    def limits():
+        return Limits(
+            wall=30.0, cpu=30.0, latest=lambda: (walls.pop(0) if walls[1:] else walls[0], 20.0), check_seconds=0.02
+        )
+
+    running = asyncio.create_task(sandbox.run(code, CASE, limits()))
     (worker,) = await processes.executing()
-    for wall in published:
-        updates.publish(wall, 20.0)
+    walls += published
     stopped = await running
     assert (stopped.verdict, stopped.reason) == ("timeout", "wall limit")
     assert published[-1] <= stopped.wall - stopped.waited < 5.0
-    updates.publish(0.9, 20.0)
+    walls[:] = [0.9]
     for _ in range(3):
-        assert (await sandbox.run(RIGHT, CASE, Limits(updates=updates))).verdict == "passed"
+        assert (await sandbox.run(RIGHT, CASE, limits())).verdict == "passed"
     assert [worker] == processes.workers()
 
 
@@ -207,19 +211,13 @@ class Executions:
 
     def _taking(self, name, seconds, verdict="passed"):
         async def run(limits):
-            loop, changed = asyncio.get_running_loop(), asyncio.Event()
+            loop = asyncio.get_running_loop()
             began, given = loop.time(), self.given.setdefault(name, [limits.wall])
-
-            def tell(wall, cpu):
-                given.append(wall)
-                changed.set()
-
-            with limits.updates.subscribed(tell):
-                self.began.set()
-                while (left := began + min(seconds, given[-1]) - loop.time()) > 0:
-                    changed.clear()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(changed.wait(), left)
+            self.began.set()
+            while (left := began + min(seconds, given[-1]) - loop.time()) > 0:
+                await asyncio.sleep(min(left, limits.check_seconds))
+                if left > limits.check_seconds and (wall := limits.times()[0]) != given[-1]:
+                    given.append(wall)
             return ExecutionResult(verdict if seconds <= given[-1] else "timeout", wall=min(seconds, given[-1]))
 
         return run

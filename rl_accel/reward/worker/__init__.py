@@ -31,7 +31,7 @@ SIZES = struct.Struct("!QQ")
 class Start:
     """First message from the trainer process to a worker: settings of the worker.
 
-    Its payload is empty, or a pickled pair: the keyword arguments of the function that returns the grader (None if ``target`` is
+    Its payload for a grader is a pickled pair: the keyword arguments of the function that returns the grader (None if ``target`` is
     the grader itself), and the keyword arguments of the grader that are the same in all calls.
 
     The reply of the worker has two keys, and ``forks`` if the worker is a template. ``problem`` is the reason why it cannot serve,

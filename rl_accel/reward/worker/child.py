@@ -116,7 +116,7 @@ def find_grader(start: Start, payload: bytes) -> Grader:
         function: Any = _load(module) if os.path.isabs(module) else importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
-    arguments, constants = pickle.loads(payload) if payload else (None, {})
+    arguments, constants = pickle.loads(payload)
     if arguments is not None:
         function = function(**arguments)
     if not callable(function):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
@@ -87,11 +88,9 @@ def let_interpreter_be_read() -> str:
     for path in sorted({os.path.realpath(root) for root in roots if os.path.isdir(root)}):
         if path.startswith(interpreter) and os.stat(path).st_mode & 0o005 != 0o005:
             return f"untrusted code runs as another user, who cannot read {path}: `chmod -R o+rX {path}` lets it"
-        folder = "/"
-        for part in path.strip("/").split("/"):
-            folder = os.path.join(folder, part)
-            if not os.stat(folder).st_mode & 0o001:
-                closed.setdefault(folder, []).append(path)
+        for part in (*reversed(Path(path).parents), Path(path)):
+            if not part.stat().st_mode & 0o001:
+                closed.setdefault(str(part), []).append(path)
                 break
     try:
         if closed:

@@ -1,6 +1,4 @@
-"""Long-lived processes for a trusted grader. One process serves call after call.
-
-A keeper supervises the grader process, and replaces it after a limit has stopped it.
+"""Long-lived processes for a trusted grader. One process serves call after call. A keeper supervises and replaces it.
 
 The first process that imports a grader becomes the grader's template if forking this process is safe. All keepers are then forks of
 the template, and grader processes are forks of their keeper, so that the import costs time and memory once. If the import leaves
@@ -95,10 +93,7 @@ class Keeper:
         return decode(report.data)[0]
 
     def _call(self, request: WorkerRequest, payload: bytes, process: socket.socket, child: int) -> bool:
-        """Sends a request to the grader process (socket ``process``, pid ``child``), and the result to the trainer process.
-
-        Returns False if the grader process was stopped or died, else True.
-        """
+        """Has the grader process (socket ``process``, pid ``child``) answer a request. Returns whether that process still lives."""
         report = Sink(process.fileno())
         # no limit on CPU seconds: a grader may compute on all cores
         watch = Watch({"wall": request.limits["wall"]}, self.channel, (), report)

@@ -102,9 +102,7 @@ class Watch:
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
         """Waits until the execution ends, answers or exceeds a limit. Then kills its processes, unless a grader has answered.
 
-        ``child`` is the pid of the first process of the execution.
-
-        Returns:
+        Returns, for the execution whose first process has the pid ``child``:
             Name of the limit that stopped the execution ("cancelled" if a message did), or "".
             Status of ``child`` from ``os.waitpid``; -1 if the execution was stopped; None if ``child`` has answered.
             Seconds by name: ``wall``, ``cpu`` (of all processes) and ``waited`` (part of ``wall`` without a processor). The last
