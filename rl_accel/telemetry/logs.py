@@ -92,7 +92,7 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
     A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. All other lines are
     skipped. Lines that a terminal has wrapped are joined. If the last line has no line end, its last metric is left out.
 
-    verl's names of metrics have a slash. If any step has such a name, a text without one is part of a printed response and skipped.
+    verl's names of metrics have a slash. If any step has such a name, a line without one is part of a printed response and skipped.
 
     ``workers``, if given, receives Ray's prefix of the process that logged each step. Equal prefixes in a row count once.
     """

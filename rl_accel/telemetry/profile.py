@@ -257,10 +257,11 @@ def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
             for line in path.read_text(encoding="utf-8").split("\n") if path.stem.isdigit() else ():
                 if line.strip():  # texts may hold other characters that end lines
                     row = json.loads(line)
-                    groups[path, row["input"]].append((row["score"], len(row["input"]) + len(row["output"])))
+                    response = row["score"], len(row["input"]) + len(row["output"])
+                    groups[path, row["input"]].append(response)
     sizes = np.array([sum(size for _, size in group) for group in groups.values()])
     is_zero = np.array(
-        [group[1:] and all(score == group[0][0] for score, _ in group) for group in groups.values()], bool
+        [len(group) > 1 and all(score == group[0][0] for score, _ in group) for group in groups.values()], bool
     )
     if not is_zero.any():
         return [], ""

@@ -138,8 +138,10 @@ def completion(responses: Sequence[ResponseTimes]) -> dict[str, float]:
         return {}
     numbers: dict[str, float] = {"responses": len(responses), "tokens": sum(r.tokens or 0 for r in responses)}
     if seconds := [r.completed_at - r.began for r in responses if r.outcome == COMPLETED]:
-        shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
-        numbers |= {f"completion_{name}_seconds": quantile(seconds, share) for name, share in shares.items()}
+        numbers["completion_p50_seconds"] = quantile(seconds, 0.5)
+        numbers["completion_p90_seconds"] = quantile(seconds, 0.9)
+        numbers["completion_p99_seconds"] = quantile(seconds, 0.99)
+        numbers["completion_longest_seconds"] = max(seconds)
     return numbers
 
 
