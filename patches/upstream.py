@@ -133,14 +133,12 @@ def require_version(supports: str, target: str) -> None:
     """
     if not supports:
         return
-    wanted = Requirement(supports)
-    version = version_of(_package(target))
+    wanted, package = Requirement(supports), _package(target)
+    version = version_of(package)
     try:
         fits = wanted.specifier.contains(version or "none", prereleases=True)
     except InvalidVersion as error:
-        raise PatchRefused(
-            f"supports {supports}, but the version of {_package(target)} is unknown ({error})"
-        ) from error
+        raise PatchRefused(f"supports {supports}, but the version of {package} is unknown ({error})") from error
     if not fits:
         raise NotInThisVersion(f"supports {supports}, running {version}")
 
