@@ -98,7 +98,7 @@ class Patch(Switch):
         try:
             locations = [find_location(where) for where in (self.target, *self.bindings)]
             original = unpack(locations[0].read())
-            upstream.require_version(self.supports)
+            upstream.require_version(self.supports, self.target)
             upstream.require_own(original, self.target)
             upstream.require_params(original, self.params, self.target)
             upstream.require_names(original, self.uses, self.target)

@@ -124,8 +124,8 @@ def require_names(function: Callable[..., Any], names: tuple[str, ...], target: 
         raise PatchRefused(f"{target} no longer uses {' and '.join(missing)}")
 
 
-def require_version(supports: str) -> None:
-    """Checks that the installed package has a version allowed by the PEP 508 requirement ``supports``. "" allows any version.
+def require_version(supports: str, target: str) -> None:
+    """Checks that the package of ``target`` has a version allowed by the PEP 508 requirement ``supports``. "" allows any version.
 
     Raises:
         NotInThisVersion: the version is outside ``supports``.
@@ -133,12 +133,12 @@ def require_version(supports: str) -> None:
     """
     if not supports:
         return
-    wanted = Requirement(supports)
-    version = version_of(wanted.name)
+    wanted, package = Requirement(supports), _package(target)
+    version = version_of(package)
     try:
         fits = wanted.specifier.contains(version or "none", prereleases=True)
     except InvalidVersion as error:
-        raise PatchRefused(f"supports {supports}, but the version of {wanted.name} is unknown ({error})") from error
+        raise PatchRefused(f"supports {supports}, but the version of {package} is unknown ({error})") from error
     if not fits:
         raise NotInThisVersion(f"supports {supports}, running {version}")
 

@@ -168,7 +168,7 @@ def _take_in(config: Any, trainer: Any = None, in_driver: bool = False) -> None:
     if not OmegaConf.is_dict(config):  # a user's own trainer may take another type
         for feature in FEATURES:
             if RUNTIME.flags().requested(feature) == "by name" and (feature.verl or feature.name in TRAINERS):
-                refuse(f"{SECTION}.{feature.name}", "the configuration's type", "DictConfig", type(config).__name__)
+                refuse(f"{SECTION}.{feature.name}", "type of the configuration", "DictConfig", type(config).__name__)
         return
     _is_read = True
     if in_driver:
