@@ -40,17 +40,21 @@ from rl_accel.rollout.balance import key_of
 SETTINGS = "rl_accel_drafts"
 """Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration."""
 FLOOR = 0.2
-"""Minimum estimated probability that all tokens of a draft are accepted. A draft ends before the probability falls lower."""
+"""Minimum estimated probability that all tokens of a draft are accepted. A draft ends before a token with which the probability
+would be lower. Chosen by hand."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
-"""Initial acceptance rates of draft tokens: 0.5 for matches of up to 4 tokens, 0.6 for up to 8 tokens, and so on."""
+"""Acceptance rates of draft tokens before any was measured: 0.5 for matches of up to 4 tokens, 0.6 for up to 8 tokens, and so on.
+Chosen by hand: a longer match is more likely to go on."""
 PRIOR = 4.0
-"""Weight of the acceptance rate over all prompts in the estimate for one prompt, as a number of predicted tokens of this prompt."""
+"""Weight of the acceptance rate over all prompts in the estimate for one prompt: it counts as much as this number of predicted
+tokens of the prompt. Chosen by hand."""
 REMEMBERED = 4096
-"""Maximum number of requests that are remembered after they have left the batch, for ``take_finished`` and in case they return."""
+"""Maximum number of requests that are remembered after they have left the batch, for ``take_finished`` and in case they return.
+Chosen by hand."""
 TAIL, RATES, HEAD, TAKEN, FOUND, MATCHED, SOURCE, PROPOSED = range(NUMBER + 1, NUMBER + 9)
 """Columns 6 to 13 of ``_Batch.requests``. Columns 0 to 5: see ``LAST`` in ``index.py``.
 
-TAIL: hash of the last tokens, see ``_tail_of``.
+TAIL: hash of the request's last tokens, see ``_tail_of``.
 RATES: row of ``_Rates.own`` with the acceptance rates of the request's prompt.
 HEAD: number of prompt tokens.
 TAKEN: 1 if ``take_finished`` has returned the response, else 0.
@@ -65,7 +69,7 @@ class _Prompt:
     """A prompt in the index.
 
     Attributes:
-        sequence: place of the prompt in the index, int64[6], columns: see ``LAST`` in ``index.py``.
+        sequence: the prompt as a sequence of the index, int64[6], columns: see ``LAST`` in ``index.py``.
         rates_row: row of ``_Rates.own`` with the acceptance rates of this prompt.
         versions: versions of the weights that generated responses to the prompt, the latest version last.
     """
@@ -91,11 +95,11 @@ class _Batch(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """Numbers of hits and of tries. Hits / tries estimates the acceptance rate: the probability that a predicted token is accepted.
+    """Statistics of predicted tokens, from which the probability that the next predicted token is accepted is estimated.
 
     A try is a predicted token that was compared with a sampled token. It counts as the token's share of the votes (see
-    ``predict``). A hit is a try with equal tokens, and counts as 1. Older hits and tries count less. Source 0: predictions from the
-    same prompt and its responses. Source 1: predictions from other prompts.
+    ``predict``). A hit is a try with equal tokens, and counts as 1. Hits / tries is the acceptance rate. Older hits and tries count
+    less. Source 0: predictions from the same prompt and its responses. Source 1: predictions from other prompts.
     """
 
     own: Any  # float64[P, 2, 2]: prompt, source, (hits, tries)
@@ -103,8 +107,10 @@ class _Rates(NamedTuple):
 
 
 class _Counts(NamedTuple):
+    """Counters since the last call of ``take_counts``."""
+
     by_source: Any  # int64[len(SOURCES), 2]: drafted and accepted tokens
-    by_length: Any  # int64[32, 2]: tokens, and request steps, by bit length of the response's length
+    by_length: Any  # int64[32, 2]: sampled tokens, row steps (see take_counts), by bit length of the response's length
 
 
 class Drafter:
@@ -119,7 +125,7 @@ class Drafter:
     Args:
         vllm_config: vLLM's configuration. ``additional_config["rl_accel_drafts"]`` has fields of
             :class:`~rl_accel.features.DraftsFlags`.
-        clock: function that returns the time in seconds.
+        clock: function that returns the time in seconds, by which steps with and without drafts are compared.
 
     Raises:
         TypeError: a setting is unknown.
@@ -160,7 +166,7 @@ class Drafter:
         self._counts = _Counts(np.zeros((len(SOURCES), 2), np.int64), np.zeros((32, 2), np.int64))
 
     def load_model(self, *_: Any) -> None:
-        """Does nothing. vLLM calls this method, but the drafter has no model to load."""
+        """Does nothing: vLLM calls this method of every drafter, and this one has no model to load."""
 
     def propose(
         self,
@@ -169,7 +175,7 @@ class Drafter:
         token_ids_cpu: NDArray[np.int32],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Adds the tokens of the last decoding step to the index. Returns a draft, possibly empty, for each row (request).
+        """Adds the tokens of the last decoding step to the index. Returns a draft, possibly empty, for each row (running request).
 
         Args:
             sampled_token_ids: tokens accepted or sampled in the last step, for each row; empty for an incomplete prefill.
@@ -189,14 +195,15 @@ class Drafter:
                 found = f"{token_ids_cpu.dtype}{list(token_ids_cpu.shape)}"
                 raise ValueError(f"token_ids_cpu must be int32[rows, max_model_len], found {found}")
             self._batch, self._running = _Batch.empty(len(token_ids_cpu), self._longest), 0
-        requests = self._batch.requests[:running]
         new = np.array([len(tokens) for tokens in sampled_token_ids])
         ends = num_tokens_no_spec[:running].astype(np.int64)
-        others = np.flatnonzero(_differ(requests, token_ids_cpu, new, ends)).tolist()
-        went_on = not others and running == self._running and np.array_equal(requests[:, LENGTH], ends - new)
-        if others or running < self._running:
-            self._follow(others, new, ends, token_ids_cpu)
-        verified = _advance(self._pool, self._batch, self._rates, self._counts, token_ids_cpu, new, ends)
+        step = self._pool, self._batch, self._rates, self._counts, token_ids_cpu, new, ends
+        others, went_on, verified = _advance(*step)
+        if len(others) or running < self._running:
+            self._follow(others.tolist(), new, ends, token_ids_cpu)
+            went_on = False
+        if len(others):
+            *_, verified = _advance(*step)
         self._steps += 1
         if self._called is not None and went_on:
             self._stopped += self._costs.add(running, verified, now - self._called, int(new.sum()))
@@ -204,9 +211,11 @@ class Drafter:
         if running > self.settings.batch_limit or not self._costs.allows(running):
             return drafts
         if self._costs.pays(running, _choose(self._pool, self._batch, self._rates, token_ids_cpu, running)):
-            counts = requests[:, PROPOSED].tolist()
-            return [tokens[:count].tolist() for tokens, count in zip(self._batch.tokens, counts, strict=False)]
-        requests[:, PROPOSED] = 0
+            for row, count in enumerate(self._batch.requests[:running, PROPOSED].tolist()):
+                if count:
+                    drafts[row] = self._batch.tokens[row, :count].tolist()
+        else:
+            self._batch.requests[:, PROPOSED] = 0
         return drafts
 
     def take_counts(self) -> Counter[str]:
@@ -231,16 +240,16 @@ class Drafter:
         return counter
 
     def new_weights(self) -> None:
-        """Tells the drafter that the engine has new weights. All running requests leave the drafter's batch.
+        """Tells the drafter that the engine has new weights. Responses then count as generated with these weights.
 
-        If vLLM continues a request, :meth:`propose` recognises the request by its tokens.
+        All running requests leave the drafter's batch. If vLLM continues a request, :meth:`propose` recognises it by its tokens.
         """
         self._leave(range(self._running))
         self._running, self._called = 0, None
         self._version += 1
 
     def take_finished(self) -> list[bytes]:
-        """Returns the responses that ended since the last call, one item per response, as input of :meth:`absorb`.
+        """Returns the responses that ended since the last call, one item per response, as input of :meth:`absorb` elsewhere.
 
         A preempted or aborted request that has not continued counts as ended, with its tokens so far.
         """
@@ -253,7 +262,7 @@ class Drafter:
         return finished
 
     def absorb(self, responses: Iterable[bytes]) -> None:
-        """Adds responses to the index: results of :meth:`take_finished` of another replica or an earlier run."""
+        """Adds responses to the index that :meth:`take_finished` returned in another replica or an earlier run."""
         for response in responses if not self._idle else ():
             numbers = np.array(np.frombuffer(response, np.int32))  # a copy: kernels are compiled for writable arrays
             (version, length), tokens = numbers[:2].tolist(), numbers[2:]
@@ -298,7 +307,7 @@ class Drafter:
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
         """Returns a new row of ``_Batch.requests``, int64[14], for a request with the prompt ``tokens[:length]``.
 
-        Adds the prompt to the index if missing. ``version``: version of the weights that generate the response.
+        Adds the prompt to the index if it is not there. ``version``: version of the weights that generate the response.
         """
         key = key_of(tokens[:length])
         prompt = self._prompts.get(key)
@@ -316,29 +325,13 @@ class Drafter:
         # in the first epochs of a prompt no response is too old, so that responses to other prompts are used
         oldest = prompt.versions[0] if len(prompt.versions) == prompt.versions.maxlen else 0
         begun = sequence(key, version, oldest, int(prompt.sequence[LAST]), length)
-        return np.array([*begun, 0, prompt.rates_row, length, False, 0, 0, 0, 0])
+        return np.array([*begun, _tail_of(tokens, length), prompt.rates_row, length, False, 0, 0, 0, 0])
 
 
 @compiled
 def _tail_of(tokens: Any, end: int) -> Any:
-    """Returns a hash of the last CONTEXT tokens of ``tokens[:end]``, by which a request is recognised."""
+    """Returns a hash of the last CONTEXT tokens of ``tokens[:end]``. The drafter recognises a request by it and the length."""
     return hash_of(tokens, max(0, end - CONTEXT), end, 0)
-
-
-@compiled
-def _differ(requests: Any, matrix: Any, new: Any, ends: Any) -> Any:
-    """Returns an array bool[R]: whether each row has another request in vLLM than in ``requests``.
-
-    ``matrix``, ``ends``: vLLM's tokens of each row and their number. ``new``: number of tokens from the last step, for each row.
-    """
-    others = np.ones(len(new), np.bool_)
-    for row in range(len(new)):
-        length = requests[row, LENGTH]
-        # the known length is below the length before the step if vLLM did not call ``propose`` after some steps; 0.29.0 does not
-        # call it while a request is within num_speculative_tokens of max_model_len
-        if new[row] > 0 and 0 <= length <= ends[row] - new[row]:
-            others[row] = requests[row, TAIL] != _tail_of(matrix[row], length)
-    return others
 
 
 @compiled
@@ -355,12 +348,28 @@ def _rates_of(rates: _Rates, request: Any) -> tuple[Any, Any]:
 
 
 @compiled
-def _advance(pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: Any, new: Any, ends: Any) -> bool:
+def _advance(
+    pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: Any, new: Any, ends: Any
+) -> tuple[Any, bool, bool]:
     """Compares the predicted tokens with the new tokens, updates the acceptance rates, and adds the new tokens to the index.
 
-    Returns True if at least one draft was verified in the last step.
+    Returns:
+        Rows that have another request in ``batch`` than in vLLM. If there are any, nothing else was done.
+        True if the drafter knew all tokens before the last step, because each row was in all steps.
+        True if at least one draft was verified in the last step.
     """
-    verified, rows = False, len(new)
+    others, went_on, verified, rows = np.zeros(len(new), np.bool_), True, False, len(new)
+    for row in range(rows):
+        length, begin = batch.requests[row, LENGTH], ends[row] - new[row]
+        went_on = went_on and new[row] > 0 and length == begin
+        # the known length is below ``begin`` if vLLM did not call ``propose`` after some steps; 0.29.0 does not call it while
+        # a request is within num_speculative_tokens of max_model_len
+        if new[row] > 0 and 0 <= length <= begin:
+            others[row] = batch.requests[row, TAIL] != _tail_of(matrix[row], length)
+        else:
+            others[row] = new[row] > 0 or length >= 0
+    if others.any():
+        return np.flatnonzero(others), False, False
     for row in range(rows):
         request, end = batch.requests[row], ends[row]
         length, found = request[LENGTH], request[FOUND]
@@ -388,7 +397,7 @@ def _advance(pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: 
         counts.by_length[bits, 1] += 1
         request[TAIL] = _tail_of(matrix[row], end)
     extend(pool, batch.requests[:rows], matrix, ends)
-    return verified
+    return np.flatnonzero(others), went_on, verified
 
 
 @compiled
@@ -418,57 +427,56 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
 class _CostModel:
     """Decides whether drafting saves time. Compares the seconds per token of steps with and without drafts, at similar batch sizes.
 
+    The numbers are chosen by hand, so that comparing costs about 3% of the drafts:
+
     - ``WITHOUT``: one step in WITHOUT steps has no drafts.
     - ``LEAST``, ``TRIED``: numbers of steps without drafts, and with drafts, that a comparison needs.
-    - ``WINDOW``: number of further steps after which a step counts only 1 / e.
+    - ``WINDOW``: a measured step counts only 1 / e after this number of further steps.
     - ``PAUSE``: number of steps without drafts after a comparison in which drafting did not save time.
     """
 
     WITHOUT, LEAST, TRIED, WINDOW, PAUSE = 32, 8, 32, 512, 512
 
     def __init__(self) -> None:
-        # by batch size: float64[2, 3]; row 0: steps without drafts, row 1: with; columns: numbers of steps, seconds, tokens
-        self._sizes: defaultdict[int, NDArray[Any]] = defaultdict(lambda: np.zeros((2, 3)))
+        # by batch size: numbers of steps, seconds and tokens, without drafts and with drafts
+        self._sizes: defaultdict[int, list[list[float]]] = defaultdict(lambda: [[0.0] * 3, [0.0] * 3])
         self._paused: Counter[int] = Counter()
         self._told = False
 
     def allows(self, rows: int) -> bool:
         """Returns whether the next step, with ``rows`` requests, may have drafts.
 
-        Returns False if drafting pauses (each call shortens the pause by one step), or if a step without drafts must be measured.
+        Returns False during a pause, which each call shortens by one step, and if a step without drafts must be measured.
         """
         size = _about(rows)
         if self._paused[size] > 0:
             self._paused[size] -= 1
             return False
-        without, verified = self._sizes[size][:, 0].tolist()
-        return bool(without >= self.LEAST and without * self.WITHOUT >= verified)
+        (without, *_), (verified, *_) = self._sizes[size]
+        return without >= self.LEAST and without * self.WITHOUT >= verified
 
     def pays(self, rows: int, expected: float) -> bool:
-        """Returns whether a step with drafts should take fewer seconds per token than a step without drafts.
+        """Returns whether the next step is expected to take fewer seconds per token with drafts than without.
 
         Returns True until TRIED steps with drafts were measured. ``rows``: number of requests. ``expected``: expected number of
         accepted draft tokens of all requests.
         """
-        (plain_steps, plain, _), (steps, spent, _) = self._sizes[_about(rows)].tolist()
-        return bool(steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected))
+        (plain_steps, plain, _), (steps, spent, _) = self._sizes[_about(rows)]
+        return steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected)
 
     def add(self, rows: int, verified: bool, seconds: float, tokens: int) -> bool:
         """Adds a measured step of ``rows`` requests. Returns True if a pause begins now, because drafting does not save time.
 
-        Args:
-            verified: whether the step had drafts.
-            seconds: duration of the step in seconds.
-            tokens: number of tokens sampled in the step, over all requests.
+        ``verified``: whether the step had drafts. ``seconds``: its duration. ``tokens``: number of tokens sampled in it.
         """
         size = _about(rows)
         seen = self._sizes[size]
-        steps, spent, _ = seen[int(verified)].tolist()
+        steps, spent, _ = seen[verified]
         if steps >= self.LEAST:
             seconds = min(seconds, 4 * spent / steps)  # a longer time means that the engine was idle
-        seen *= 1 - 1 / self.WINDOW
-        seen[int(verified)] += 1, seconds, tokens
-        (plain_steps, plain, plain_tokens), (steps, spent, gained) = seen.tolist()
+        seen[:] = [[value * (1 - 1 / self.WINDOW) for value in sums] for sums in seen]
+        seen[verified] = [before + more for before, more in zip(seen[verified], (1, seconds, tokens), strict=True)]
+        (plain_steps, plain, plain_tokens), (steps, spent, gained) = seen
         if plain_steps < self.LEAST or steps < self.TRIED or spent / gained <= plain / plain_tokens:
             return False
         if not self._told:
@@ -478,10 +486,11 @@ class _CostModel:
             )
         self._told = True
         self._paused[size] = self.PAUSE
-        seen[1] = 0
+        seen[True] = [0.0] * 3
         return True
 
 
 def _about(rows: int) -> int:
+    """Returns the number of requests ``rows``, rounded down to four binary digits, so that similar batch sizes count as one."""
     shift = max(0, rows.bit_length() - 4)
     return rows >> shift << shift

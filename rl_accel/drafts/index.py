@@ -1,8 +1,8 @@
 """Index of prompts and responses: finds the tokens that followed a given context (the last tokens of a response) in the past.
 
 Tokens are stored in blocks of one pool of fixed size, and a new block replaces the oldest block. The position of a token is a
-number that is never reused, so a position in a dropped block can be recognised. Chains link the positions that followed the same
-GRAM tokens, from the newest to the oldest, as in deflate (RFC 1951). Each position is in two chains. The prompt's chain has only
+number that is never reused, so a position in a dropped block can be recognised. A chain links the positions after the same GRAM
+tokens, from the newest to the oldest, as in deflate (RFC 1951). Each position is in two chains. The prompt's chain has only
 positions in the same prompt and in responses to it. The global chain has positions in all prompts and responses. Hash tables hold
 the newest position of each chain.
 """
@@ -18,13 +18,14 @@ from rl_accel.ops.cpu import compiled
 Ints = NDArray[np.int64]
 
 BLOCK = 32
-"""Number of tokens in a block of the index."""
+"""Number of tokens in a block of the index. A response wastes half a block on average."""
 GRAM = 3
-"""Minimum length of a match in tokens."""
+"""Minimum length of a match in tokens. Shorter contexts are in too many places to say which token comes next."""
 CONTEXT = 32
-"""Maximum length of a match in tokens. Only the last CONTEXT tokens of a context are compared."""
+"""Maximum length of a match in tokens: only the last CONTEXT tokens of a context are compared."""
 CANDIDATES = 16
-"""Maximum number of positions in each hash chain, the newest first, that are compared with a context."""
+"""Maximum number of positions in a chain that are compared with a context, the newest first. Twice as many save 1% of the
+engine steps in a replay (docs/benchmarks/drafts.md)."""
 SOURCES = ("own", "sibling", "earlier", "other")
 """Sources of a match: where the matching tokens were found.
 
@@ -71,10 +72,9 @@ class Pool(NamedTuple):
 
 
 def make_pool(memory_mb: float) -> Pool:
-    """Returns the arrays of an empty index. They take ``memory_mb`` MiB and never grow. New tokens replace the oldest tokens.
+    """Returns the arrays of an empty index. They take ``memory_mb`` MiB and never grow: new tokens replace the oldest tokens.
 
-    Raises:
-        ValueError: ``memory_mb`` is less than 1.
+    Raises ValueError if ``memory_mb`` is less than 1.
     """
     if memory_mb < 1:
         raise ValueError(f"memory_mb must be at least 1, found {memory_mb}")
@@ -83,12 +83,6 @@ def make_pool(memory_mb: float) -> Pool:
     blocks = (budget - 2 * 8 * buckets) // (BLOCK * 3 * 4 + 6 * 8)
     numbers = (np.zeros(shape, np.int64) for shape in ((blocks, 6), (2, buckets), 1))
     return Pool(np.zeros((blocks * BLOCK, 3), np.int32), *numbers)
-
-
-def tokens_of(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
-    """Returns the tokens of a sequence and its prompt, int32[T]; None if some of these tokens were dropped."""
-    tokens = np.zeros(sequence[LENGTH], np.int32)
-    return tokens if _read(pool, sequence[LAST], tokens) else None
 
 
 @compiled
@@ -103,7 +97,7 @@ def hash_of(tokens: Any, begin: int, end: int, start: int) -> Any:
 
 @compiled
 def bucket_of(chain: int, key: int, tokens: Any, end: int, buckets: int) -> Any:
-    """Returns the hash bucket of a chain of positions after the tokens ``tokens[end - GRAM : end]``.
+    """Returns the index in the hash table of the chain of positions after the tokens ``tokens[end - GRAM : end]``.
 
     ``chain``: 0 for the chain of the prompt with the hash ``key``, 1 for the global chain. ``buckets``: number of hash buckets for
     each kind of chain, a power of two.
@@ -274,11 +268,13 @@ def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -
 
 
 @compiled
-def _read(pool: Pool, last: int, tokens: Any) -> bool:
-    position = last if is_live(pool, last) else -1
+def tokens_of(pool: Pool, sequence: Any) -> NDArray[np.int32] | None:
+    """Returns the tokens of a sequence and its prompt, int32[T]; None if some of these tokens were dropped."""
+    tokens = np.zeros(sequence[LENGTH], np.int32)
+    position = sequence[LAST] if is_live(pool, sequence[LAST]) else -1
     for at in range(len(tokens) - 1, -1, -1):
         if position < 0:
-            return False
+            return None
         tokens[at] = _token(pool, position)[0]
         position = _previous(pool, position)
-    return True
+    return tokens
