@@ -23,7 +23,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from rl_accel.errors import first_line
 from rl_accel.integrations.verl.engines import EngineSupport, engine_of, is_death
-from rl_accel.integrations.verl.reward_worker_proxy import Method, cancel, outcome
+from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import LLMServerManager, RolloutReplica, RolloutServer, TokenOutput
@@ -165,9 +165,12 @@ class CancellableServer:
         self._server = server
         self._engine = engine
         self._on_death = on_death
-        self.generate = Method(self._generate)
 
-    async def _generate(self, **request: Any) -> TokenOutput:
+    @property
+    def generate(self) -> "CancellableServer":
+        return self
+
+    async def remote(self, **request: Any) -> TokenOutput:
         """Sends a request to the server and returns the server's ``TokenOutput``.
 
         Raises:
