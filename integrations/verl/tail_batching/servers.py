@@ -23,7 +23,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from rl_accel.errors import first_line
 from rl_accel.integrations.verl.engines import EngineSupport, engine_of, is_death
-from rl_accel.integrations.verl.reward_worker_proxy import Method, cancel, outcome
+from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import LLMServerManager, RolloutReplica, RolloutServer, TokenOutput
@@ -151,9 +151,12 @@ class CancellableServer:
         self, server: RolloutServer, engine: EngineSupport, rate: TokenRate, on_death: Callable[[str], Awaitable[None]]
     ) -> None:
         self._server, self._engine, self._rate, self._on_death = server, engine, rate, on_death
-        self.generate = Method(self._generate)
 
-    async def _generate(self, **request: Any) -> TokenOutput:
+    @property
+    def generate(self) -> "CancellableServer":
+        return self
+
+    async def remote(self, **request: Any) -> TokenOutput:
         """Sends a request to the server and returns its answer.
 
         Raises:
