@@ -1,6 +1,6 @@
 """Command ``rl-accel slime-config``: writes or checks the YAML file for slime's ``--custom-config-path``.
 
-A check may include the launch line, which is the command that starts the job. slime itself does not check the keys of the file.
+slime does not check the keys of this file. A check may include the launch line, which is the command that starts the job.
 """
 
 import argparse
@@ -39,9 +39,9 @@ from rl_accel.runtime import is_installed
 
 SECTION = "rl_accel"
 STOPS = "train.py itself stops"
-"""First words of a message about an error with which slime itself would stop the run."""
+"""Beginning of a message about an error with which slime itself would stop the run. The command then exits with code 1."""
 SLIME_ARGUMENTS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
-"""slime's arguments that each feature sets, by feature name, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
+"""Mapping from feature name to slime's arguments that the feature sets, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
 _ASSUMED_ARGUMENTS = {
     **STOCK,
     "advantage_estimator": "grpo",
@@ -50,14 +50,12 @@ _ASSUMED_ARGUMENTS = {
     **dict.fromkeys(("over_sampling_batch_size", "rollout_batch_size", "buffer_filter_path")),
     "debug_train_only": True,  # without a launch line, engine settings are unknown
 }
-"""Values of slime's arguments with which a YAML file is checked if no launch line is given. Holds only arguments that the check
-reads."""
-
-
-_MISSPELT_ABOVE = 0.92  # flags of Megatron-LM, which slime's parser does not know, have at most 0.86
-"""Similarity (0 to 1) to a flag of slime from which an unknown flag counts as misspelt."""
+"""Values of the arguments that the check reads, for a YAML file that is checked without a launch line."""
+_MISSPELT_ABOVE = 0.92
+"""Similarity (0 to 1) to a flag of slime above which an unknown flag counts as misspelt. Flags of Megatron-LM, which slime's parser
+does not know, have at most 0.86."""
 _FLAG = re.compile("[-\N{EN DASH}\N{EM DASH}]+(?=[A-Za-z])")
-"""Pattern of the dashes before a flag, including the long dashes that a text editor may put in their place."""
+"""Pattern of the dashes before a flag. Text editors may replace them by long dashes."""
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -91,7 +89,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
     Args:
         path: path of the YAML file.
         slime_root: checkout of slime in which the keys are looked up; None: keys are not looked up.
-        line: words of a launch line, checked together with the file (slime must be importable); None: no launch line is checked.
+        line: words of a launch line that is checked together with the file, by slime's own parser; None for no launch line.
 
     Raises:
         ConfigError: the file cannot be read or lacks a value that a feature needs, a flag of rl-accel is wrong, or the launch line
@@ -145,9 +143,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _inits_of_roles(args: Any) -> list[str]:
-    """Returns a message for each role (actor, critic) in ``--megatron-config-path`` whose init function is not rl-accel's.
+    """Returns a message for each role (actor, critic) in the file ``--megatron-config-path`` that names another init function.
 
-    If the file cannot be read, returns a message that says so.
+    Features that rl-accel's init function turns on would stay off there. A file that cannot be read also gives a message.
     """
     ((key, ours),) = SLIME_MEGATRON.items()
     if (path := args.megatron_config_path) is None:
@@ -172,9 +170,9 @@ def _is_file(written: str, path: Path) -> bool:
 
 @contextlib.contextmanager
 def flags_unknown_to_parsers() -> Iterator[Callable[[], list[str]]]:
-    """Context manager that yields a function. The function returns the flags on the command line that slime would ignore.
+    """Context manager that yields a function, which returns the flags on the command line that slime would ignore.
 
-    slime reads the command line with several parsers. It ignores a flag if all parsers in the block have skipped the flag.
+    slime reads the command line with several parsers. A flag is ignored if each parser that ran in the ``with`` block skipped it.
     """
     unread: list[set[str]] = []
     known = argparse.ArgumentParser.parse_known_args
@@ -194,12 +192,12 @@ def flags_unknown_to_parsers() -> Iterator[Callable[[], list[str]]]:
 def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Parses a launch line with slime's own parser. Returns slime's arguments and a list of messages.
 
-    A message names a flag that slime would skip, or an error of slime's own checks. Without Megatron-LM, an unknown flag causes a
-    message only if it resembles a flag of slime. A value that slime's parser refuses ends this process, as in slime.
+    A message names a flag that slime would skip, or an error of slime's own checks. Without Megatron-LM, whose flags are then
+    unknown, only a flag that resembles a flag of slime causes a message. A value that slime's parser refuses ends this process.
 
     Args:
         line: words of the launch line, including ``--custom-config-path``.
-        content: content of the YAML file. Applied here if slime's checks fail.
+        content: content of the YAML file, which slime itself reads before its checks. Used if slime's checks fail.
 
     Raises:
         ConfigError: slime or SGLang cannot be imported.
@@ -241,11 +239,8 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
 def arguments_of(slime_root: Path) -> set[str]:
     """Returns the names of slime's flags as keys of the YAML file, such as ``rollout_batch_size``.
 
-    Reads slime's source files and does not import slime. Includes SGLang's flags, such as ``sglang_tp_size``, if SGLang is
-    installed.
-
-    Raises:
-        ConfigError: ``slime_root`` is not a checkout of slime.
+    Reads slime's source files, because importing slime needs packages that may be absent. If SGLang is installed, its flags, such
+    as ``sglang_tp_size``, are included. Raises ConfigError if ``slime_root`` is no checkout of slime.
     """
     source = require_checkout(slime_root).read_text()
     flags = {flag.replace("-", "_") for flag in re.findall(r'"--([a-z0-9][a-z0-9-]*)"', source)}
@@ -258,7 +253,7 @@ def arguments_of(slime_root: Path) -> set[str]:
 
 
 def require_checkout(slime_root: str | Path) -> Path:
-    """Returns the file in the checkout ``slime_root`` that declares slime's flags. Raises ConfigError if there is no such file."""
+    """Returns the file that declares slime's flags. Raises ConfigError if ``slime_root`` is no checkout of slime."""
     arguments = Path(slime_root, "slime", "utils", "arguments.py")
     if not arguments.is_file():
         raise ConfigError(

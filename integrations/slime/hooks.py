@@ -1,4 +1,4 @@
-"""Functions that slime calls by dotted path, and the flags of rl-accel in slime's arguments."""
+"""Functions that slime calls by their dotted path, and checks of the flags of rl-accel in slime's arguments."""
 
 import logging
 from typing import Any
@@ -16,7 +16,7 @@ logger = logging.getLogger("rl_accel")
 def flags_of(args: Any) -> Flags:
     """Applies the rl-accel flags in slime's ``args.rl_accel`` to this process. Returns all rl-accel flags in force.
 
-    Flags in ``args.rl_accel`` override an earlier :func:`rl_accel.disable`.
+    Flags in ``args.rl_accel`` count even after :func:`rl_accel.disable`: they belong to a later run.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -39,12 +39,10 @@ def require_values(flags: Flags) -> None:
 
 
 def require_file(args: Any, flags: Flags) -> None:
-    """Checks that slime's YAML file has set the arguments that the enabled features need.
+    """Raises ConfigError if slime's YAML file lacks an argument that a feature needs which is enabled by name.
 
-    slime reads these arguments before it calls rl-accel, so rl-accel cannot set them itself.
-
-    Raises:
-        ConfigError: an argument is absent, or a setting of SGLang has another value, for a feature that is enabled by name.
+    A setting of SGLang must also have the right value. slime reads these arguments before it calls rl-accel, so rl-accel cannot set
+    them itself.
     """
     for feature, section, hooks in launch_line.enabled_features(flags):
         engine = hooks.engine(section)
@@ -69,7 +67,9 @@ def idle_notes(args: Any, flags: Flags) -> list[str]:
 
 
 def data_source(args: Any) -> Any:
-    """Turns the enabled features on in slime's rollout process, and returns the data source (slime's ``--data-source-path``).
+    """Turns the enabled features on in slime's rollout process, and returns the run's data source.
+
+    The YAML file names this function as ``--data-source-path``, because slime calls it before any other function of a rollout.
 
     Raises:
         ConfigError: a flag is wrong, or the launch line conflicts with a feature.

@@ -1,11 +1,11 @@
 """Sets slime's arguments to the values that the enabled features of rl-accel need.
 
-The launch line is the command that started the job. If the launch line names a user's function for such an argument, this user's
-function is kept, called by rl-accel's function (with a log line), or refused.
+The launch line is the command that started the job. It may name a function of the user for such an argument. This function is then
+kept, called by rl-accel's function (with a log line), or refused.
 
-This happens in :func:`~rl_accel.integrations.slime.hooks.data_source`, which slime calls before any other function of a rollout.
-slime's arguments then still hold the values of the launch line. The few values that the YAML file has overwritten are read from the
-words of the launch line.
+:func:`~rl_accel.integrations.slime.hooks.data_source` does this, which slime calls before any other function of a rollout. slime's
+arguments then still hold the values of the launch line. The few values that the YAML file has overwritten are read from the words
+of the launch line.
 """
 
 import importlib
@@ -28,12 +28,14 @@ STOCK = {
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
 }
-"""Default values in slime of the arguments that features set, by argument name. Omits arguments whose default is None."""
+"""slime's defaults of the arguments that features set, by argument name, unless the default is None."""
 _QUOTED_FLAG = re.compile(r"--[\w-]+\s")
 """Pattern of the beginning of a word such as ``"--flag value"`` (in quotes): the flag and one white space."""
 _UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
+"""Pattern of a variable that holds several words, such as ``$@`` or ``${ARGS[@]}``."""
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
+"""slime's arguments with the user's log function for rollouts, and for evaluations."""
 
 
 def flags_of_this_job() -> dict[str, str]:
@@ -58,9 +60,9 @@ def flags_of_this_job() -> dict[str, str]:
 
 
 def words_of_flags(words: Sequence[str]) -> Sequence[str]:
-    """Returns the words of a launch line after the script, which is the first word after the last ``--`` that ends in ``.py``.
+    """Returns the words of a launch line that follow the script. Words up to the last ``--`` are left out.
 
-    Without a script, returns all words after the last ``--``.
+    The script is the first word that ends in ``.py``. Without a script, returns all words.
 
     Raises:
         ConfigError: there is no flag, a quoted word holds several words (``"--flag value"``), or a word such as ``${ARGS[@]}`` is
@@ -117,7 +119,7 @@ def restore_init_function(args: Any, flags: Flags, line: Mapping[str, str]) -> l
 
     Returns:
         Log lines: one if the argument was set back, and one for each feature that is enabled by name and does not support the
-        advantage estimator of this run.
+        run's advantage estimator.
     """
     notes, estimator = [], getattr(args, "advantage_estimator", None)
     if path := getattr(args, "custom_advantage_function_path", None):
@@ -154,7 +156,7 @@ def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]
             notes.append(f"{name} stays off with {flag_of(keys[0])}; rl_accel.{name}.enable turns it on")
             continue
         for key, wanted in {**hooks.engine(section), **dict.fromkeys(hooks.unset)}.items():
-            # SGLang's parser takes any beginning of a flag
+            # SGLang's parser accepts abbreviated flags
             named = (value for name, value in line.items() if key.startswith(name) and name.startswith("sglang_"))
             found = getattr(args, key, None) if wanted is None else next(named, wanted)
             if str(found) != str(wanted):

@@ -9,7 +9,7 @@ from rl_accel.integrations.slime.interfaces import LoggingUtils, MetricUtils, Ro
 from rl_accel.integrations.slime.launch_line import LOG_FUNCTIONS, enabled_features, function_at
 
 LOG_INTERFACES = (RolloutMetrics, LoggingUtils, MetricUtils)
-"""Protocols of the parts of slime that call :func:`log` or that :func:`log` uses."""
+"""Protocols of the parts of slime that call :func:`log`, or that :func:`log` calls."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class LoggedRollout:
 def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
     """Adds the metrics of the enabled features to the metrics that slime logs for a rollout.
 
-    slime calls this function through ``--custom-rollout-log-function-path``. Returns whether slime should skip the default log.
+    slime calls this function through ``--custom-rollout-log-function-path``. Returns True if slime should skip its own log, because
+    the user's log function says so.
     """
     extra = rollout_extra_metrics if isinstance(rollout_extra_metrics, dict) else None
     rollout = LoggedRollout(rollout_id, args, samples, extra or {}, rollout_time)
@@ -44,8 +45,7 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
 def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
     """Calls the function ``after_evaluation`` of each enabled feature that has one.
 
-    slime calls this function through ``--custom-eval-rollout-log-function-path``. Returns whether slime should skip the default
-    log.
+    slime calls this function through ``--custom-eval-rollout-log-function-path``. Returns as :func:`log`.
     """
     for *_, hooks in enabled_features(flags_of(args)):
         if hooks.after_evaluation:
@@ -54,7 +54,6 @@ def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) ->
 
 
 def _call_users_function(args: Any, key: str, *arguments: Any) -> bool:
-    """Calls the log function that the user has set by slime's argument ``key``. Returns True if slime should skip its own log."""
     path = getattr(args, "rl_accel_kept", {}).get(key)
     return bool(path and function_at(path)(*arguments))
 

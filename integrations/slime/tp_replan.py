@@ -1,6 +1,6 @@
 """Advice on the tensor-parallel (TP) size of slime's rollout engines, based on the number of preemptions.
 
-The advice is logged for the next launch, because slime starts the engines only once in a run. :func:`check` refuses unsupported
+The advice is for the next launch, because slime starts the engines only once in a run. :func:`check` refuses unsupported
 configurations. :func:`numbers_of` passes the measurements of each rollout to the planner, which decides about the TP size.
 """
 
@@ -34,7 +34,7 @@ _MUST_BE_UNSET = {
 
 
 def check(args: Any, flags: TpReplanFlags) -> None:
-    """Raises ConfigError for configurations that ``tp_replan`` does not support, see :func:`bounds_of`."""
+    """Raises ConfigError if ``tp_replan`` does not support the run, see :func:`bounds_of`. Runs without engines are not checked."""
     if _generates(args):
         bounds_of(args, flags)
 
@@ -74,8 +74,8 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
 
 
 _current_run: list[tuple[Any, _Read, Counters, PlannedRun]] = []
-"""Empty before the first use, then one tuple for the current run: slime's arguments, the function that reads the servers'
-preemption counters, the object that computes differences of counters, and the planner."""
+"""State of the current run, one tuple; empty before the first rollout. The tuple holds slime's arguments, the function that reads
+the servers' preemption counters, the object that computes differences of these counters, and the planner."""
 forget_when_off.append(_current_run.clear)
 
 
@@ -92,7 +92,7 @@ def numbers_of(rollout: LoggedRollout) -> dict[str, float]:
 
     Returns:
         Metrics with the prefix ``rl_accel/tp_replan/``; {} if the run has no engines. ``tp``: current TP size. ``wanted_tp``:
-        advised TP size. ``changes``: number of changes so far. ``preemptions`` (if known): number during this rollout.
+        advised TP size. ``changes``: number of advised changes so far. ``preemptions`` (if known): number during this rollout.
     """
     if not _generates(rollout.args):
         return {}
@@ -114,14 +114,14 @@ def numbers_of(rollout: LoggedRollout) -> dict[str, float]:
 
 
 def set_aside(args: Any) -> None:
-    """Discards the preemptions that were counted during an evaluation. Otherwise they would count for the next rollout."""
+    """Discards the preemptions that were counted during an evaluation, which would otherwise count for the next rollout."""
     if _generates(args):
         read, counters, _ = _watch(args)
         counters.take(read())
 
 
 def _generates(args: Any) -> bool:
-    """Returns whether this run starts rollout engines. Two debug modes of slime start no engines."""
+    """Returns whether this run starts rollout engines, which two debug modes of slime do not."""
     return not (getattr(args, "debug_train_only", False) or getattr(args, "load_debug_rollout_data", None))
 
 
@@ -137,7 +137,7 @@ def _refuse(wanted: str, found: Any, reason: str) -> NoReturn:
 def _reader(args: Any) -> _Read:
     """Returns a function that reads the preemption counter of each rollout server behind slime's router.
 
-    The function returns a mapping from ``"<id> <address>"`` of a server to the counter.
+    The function returns a mapping from ``"<id> <address>"`` of a server to its counter, {} if the router does not answer.
     """
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
 

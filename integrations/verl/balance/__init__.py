@@ -1,8 +1,8 @@
 """Balanced rollouts on verl: ``+rl_accel.balance.enable=True`` with a trainer of mode ``sync``, or with tail batching.
 
-A response waits until a rollout replica has a free slot, and may migrate to another replica later. :func:`wire` selects module
-``router`` in verl's ``router_config_path`` and adds :class:`BalancingWorker` to verl's agent-loop workers. The router actor carries
-out the instructions of :class:`~rl_accel.rollout.balance.Balance`. Module ``client`` replaces the router in verl's client.
+A response waits until a rollout replica has a free slot, and may migrate to another replica later. :func:`wire` selects the actor
+of module ``router`` in verl's ``router_config_path``, and adds :class:`BalancingWorker` to verl's agent-loop workers. The actor
+carries out the instructions of :class:`~rl_accel.rollout.balance.Balance`. In the workers, module ``client`` talks to the actor.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ logger = logging.getLogger("rl_accel")
 
 ROUTER = Path(__file__).with_name("router.yaml")
 LENGTHS = "balance.json"
-"""Name of the file with response lengths in a checkpoint folder, from which a resumed run learns expected lengths."""
+"""Name of the file in a checkpoint folder with response lengths, from which a resumed run predicts lengths."""
 WORKER_PART = f"{__name__}.BalancingWorker"
 _FLAG = "rl_accel.balance"
 _refuse = functools.partial(refuse, _FLAG)
@@ -39,8 +39,7 @@ _refuse = functools.partial(refuse, _FLAG)
 def wire(run: VerlRun, flags: BalanceFlags) -> None:
     """Sets rl-accel's router and its mixin for agent-loop workers in the configuration of ``run``. Idempotent.
 
-    Raises:
-        ConfigError: a setting conflicts with balanced rollouts.
+    Raises ConfigError if a setting conflicts with balanced rollouts.
     """
     if run.get(ROUTER_KEY, "") not in ("", str(ROUTER)):
         _refuse(ROUTER_KEY, None, run.get(ROUTER_KEY), "there is one router")
@@ -67,7 +66,7 @@ class BalancingWorker(agent_loop.WorkerPart):
         client._load_balancer = Servers(client._load_balancer, self.config, handle)
 
     async def stay_alive(self) -> None:
-        """Runs until this worker dies. The router awaits this call and so notices the death."""
+        """Never returns. The router awaits this call, which fails when this worker dies."""
         await asyncio.Event().wait()
 
     @classmethod

@@ -18,23 +18,24 @@ MOVABLE = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"),
     *("ignore_eos", "stop_token_ids"),
 }
-"""Names of the sampling parameters with which a response may migrate. The next server gets the tokens so far as a part of the
-prompt, and any other parameter could have another effect there. ``seed`` is also allowed if ``EngineSupport.seeds_by_position`` is
+"""Names of the sampling parameters with which a response may migrate. Any other parameter could have another effect on the next
+server, which gets the tokens so far as a part of the prompt. ``seed`` is also allowed if ``EngineSupport.seeds_by_position`` is
 True."""
-CONVERSATIONS = 100_000  # maximum number of conversations whose last replica is remembered
+CONVERSATIONS = 100_000
+"""Maximum number of conversations whose last replica is remembered, where the next turn finds its cache. Chosen by hand."""
 
 
 class ServerId(str):
-    """Name of a rollout server, with the ``request`` that has a slot on this server.
+    """Name of a rollout server, with the ``request`` that got a slot on this server.
 
-    verl's client passes this name to ``release_server`` when the request has ended.
+    verl's client passes this name to ``release_server`` when the request has ended, and no other identity of the request.
     """
 
     request: "BalancedServer"
 
 
 class Servers:
-    """Replacement for the load balancer in verl's client. Asks the router actor for a slot before each request.
+    """Replacement for the load balancer in verl's client. Waits for a slot from the router actor before each request.
 
     Args:
         router: handle of a :class:`~rl_accel.integrations.verl.balance.router.BalancedRouter`.
@@ -95,7 +96,7 @@ class BalancedServer:
         return await self._server.__ray_call__.remote(function, self.ticket)
 
     async def _generate(self, **request: Any) -> TokenOutput:
-        """Generates the response, on several servers if the request migrates. Returns the ``TokenOutput`` of the whole response."""
+        """Generates the response, on several servers if it migrates or a server dies. Returns the whole response."""
         whole, router = None, self._servers.router
         prompt, sampling = list(request["prompt_ids"]), request["sampling_params"]
         limit_key = "max_new_tokens" if "max_new_tokens" in sampling else "max_tokens"

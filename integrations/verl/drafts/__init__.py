@@ -1,9 +1,8 @@
 """Drafts (speculative decoding from other responses) on verl with vLLM: ``+rl_accel.drafts.enable=True``.
 
-:func:`wire` selects :class:`~rl_accel.drafts.drafter.Drafter` in vLLM through verl's ``engine_kwargs``. :func:`wire` also
-selects a router through verl's ``router_config_path``, which sends the responses of a prompt to the same replica. In the
-trainer process, :class:`Exchange` sends every replica the finished responses of the other replicas, and turns the drafters' counts
-into metrics.
+:func:`wire` selects :class:`~rl_accel.drafts.drafter.Drafter` in vLLM through verl's ``engine_kwargs``, and a router through verl's
+``router_config_path``. The router sends the responses of a prompt to the same replica. In the trainer process, :class:`Exchange`
+sends every replica the finished responses of the other replicas, and turns the drafters' counts into metrics.
 """
 
 import functools
@@ -33,22 +32,22 @@ from rl_accel.telemetry import metrics
 
 logger = logging.getLogger("rl_accel")
 
-# vLLM's drafter interface is unstable, and 0.30.0 fails with any speculative decoding on a CPU.
 TRIED = ("0.24.0", "0.29.0")
-"""Tested versions of vLLM, oldest first. Older and newer versions are refused."""
+"""Tested versions of vLLM, oldest first. Older and newer versions are refused: vLLM's drafter interface is unstable, and 0.30.0
+fails with any speculative decoding on a CPU."""
 ROUTER = Path(__file__).with_name("router.yaml")
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Full name of vLLM's executor for a single device, which needs no further process. With verl's choice ``mp``, each request for
-drafts would be a message to another process."""
+"""Full name of vLLM's executor for a single device, which needs no further process. With verl's choice ``mp``, each decoding step
+would send a request for drafts to another process."""
 SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel")
 HISTORY = "drafts.pt"
 """Name of the file in a checkpoint folder with finished responses, from which a resumed run can draft."""
 SAVING_S = 60.0
-"""Maximum seconds to wait for finished responses from each rollout server before :data:`HISTORY` is written."""
+"""Maximum seconds to wait for each rollout server's finished responses before :data:`HISTORY` is written without them."""
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 0.05
-"""Maximum mean difference between the engine's and the trainer's probabilities (0 to 1) of sampled tokens in the first steps. With
-bfloat16, 0.01 is usual."""
+"""Maximum mean difference between the engine's and the trainer's probabilities (0 to 1) of sampled tokens, in the first
+CHECKED_STEPS steps. With bfloat16, 0.01 is usual. A larger difference shows that the engine's speculative decoding is wrong."""
 _FLAG = "rl_accel.drafts"
 _VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 _WORKER = "rl_accel.integrations.verl.drafts.worker.DraftsWorkerExtension"
@@ -94,10 +93,7 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
 
 
 def find_problems() -> list[tuple[str, str]]:
-    """Returns known problems of speculative decoding in the installed vLLM, for ``rl-accel doctor``.
-
-    A problem is a pair (configuration key, reason).
-    """
+    """Returns known problems of speculative decoding in the installed vLLM, for ``rl-accel doctor``, as pairs (key, reason)."""
     try:
         from vllm import _custom_ops  # noqa: F401 (registers what the kernel calls)
         from vllm.utils.cpu_triton_utils import _expand_kernel_impl as expand
@@ -122,10 +118,10 @@ def _vllm_version() -> str | None:
 
 
 class Exchange:
-    """Sends every rollout replica the responses that the other replicas have finished, after each training step, for drafts.
+    """Sends every rollout replica, after each training step, the responses that the other replicas have finished.
 
-    The servers' answers are collected after the next step, so the metrics of a step are those of the previous exchange. To save
-    :data:`HISTORY` with a checkpoint, the trainer process waits for the answers at once.
+    The servers' answers are collected after the next step, so that no step waits. The metrics of a step are therefore those of the
+    previous exchange. Only to save :data:`HISTORY` with a checkpoint, the trainer process waits for the answers.
     """
 
     def __init__(self, flags: DraftsFlags) -> None:
@@ -137,10 +133,7 @@ class Exchange:
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
         """Starts an exchange and returns the metrics of the previous exchange by name; {} outside a training step.
 
-        ``logged`` are the metrics that verl logs, by name.
-
-        Raises:
-            StopTraining: in one of the first steps, the engine's and the trainer's probabilities of sampled tokens differ too much.
+        ``logged`` are the metrics that verl logs, by name. Raises StopTraining as :func:`check`, in one of the first steps.
         """
         trainer: Trainer | None = config_intake.trainer()
         if trainer is None or "timing_s/gen" not in logged:
@@ -195,10 +188,9 @@ class Exchange:
 
 
 def check(logged: Mapping[str, Any]) -> None:
-    """Checks that engine and trainer agree on the probabilities of sampled tokens, if verl logs the mean difference.
+    """Raises StopTraining if engine and trainer disagree on the probabilities of sampled tokens, see :data:`LARGEST_DIFFERENCE`.
 
-    Raises:
-        StopTraining: the difference is above :data:`LARGEST_DIFFERENCE`, or not a number.
+    Checks nothing if verl does not log the mean difference.
     """
     difference = logged.get("training/rollout_probs_diff_mean")
     if difference is not None and not difference <= LARGEST_DIFFERENCE:
@@ -211,7 +203,7 @@ def check(logged: Mapping[str, Any]) -> None:
 def numbers(counted: Counter[str]) -> dict[str, float]:
     """Returns the metrics ``drafts/<name>``, such as ``drafts/acceptance`` (accepted share of the drafted tokens).
 
-    ``counted`` are the sums of the drafters' counts, see :attr:`~rl_accel.drafts.drafter.Drafter.counts`.
+    ``counted`` are sums over drafters, see :meth:`~rl_accel.drafts.drafter.Drafter.take_counts`.
     """
     values: dict[str, float] = {"stopped": counted["stopped"]}
     for source in ("", *(f"_{name}" for name in SOURCES)):

@@ -1,4 +1,4 @@
-"""Router that sends the responses of a prompt to the same rollout replica, where each can be drafted from the other responses."""
+"""Router that sends the responses of a prompt to the same rollout replica, where drafts for each come from the others."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ else:
 class SiblingRouter(GlobalRequestLoadBalancer):
     """verl's load balancer, extended to send all requests of a prompt to the same replica.
 
-    Exception: if this replica has over ``HOME_MARGIN`` more running requests than the replica with the fewest, verl chooses.
+    If this replica has over ``HOME_MARGIN`` more running requests than the replica with the fewest, verl chooses another.
     """
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
