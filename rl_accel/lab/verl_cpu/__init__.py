@@ -70,7 +70,7 @@ def activate() -> None:
     engines.register(
         ROLLOUT,
         engines.EngineSupport(
-            abort=_abort,
+            aborts_by_id=True,
             restarts_in_run=True,
             read_counters=_read_counters,
             stop=_stop,
@@ -120,10 +120,6 @@ def _register_replica(replica: ModuleType) -> None:
         return CPURolloutReplica
 
     replica.RolloutReplicaRegistry.register(ROLLOUT, load)
-
-
-def _abort(server: Any, request_id: str) -> bool:
-    return bool(server._engine.abort(request_id).result())
 
 
 def _stop(server: Any, request_id: str) -> None:
