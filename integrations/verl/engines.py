@@ -40,8 +40,8 @@ class EngineSupport:
         cache_tokens: function ``cache_tokens(server)`` that returns the capacity of the server's key-value cache in tokens, or None
             if unknown.
         seeds_by_position: True if a request with a seed draws the same tokens after a migration to another server.
-        abort: function ``abort(server, request_id)`` that ends a cancelled request if ``aborts_by_id`` is False. Its ``generate`` call
-            then returns the tokens so far. Returns False if the caller must cancel the remote call instead. None if unsupported.
+        abort: function ``abort(server, request_id)`` that ends a cancelled request if ``aborts_by_id`` is False. Returns False if
+            the caller must cancel the remote ``generate`` call instead. None if unsupported.
         pause: function ``pause(server)`` that ends all requests and holds back later ones until ``resume_generation``, called for a
             replica's first server. None: verl's ``abort_all_requests`` is used.
         counting: key and value in verl's configuration that make the servers count preemptions; None if servers always count.
