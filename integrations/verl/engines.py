@@ -30,6 +30,7 @@ class EngineSupport:
     Functions that take ``server`` are called in the process of that rollout server.
 
     Attributes:
+        aborts_by_id: True if the servers' method ``abort_request`` works. ``generate`` then returns the tokens so far.
         restarts_in_run: True if a dead server can be restarted during a run, after the training workers have dropped their handles
             of that server.
         death_errors: class names of exceptions with which a living server reports that its engine is dead.
@@ -39,13 +40,14 @@ class EngineSupport:
         cache_tokens: function ``cache_tokens(server)`` that returns the capacity of the server's key-value cache in tokens, or None
             if unknown.
         seeds_by_position: True if a request with a seed draws the same tokens after a migration to another server.
-        abort: function ``abort(server, request_id)`` that ends a cancelled request, whose ``generate`` call then returns the tokens
-            so far. Returns False if the caller must cancel the remote call instead. None if unsupported.
+        abort: function ``abort(server, request_id)`` that ends a cancelled request if ``aborts_by_id`` is False. Returns False if
+            the caller must cancel the remote ``generate`` call instead. None if unsupported.
         pause: function ``pause(server)`` that ends all requests and holds back later ones until ``resume_generation``, called for a
             replica's first server. None: verl's ``abort_all_requests`` is used.
         counting: key and value in verl's configuration that make the servers count preemptions; None if servers always count.
     """
 
+    aborts_by_id: bool = False
     restarts_in_run: bool = False
     death_errors: tuple[str, ...] = ()
     read_counters: ReadCounters | None = None
@@ -132,6 +134,7 @@ def _pause_sglang(server: Any) -> None:
 
 
 _ENGINES = {
+    # No aborts_by_id: verl 0.9's abort_request looks up request ids that vLLM 0.24 no longer uses.
     "vllm": EngineSupport(
         restarts_in_run=True,
         death_errors=("EngineDeadError",),

@@ -90,7 +90,11 @@ class BalancedServer:
     def __init__(self, servers: Servers, ticket: str, name: str, server: RolloutServer) -> None:
         self.ticket, self.name, self._servers, self._server = ticket, name, servers, server
         self.tokens: int | None = None
-        self.generate, self.__ray_call__ = Method(self._generate), Method(self._call)
+        self.generate, self.abort_request = Method(self._generate), Method(self._abort)
+        self.__ray_call__ = Method(self._call)
+
+    async def _abort(self, _request_id: str) -> Any:
+        return await self._server.abort_request.remote(self.ticket)
 
     async def _call(self, function: Any, _request_id: str) -> Any:
         return await self._server.__ray_call__.remote(function, self.ticket)

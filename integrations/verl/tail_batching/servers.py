@@ -200,11 +200,17 @@ class CancellableServer:
 
     async def _stop(self, call: Awaitable[TokenOutput], request_id: str) -> TokenOutput | None:
         """Ends the remote ``call`` of a request. Returns the partial output of the call, or None if the output is unknown."""
-        if self._engine.abort is not None:
+        if self._engine.aborts_by_id:
+            try:
+                if (await self._server.abort_request.remote(request_id))["aborted"]:
+                    return await outcome(call)
+            except RayError:  # the server is gone, and the call with it
+                return None
+        elif self._engine.abort is not None:
             try:
                 if await self._server.__ray_call__.remote(self._engine.abort, request_id):
                     return await outcome(call)
-            except RayError:  # the server is gone, and the call with it
+            except RayError:
                 return None
         return await cancel(call)
 

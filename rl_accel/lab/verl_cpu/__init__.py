@@ -66,7 +66,7 @@ def activate() -> None:
     engines.register(
         ENGINE,
         engines.EngineSupport(
-            abort=_abort,
+            aborts_by_id=True,
             restarts_in_run=True,
             read_counters=lambda servers: _from_rollout("read_counters")(servers),
             stop=_stop,
@@ -125,10 +125,6 @@ def version_of(distribution: str) -> str | None:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(distribution)
     return None
-
-
-def _abort(server: Any, request_id: str) -> bool:
-    return bool(server._engine.abort(request_id).result())
 
 
 def _stop(server: Any, request_id: str) -> None:

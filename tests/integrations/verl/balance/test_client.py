@@ -21,7 +21,7 @@ from rl_accel.rollout.balance import Balance, Instruction
 
 ROLLOUT = {"name": "balance_test", "prompt_length": 20, "response_length": 20}
 CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": ROLLOUT}})
-ENGINE = engines.EngineSupport(abort=verl_cpu._abort, seeds_by_position=True, stop=verl_cpu._stop)
+ENGINE = engines.EngineSupport(aborts_by_id=True, seeds_by_position=True, stop=verl_cpu._stop)
 MORE = [pytest.param(replicas, 500, marks=[pytest.mark.slow, pytest.mark.full]) for replicas in (2, 4)]
 
 
@@ -87,6 +87,9 @@ class Server:
         made = await asyncio.wrap_future(self._engine.submit(request_id, prompt_ids, params))
         fields = {"token_ids": made.token_ids, "log_probs": made.logprobs, "stop_reason": made.stop_reason}
         return SimpleNamespace(**fields, routed_experts=None, num_preempted=0, extra_fields={})
+
+    async def abort_request(self, request_id):
+        return {"aborted": await asyncio.wrap_future(self._engine.abort(request_id)) > 0}
 
 
 class RandomMoves(Balance):

@@ -41,7 +41,7 @@ def pause(server):
     server.seen["gate"] = "paused"
 
 
-RESTARTS = EngineSupport(restarts_in_run=True)
+ABORTS_BY_ID, RESTARTS = EngineSupport(aborts_by_id=True), EngineSupport(restarts_in_run=True)
 ABORTS, CANCELS = EngineSupport(abort=abort), EngineSupport(abort=lambda server, request_id: False)
 REQUEST = {"prompt_ids": [1], "sampling_params": {"endless": True}}
 SHORT = {"prompt_ids": [1], "sampling_params": {}}
@@ -176,12 +176,12 @@ def start_server(engine):
 
 
 class TestCancelling:
-    @pytest.mark.parametrize("engine", [ABORTS, CANCELS, EngineSupport()])
+    @pytest.mark.parametrize("engine", [ABORTS_BY_ID, ABORTS, CANCELS, EngineSupport()])
     async def test_a_server_aborts_by_id_and_says_its_tokens_or_the_call_itself_is_cancelled(self, engine):
         actor, server = start_server(engine)
         call = functools.partial(server.generate.remote, request_id="a", **REQUEST)
         session = await start_and_cancel(call, lambda: until_running(actor, "a"))
-        aborts = engine is ABORTS
+        aborts = engine in (ABORTS_BY_ID, ABORTS)
         assert session.tokens == 3 or not aborts
         assert await actor.look.remote() == {"a": "aborted" if aborts else "cancelled"}
 
@@ -276,7 +276,7 @@ class TestDeadServers:
             await other.generate("c", **SHORT)
 
     async def test_a_call_that_is_being_cancelled_when_its_server_dies_ends(self):
-        actor, server = start_server(ABORTS)
+        actor, server = start_server(ABORTS_BY_ID)
 
         async def running_then_dead():
             await until_running(actor, "a")
