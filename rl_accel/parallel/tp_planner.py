@@ -214,7 +214,7 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool:
-        """True if noise alone may explain a ratio above 1."""
+        """True if noise alone may explain that the ratio is above 1."""
         return self.value - 1 <= self.noise
 
     def __str__(self) -> str:

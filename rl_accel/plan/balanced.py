@@ -8,8 +8,8 @@ from rl_accel.rollout.balance import Balance, Instruction
 from rl_accel.rollout.simulation import Cluster, EngineModel, SimulatedRequest
 
 TICK = 4.0
-"""Simulated seconds between calls of ``Balance.tick``, which moves requests. A real run has more calls, which
-would save no more time in the simulation."""
+"""Simulated seconds between calls of ``Balance.tick``, which moves requests. A real run has more calls, which would save
+no more time in the simulation."""
 
 
 class BalancedCluster(Cluster):

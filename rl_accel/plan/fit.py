@@ -128,7 +128,8 @@ def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: 
     def simulated(rise: int, **constant: Any) -> Floats:
         """Returns the simulated seconds of each response. ``constant`` are further constants of the engine; 0 if not given.
 
-        A decoding step takes 1 s with up to ``knots[rise - 1]`` running requests, and 2 s with ``knots[rise]`` or more.
+        A decoding step takes 1 s with up to ``knots[rise - 1]`` running requests, and 2 s with ``knots[rise]`` or more. The
+        difference from a simulation with 1 s for all steps is the effect of a rise by 1 s.
         """
         paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
         engine = EngineModel(paces, **limits, **constant)

@@ -61,7 +61,7 @@ class Setup:
 
     @property
     def other_seconds(self) -> float:
-        """Mean seconds per step of the stages other than rollout and training, whose duration is taken as fixed."""
+        """Mean seconds per step of the stages other than rollout and training. Their duration is taken as fixed."""
         return sum(self.stages.values()) - self.training_seconds
 
     def noticed(self, seconds: float) -> float:
@@ -123,7 +123,7 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
 
 
 def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str, Any]) -> Setup:
-    """Returns the setup of a run without telemetry. It has several workloads, all of which fit the run's log."""
+    """Returns the setup of a run without telemetry. Its workload has alternatives that fit the run's log as well."""
     rollouts = estimate.rollouts
     responses = options.get("responses") or rollouts.group
     if responses is None:

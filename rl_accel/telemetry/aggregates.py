@@ -149,8 +149,8 @@ class Rollouts:
     def phase(self) -> float:
         """Returns the seconds from the poll that finds a rollout done to the end of the stage ``gen``.
 
-        This is the remainder of the duration of ``gen`` divided by the interval between polls. Returns 0 if the remainders of the
-        steps are not about equal.
+        Polls come at regular intervals from the start of ``gen``, so that this is the remainder of the duration of ``gen`` divided
+        by the interval. Returns 0 if the remainders of the steps are not about equal.
         """
         direction = np.exp(2j * np.pi * self.seconds / POLL_SECONDS).mean()
         if abs(direction) < 0.8:

@@ -26,7 +26,7 @@ _NEXT_STEP = re.compile(r"(?<=[\d)\]])\s+(?=step:\d+ - )")
 """Pattern of the space between two steps in one console line. It follows a value, or the end of another program's text."""
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
 _VALUE = r"\s*(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?:,[^()]*)?\)?\s*"
-"""Pattern of a value, such as ``0.5``, ``np.float64(0.5)`` or ``tensor(0.5, device='cuda:0')``."""
+"""Pattern of the value of a metric, such as ``0.5``, ``np.float64(0.5)`` or ``tensor(0.5, device='cuda:0')``."""
 _METRIC = re.compile(f"(.*):{_VALUE}")
 _BEGUN = re.compile(r"[^:]*(?::\s*(?:[a-z][\w.]{0,15}(?:\([^()]*)?|[-+\d.einfa]*)\)?(?:\s+-?\s*)?)?")
 """Pattern of a whole metric, or of the first part of a metric whose rest is in the next row of a terminal."""

@@ -184,7 +184,7 @@ class Profile:
 
     @cached_property
     def zero_groups(self) -> tuple[Sequence[float], str]:
-        """Shares of the text that skip_zero would leave out, and a sentence, as :func:`_zero_shares` returns them.
+        """Estimates of the share of the text that skip_zero would leave out, and a sentence about it, from :func:`_zero_shares`.
 
         ([], "") if skip_zero is on, cannot be used in this run, or would leave out nothing.
         """
@@ -250,10 +250,10 @@ def _with_prefix(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
 
 
 def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
-    """Returns the share of the text that is in prompt groups with equal rewards, and a sentence about this share.
+    """Returns estimates of the share of a run's text that is in prompt groups with equal rewards, and a sentence about the share.
 
-    The first number is the share in the run, the others are the shares in bootstrap samples of it. Returns ([], "") if no group has
-    equal rewards. The text, measured in characters, is that in the files of verl's ``trainer.rollout_data_dir`` below ``folder``.
+    The first estimate is the share in the run, the others are bootstrap samples. Returns ([], "") if no group has equal rewards.
+    The text is that in the files of verl's ``trainer.rollout_data_dir`` below ``folder``, measured in characters.
     """
     groups: dict[tuple[Path, str], list[tuple[Any, int]]] = defaultdict(list)  # reward and characters of each response
     for path in folder.rglob("*.jsonl"):

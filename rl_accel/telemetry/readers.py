@@ -150,7 +150,7 @@ class Logged:
 
 
 def starts_of(run: str) -> list[str]:
-    """Splits ``run``, the paths of the logs of a run's consecutive starts, at the commas. Does not split an existing path.
+    """Splits ``run`` at the commas into the paths of the logs of a run's consecutive starts. Does not split an existing path.
 
     Raises:
         RlAccelError: a path is empty.
