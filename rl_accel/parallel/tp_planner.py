@@ -42,14 +42,13 @@ CONFIRM_STEPS = 2
 FEW_PREEMPTIONS = 10
 """Smaller numbers of preemptions in a step count as this number, so that a rise from 1 to 5 preemptions counts as no rise."""
 NOISE = 3.25
-"""Number of standard deviations that a rise of preemptions must exceed to count. If preemptions vary by 20% at random, about one
-step in 2,000 is then taken for a rise by mistake."""
+"""Number of standard deviations that a rise of preemptions must exceed. If preemptions vary by 20% at random, about one step in
+2,000 is still taken for a rise."""
 CHECK_STEPS = (5, 20)
 """Number of steps at a new TP size before the planner decides whether to keep it: 5 of each kind (:data:`StepKind`) that occurred
 before the change, or 20 in all. The first step at the new size does not count. Chosen by hand."""
 SLOWER = 0.03
-"""Relative rise of rollout seconds per token above which a change of the TP size is rolled back. Good changes gain 1 to 4%
-(RollPacker)."""
+"""Relative rise of rollout seconds per token above which a change is rolled back. A good change gains 1 to 4% (RollPacker)."""
 SURE = 2.0
 """Number of standard errors that a rise of rollout seconds per token must exceed before a change is rolled back (95% interval)."""
 RETRY_STEPS = 25

@@ -112,7 +112,7 @@ def rounds_of(
 
 
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
-    """Returns the mean of ``value``, a number computed from each round, for a run that goes on after ``rounds``.
+    """Returns the mean per rollout of ``value``, a number computed from a round, for a run that goes on after ``rounds``.
 
     Tail batching defers prompts to a queue, and runs them later in long rounds of ``prompts`` prompts each. Long rounds that the
     queue still needs at the end count, too: each with the mean value of the simulated long rounds or, if there are none, with the

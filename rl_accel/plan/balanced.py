@@ -60,7 +60,7 @@ class BalancedCluster(Cluster):
         return min(super().next_event(), self._tick) if self._wanted else super().next_event()
 
     def happen(self) -> SimulatedRequest | None:
-        """Advances the simulation to the next event. Returns the request that ended at this event; None if no request ended."""
+        """Advances the simulation to the next event. Returns the request that ended at this event, or None."""
         if self._tick < super().next_event():
             self.now = self._tick
             self._tick += TICK

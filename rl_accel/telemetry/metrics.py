@@ -51,12 +51,12 @@ def set_observer(feature: str, observer: Observer | None) -> None:
 
 
 def observer_of(feature: str) -> Observer | None:
-    """Returns the observer that :func:`set_observer` has set for ``feature``; None if there is none."""
+    """Returns the observer of ``feature``; None if there is none."""
     return _observers.get(feature)
 
 
 def drain() -> dict[str, float]:
-    """Returns all metrics that :func:`add` and :func:`put` stored as ``{"rl_accel/<name>": value}``, and deletes them."""
+    """Returns all metrics stored since the last call as ``{"rl_accel/<name>": value}``, and deletes them."""
     with _lock:
         out = {f"rl_accel/{name}": value for name, value in _values.items()}
         _values.clear()

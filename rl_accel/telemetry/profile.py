@@ -194,7 +194,7 @@ class Profile:
 
     @property
     def missing(self) -> list[str]:
-        """Texts for the report that say which results are unknown and why."""
+        """Texts that say which results are unknown and why."""
         if not self.numbers:
             why = "telemetry is for verl" if self.logged.is_slime else "the run had no +rl_accel.telemetry.enable=True"
             return [f"waiting, rewards, completion times and preemptions as measured: {why}"]

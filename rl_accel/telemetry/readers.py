@@ -93,7 +93,7 @@ class Logged:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the report about data that were left out, and about several runs on one console."""
+        """Sentences about data that were left out, and about several runs on one console."""
         notes = []
         if self.restarts:
             steps = ", ".join(map(str, self.restarts))

@@ -26,7 +26,7 @@ _COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_to
 token counter after the first token. If a page has only the token counter, there were no preemptions."""
 
 _AT_ONCE = 16
-"""Maximum number of rollout servers that are asked for their counters at the same time."""
+"""Maximum number of rollout servers that are asked at the same time."""
 _STARTED = "process_start_time_seconds"
 
 
