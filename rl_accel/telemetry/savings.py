@@ -86,9 +86,10 @@ def find_savings(run: Profile) -> list[Saving]:
         features = ("gae", "advantages") if has_critic else ("advantages", "gae")
         saving = _saving(run, "advantages", stages["adv"], (None, at_most), *features)
         if "reward" not in stages and not run.is_v1 and not run.numbers:
-            advice = f"+rl_accel.reward_timeout.enable=True, {saving.advice}"
             why = "early versions of verl time them as one, so the log does not tell which part is rewards"
-            saving = replace(saving, name="rewards and advantages", advice=advice, arithmetic=why)
+            saving = replace(saving, name="rewards and advantages", arithmetic=why)
+            if "reward_timeout" not in run.on:
+                saving = replace(saving, advice=f"+rl_accel.reward_timeout.enable=True, {saving.advice}", ours=True)
         savings.append(saving)
     shares, how = run.zero_groups
     if shares:
