@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
 
 
 class GraderError(RlAccelError, RuntimeError):
-    """A grader ended without result and exception: its process died, or a limit other than the time limit stopped it."""
+    """A grader ended without a result and without an exception: its process died, or exceeded a limit other than the time limit."""
 
 
 @dataclass
@@ -75,7 +75,9 @@ class Scores:
         return next((problem for reward in rewards if (problem := self._problem_of_one(reward, teach))), "")
 
     def reward_of(self, result: ExecutionResult, source: str, teach: bool, size: int | None = None) -> Any:
-        """Returns the reward in ``result``, or a stand-in (a substitute reward) with the score ``timeout_score``.
+        """Returns the reward in ``result``, or after a timeout, a stand-in: a substitute reward with the score ``timeout_score``.
+
+        With the flag ``score_errors``, also returns a stand-in after another failure.
 
         Args:
             source: name of the grader or data source.
@@ -142,7 +144,10 @@ class Scores:
 
 
 def _rewards(result: ExecutionResult, size: int | None) -> list[Any]:
-    """Returns the rewards in ``result``: one without ``size``, else the items of the list; [] if the grader returned no list."""
+    """Returns the rewards in ``result``: its value if ``size`` is None, else the items of the list that the grader returned.
+
+    Returns [] if the grader returned no list.
+    """
     if size is None:
         return [result.value]
     if isinstance(result.value, Collection) and not isinstance(result.value, str | bytes | Mapping):
@@ -167,7 +172,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _empty(value: Any) -> Any:
-    """Returns an empty value of the same type as ``value``, such as 0 or ""; None for user-defined types."""
+    """Returns an empty value for a stand-in, of the same type as ``value``, such as 0 or ""; None if there is no such value."""
     if type(value) in _PLAIN or isinstance(value, np.number | np.bool_):
         return type(value)()
     if isinstance(value, str):
