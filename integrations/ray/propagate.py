@@ -56,7 +56,7 @@ def _store() -> None:
 
 
 def received() -> str | None:
-    """Returns rl-accel's flags in this Ray job as JSON, from the key-value store or the environment; None if there are none."""
+    """Returns rl-accel's flags in this Ray job as JSON, from Ray's key-value store or the environment; None if there are none."""
     return (get("sources") if is_connected() else None) or os.environ.get(SOURCES_VAR)
 
 

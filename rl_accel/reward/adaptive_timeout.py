@@ -153,7 +153,7 @@ class AdaptiveTimeout:
         return suspends
 
     def forget_limit(self) -> None:
-        """Takes an adaptive limit back from the number of those that are unproven.
+        """Lowers by one the number of adaptive limits whose results are still unknown.
 
         Call this if the execution that got the limit cannot show whether adaptive limits fit, for example because it was cancelled.
         """

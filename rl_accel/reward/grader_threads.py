@@ -44,7 +44,8 @@ class GraderThreads(ThreadPoolExecutor):
 def threads_of_execution(loop: asyncio.AbstractEventLoop) -> Iterator[Callable[[], None]]:
     """Context manager that assigns all asyncio tasks created within the block, and their calls in threads, to one execution.
 
-    Yields a function to call when the execution is stopped: :meth:`GraderThreads.replace` with the calls of the execution.
+    Yields a function to call when the execution is stopped. It adds threads in place of those in which calls of the execution
+    still run (:meth:`GraderThreads.replace`).
 
     Makes a :class:`GraderThreads` the default executor of ``loop``. If the program has set another default executor, that executor
     stays, and the yielded function does nothing.

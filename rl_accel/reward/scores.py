@@ -41,10 +41,11 @@ class Scores:
     Args:
         flags: settings, of which ``correct_above``, ``timeout_score`` and ``score_errors`` are used.
         anchors: counts of this process, to which responses without a usable reward are added as ``errors`` or ``eval_errors``.
-        keys: keys that the framework reads from a dict reward. In training, a dict without the first key is unusable; in
-            evaluations, a dict without the last key is.
+        keys: keys that the framework reads from a dict reward: the first in training, the last in evaluations. A dict without this
+            key is unusable. Empty if the framework needs no key.
         number_keys: keys of a dict reward that may hold the training score. The first of these keys that the dict has is used.
-        correct_keys: keys of a dict reward that may hold the number that tells whether the answer is correct, used likewise.
+        correct_keys: keys of a dict reward that may hold the number that tells whether the answer is correct. The first of these
+            keys that the dict has is used.
         numbers_only: True if training cannot use a reward without a number.
     """
 

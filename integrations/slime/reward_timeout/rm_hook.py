@@ -222,7 +222,7 @@ class Grading:
 
 
 OPEN: dict[asyncio.AbstractEventLoop, Grading] = {}
-"""Grader processes, sandbox and anchors of each event loop. slime has one event loop, or two with fully asynchronous rollouts."""
+"""Grader processes, sandbox and limits of each event loop. slime has one event loop, or two with fully asynchronous rollouts."""
 
 
 @functools.lru_cache(maxsize=64)
