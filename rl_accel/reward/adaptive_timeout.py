@@ -24,7 +24,8 @@ adaptive: derived from the anchor (the longest correct execution so far).
 probe: the full budget, to detect correct answers that are slower than all previous ones."""
 
 FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
-"""Default full budgets (longest limits) in seconds: for a call of a grader, and for a program under test."""
+"""Default full budgets (longest limits) in seconds. For a call of a grader: verl's default timeout. For a program under test: the
+fixed timeout in published runs of RollPacker."""
 _MAX_UNPROVEN = 4
 """Maximum number of executions that get an adaptive limit before their results show that adaptive limits fit. Chosen by hand."""
 _MAX_RECENT_RECORDS = 64
@@ -37,7 +38,8 @@ _EVIDENCE_BEYOND_LIMIT = 4.0
 """Evidence that executions have become slower, from one correct execution that ran under the full budget and took longer than the
 learned limit of its test case. Three in succession reach ``_SUSPEND_AT``."""
 _RECORD_SHARE_WHEN_SLOWER = 0.7
-"""Assumed probability that a correct execution is the longest of its test case so far, if executions have become slower."""
+"""Assumed probability that a correct execution is the longest of its test case so far, if executions have become slower. Chosen by
+hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class AdaptiveTimeout:
         return limit
 
     def learned(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the time limits learned for ``key``. Unlike :meth:`limit`, never returns a probe."""
+        """Returns the limits learned for ``key``. Unlike :meth:`limit`, never gives the full budget as a probe."""
         full = maximum or self.maximum
         if key in self._anchors:
             self._anchors.move_to_end(key)

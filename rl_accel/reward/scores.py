@@ -122,7 +122,7 @@ class Scores:
         return "" if math.isfinite(number) else f"it returned {number}"
 
     def _compare(self, source: str) -> None:
-        """Logs a warning if ``timeout_score`` is higher than the lowest score of a graded answer from ``source`` so far."""
+        """Logs a warning if ``timeout_score`` exceeds the lowest score from ``source``: a timeout would beat a wrong answer."""
         worst, score = self._worst.get(source, math.inf), self.flags.timeout_score
         if score > worst:
             wrong = f"a stopped answer from {source} gets {score:g}, more than the {worst:g} of a wrong one"

@@ -29,15 +29,16 @@ logger = logging.getLogger("rl_accel")
 _LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
 """Exceptions that :meth:`Worker.run` raises if the worker has died or does not answer."""
 _GRACE_SECONDS = 10.0
-"""Seconds after the time limit of an execution by which the worker must have sent a message. Otherwise, the worker is killed."""
+"""Seconds after the time limit of an execution by which the worker must have sent a message. Otherwise, the worker is killed.
+Chosen by hand."""
 _END_SECONDS = 8.0
 """Seconds that :meth:`Worker.kill` waits until a worker has ended by itself. Longer than a worker's own ``END_SECONDS``."""
 _START_SECONDS = 300.0
 """Maximum seconds from the start of a worker until it is ready, including all imports of its grader. Chosen by hand."""
 _RETRY_PAUSE_SECONDS = 1.0
-"""Seconds to wait before a request whose worker died is sent to another worker."""
+"""Seconds to wait before a request whose worker died is sent to another worker, which may be dying at the same time."""
 _WAIT_SECONDS = 0.1
-"""Seconds that calls wait for a busy worker before the pool starts another one."""
+"""Seconds that calls wait for a busy worker before the pool starts another one, whose caches are empty."""
 _EARLY_FACTOR, _EARLY_PROCESSES = 2.0, 9
 """Extra time of a new process of a grader, which may first have to load a model: ``_EARLY_FACTOR`` times the longest call that
 other processes needed up to their first correct answer. This is the median over the last ``_EARLY_PROCESSES`` processes, because

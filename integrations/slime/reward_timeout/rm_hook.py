@@ -42,8 +42,7 @@ from rl_accel.switch import forget_when_off
 _MOST_WORKERS = 16
 """Upper bound of the default number of grader processes. Each process takes some 250 MiB of memory."""
 _MOST_AWAITED = 1 << 20
-"""Maximum number of graders that run on slime's event loop at once: in effect unlimited, as in slime, because such graders mostly
-wait."""
+"""Maximum number of graders that run on slime's event loop at once: in effect unlimited, as in slime. Such graders mostly wait."""
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """True if the current asyncio task grades an evaluation sample. :func:`mark_evaluation` sets it. slime calls :func:`grade` in the
@@ -118,7 +117,7 @@ class Grading:
         self._sandbox: Sandbox | None = None
 
     async def grade(self, args: Any, given: Any, kwargs: dict[str, Any]) -> Any:
-        """Returns the reward of the sample ``given``, or the rewards if ``given`` is a list. Stops the graders if cancelled."""
+        """Returns the reward of the sample ``given``, or the rewards if ``given`` is a list. Cancelling stops the graders."""
         self.store_client.use()
         is_list = isinstance(given, list)
         # In a list, slime calls the function in a sample's custom_rm_path for each sample.

@@ -28,8 +28,8 @@ SCORED_CASES = 10
 """Number of test cases from which the pass rate is computed: the first ten, as in verl."""
 _ALARM_SECONDS = 3600
 """Seconds by which the alarm in verl's grading code is later than rl-accel's time limit, so that the alarm never acts first."""
-_PRIME_OUTPUT_BYTES = 64 << 20  # high, because verl does not limit stderr
-"""Maximum size of the output of one test case in bytes."""
+_PRIME_OUTPUT_BYTES = 64 << 20
+"""Maximum size of the output of one test case in bytes. High, because verl does not limit stderr."""
 _threads = ThreadPoolExecutor(64, thread_name_prefix="rl_accel_fusion")  # for requests to a remote sandbox
 
 Run = Callable[[Limits], Awaitable[ExecutionResult]]

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
-"""Seconds between two checks of the limits."""
+"""Seconds between two checks of the limits. Chosen by hand."""
 WAITED_FACTOR = 10.0
 """Multiple of the wall limit after which an execution is stopped, even if it has waited for a processor. The wall limit itself does
 not count such waits."""
 LATE_SECONDS = 0.1
-"""Delay of a check above which the machine is taken to be busy. Such a delay does not count against the wall limit."""
+"""Delay of a check above which the machine is taken to be busy. Such a delay does not count against the wall limit. Chosen by
+hand."""
 TELL_FIRST_SECONDS, TELL_SECONDS = 0.1, 1.0
 """The worker tells the trainer process that the execution still runs, and whether it mostly waits: first ``TELL_FIRST_SECONDS``
 after the start, then at least every ``TELL_SECONDS``. Without these messages, the trainer process would take the worker for
