@@ -76,9 +76,10 @@ def get(name: str) -> str | None:
 
 
 def add_to_runtime_env(runtime_env: Any) -> Any:
-    """Returns the runtime environment of a Ray job with rl-accel's flags as variable :data:`~rl_accel.runtime.SOURCES_VAR`.
+    """Returns a Ray job's runtime environment with rl-accel's flags added: variable :data:`~rl_accel.runtime.SOURCES_VAR`.
 
-    ``ray.init`` calls this function through ``RAY_RUNTIME_ENV_HOOK``. If the user has set this variable for the job, it is kept.
+    ``ray.init`` calls this function through ``RAY_RUNTIME_ENV_HOOK``. If the user has set this variable for the job, its value is
+    kept.
     """
     if previous := os.environ.get(PREVIOUS_HOOK_VAR):
         from ray._common.utils import load_class

@@ -31,7 +31,7 @@ def publish(note: dict[str, Any]) -> None:
 
 
 def arm() -> None:
-    """Makes this driver process exit with :data:`EXIT_CODE` if the trainer has asked for a restart when the main thread ends.
+    """Makes this driver process exit with :data:`EXIT_CODE` at the end of its main thread, if the trainer has asked for a restart.
 
     Does nothing in a second call or outside the main thread.
     """

@@ -87,11 +87,11 @@ def flush(actors: Sequence[Any]) -> None:
 
 
 class StoreClient:
-    """Exchanges anchors and counts of executions with the anchor store once a second, as long as this process uses them.
+    """Exchanges anchors and counts of executions with the anchor store once a second, until shortly after the last :meth:`use`.
 
-    The anchors are the longest correct executions, and the store is the Ray actor through which all processes share them. Runs on
-    the event loop on which :meth:`use` is called. Does nothing outside a Ray job. ``anchors`` is this process's copy of the
-    anchors, with its counts. ``path`` is the file of the store, or None.
+    An anchor is the longest correct execution of a test case. The store is the Ray actor through which all processes share anchors.
+    Runs on the event loop on which :meth:`use` is called. Does nothing outside a Ray job. ``anchors`` holds this process's copy of
+    the anchors, and its counts. ``path`` is the file of the store, or None.
     """
 
     def __init__(self, anchors: LocalAnchors, path: str | None) -> None:

@@ -259,7 +259,7 @@ class LimitedExecutor:
         return running.limit.wall, running.limit.cpu
 
     def _count(self, result: ExecutionResult, limit: Limit, is_correct: bool, waited: float) -> None:
-        """Adds an ended execution to the counts. ``limit`` applied at its end; ``waited``: seconds that it waited for a slot."""
+        """Adds an ended execution to the counts. ``limit``: time limits at its end; ``waited``: seconds of waiting for a slot."""
         timed_out = result.verdict == "timeout"
         was_early = timed_out and limit.reason == "adaptive"
         for name, amount in (

@@ -40,9 +40,9 @@ _RETRY_PAUSE_SECONDS = 1.0
 _WAIT_SECONDS = 0.1
 """Seconds that calls wait for a busy worker before the pool starts another one, whose caches are empty."""
 _EARLY_FACTOR, _EARLY_PROCESSES = 2.0, 9
-"""Extra time of a new process of a grader, which may first have to load a model: ``_EARLY_FACTOR`` times the longest call that
-other processes needed up to their first correct answer. This is the median over the last ``_EARLY_PROCESSES`` processes, because
-the median ignores calls that were slow for other reasons."""
+"""Extra time of a new process of a grader, which may first have to load a model: ``_EARLY_FACTOR`` times the longest call up to the
+first correct answer, as a median over the last ``_EARLY_PROCESSES`` processes. A median ignores calls that were slow for other
+reasons."""
 _SCRIPT = Path(worker_files.__file__)
 
 

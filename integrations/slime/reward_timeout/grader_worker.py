@@ -109,7 +109,10 @@ class Arguments:
 
 
 def pack_sample(sample: Any, whole: bool) -> Packed:
-    """Returns the fields of a sample, packed by :func:`pack`: all, and the class, if ``whole``; else :data:`_NEEDED_FIELDS`."""
+    """Returns the fields of a sample, packed by :func:`pack`.
+
+    ``whole``: True for all fields and the class, False for :data:`_NEEDED_FIELDS` only.
+    """
     fields = sample.to_dict()
     if not whole:
         return pack({name: fields[name] for name in _NEEDED_FIELDS}, "sample")
