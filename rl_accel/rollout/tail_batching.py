@@ -28,7 +28,7 @@ from rl_accel.rollout.tail_decisions import (
 from rl_accel.rollout.tail_ratio import CompletionTimes
 
 FIRST_RATIO = 1.25
-"""Ratio of started to trained prompts with ``prompt_ratio=auto`` until enough completion times are known. From RollPacker."""
+"""Ratio of started to trained prompts with ``prompt_ratio=auto`` until enough completion times are known. RollPacker's value."""
 
 _FORMAT = "rl_accel.tail_batching"
 _VERSION = 2
@@ -519,7 +519,7 @@ class TailBatching:
         return decisions + self._train(now) if all(other.is_full for other in self._domains.values()) else decisions
 
     def _put_back(self, prompts: Sequence[_Prompt]) -> None:
-        """Lets prompts wait: those deferred ``max_deferrals`` times in the queue for long rounds, the others ahead of new prompts."""
+        """Lets prompts wait: those deferred ``max_deferrals`` times in the queue for long rounds, others ahead of new prompts."""
         for prompt in prompts:
             if prompt.deferrals >= self.run.flags.max_deferrals:
                 self._domain_of(prompt).queue.append(prompt)

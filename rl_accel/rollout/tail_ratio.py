@@ -139,7 +139,7 @@ def _columns(pairs: Iterable[tuple[float, float]]) -> _Floats:
 
 
 def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) -> float:
-    """Returns the mean of the ``k``-th smallest of ``n`` draws from a distribution, given as by ``_distribution``."""
+    """Returns the mean of the ``k``-th smallest of ``n`` draws from a distribution in the form of ``_distribution``."""
     quantiles, weights = _order_statistic(k, n)
     at = np.searchsorted(cumulative, quantiles)
     return float(weights @ points[np.minimum(at, len(points) - 1)])

@@ -2,7 +2,7 @@
 
 Each response has a score with a standard normal distribution. Its length is the quantile of all lengths that corresponds to the
 score, so that all responses together keep the given distribution of lengths. The score is the sum of a part that all responses to
-the prompt share and a part of its own. The share of the first part in the variance is the intraclass correlation ``alike`` (one-way
+the prompt share and a part of its own. The shared part's fraction of the variance is the intraclass correlation ``alike`` (one-way
 random-effects model, a Gaussian copula). A prompt with a high shared part has long responses in later rounds, too.
 """
 
@@ -35,7 +35,10 @@ _MAX_NUMBER = 1_000_000_000
 
 @dataclass(frozen=True)
 class Lengths:
-    """Workload that draws random response lengths. Responses to one prompt have similar lengths (see the module's docstring).
+    """Workload that draws random response lengths.
+
+    A length follows from a random score. Responses to one prompt share a part of it, so that their lengths are similar (see the
+    module's docstring).
 
     Args:
         tokens: equally likely response lengths in tokens, ascending.

@@ -154,7 +154,7 @@ SESSION: ContextVar[Session] = ContextVar("session")
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """Generates a response as slime would, but with a time limit. Reports ``generated`` before slime computes the reward."""
+    """Generates a response as slime would, but in limited time. Reports the event ``generated`` before slime rewards it."""
     session = SESSION.get()
     sample.generate_function_path = None
     path = args.custom_generate_function_path

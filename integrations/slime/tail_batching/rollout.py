@@ -37,7 +37,7 @@ else:
 Group = list[Any]
 
 _KEPT = 3
-"""Number of latest rollouts whose state is kept in memory, because slime may save a rollout only after the next one has run."""
+"""Number of latest rollouts whose state is kept in memory, because slime may save a rollout after later ones have run."""
 
 
 def generate_rollout(

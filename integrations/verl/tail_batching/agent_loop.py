@@ -291,7 +291,7 @@ class Workers:
         return events
 
     def outside_engines(self) -> list[int]:
-        """Returns the ids of responses without a request in an engine. Leaves out workers that do not answer in time."""
+        """Returns the ids of responses without a request in an engine, from workers that answer within :data:`DELIVERY_SECONDS`."""
         asked = [actor.outside_engines.remote() for actor in self._actors.values()]
         ids: list[int] = []
         for answer in ray.wait(asked, num_returns=len(asked), timeout=DELIVERY_SECONDS)[0]:
