@@ -10,9 +10,10 @@ SETUP = f"{__name__}:prepare"
 
 
 def prepare(environment: Mapping[str, str]) -> None:
-    """Connects the process to the job's Ray cluster when needed, and imports verl if it then imports modules of the user.
+    """Prepares a grader process: a later call of ``ray.init`` joins the Ray job, and modules of the user are imported.
 
-    Such a module (``VERL_USE_EXTERNAL_MODULES``) may change what the grader uses, for example a registry.
+    The import of verl imports these modules, which ``VERL_USE_EXTERNAL_MODULES`` names. A grader may need them, for example because
+    they add to a registry.
     """
     grader_cluster.connect_when_needed(environment)
     if os.environ.get("VERL_USE_EXTERNAL_MODULES"):

@@ -29,7 +29,7 @@ _STOP_SECONDS = 30.0
 """Maximum seconds to wait for the end of a remote call after its cancellation. Chosen by hand."""
 
 SUCCESSOR = "_successor_"
-"""Part of the name of an actor that replaces a dead reward worker, such as ``reward_loop_worker_2_successor_3_<job id>``, the third
+"""Part of the name of an actor that replaces a dead reward worker. ``reward_loop_worker_2_successor_3_<job id>`` is the third
 replacement of worker 2."""
 
 
@@ -44,7 +44,7 @@ class Method:
 
 
 async def cancel(call: Awaitable[T]) -> T | None:
-    """Cancels ``call`` (of an async Ray actor or a :class:`Method`) and waits for its end. Returns as :func:`outcome`."""
+    """Cancels ``call`` (of an async Ray actor or a :class:`Method`) and returns the :func:`outcome` of ``call``."""
     call.cancel() if hasattr(call, "cancel") else ray.cancel(call)
     return await outcome(call)
 
@@ -62,9 +62,10 @@ async def outcome(call: Awaitable[T]) -> T | None:
 
 
 class RewardWorkerProxy:
-    """Proxy of ``worker``, the handle of a reward worker. Only ``compute_score`` does not go directly to the worker.
+    """Proxy of a reward worker. Replaces the worker when a call of ``compute_score`` finds it dead.
 
-    ``successor`` takes the number of deaths so far and returns the handle of the next worker.
+    All other attributes are those of ``worker``, the handle of the reward worker. ``successor(n)`` returns the handle of the worker
+    that takes over after the n-th death.
     """
 
     def __init__(self, worker: RewardLoopWorker, successor: Callable[[int], RewardLoopWorker]) -> None:
@@ -102,10 +103,10 @@ class RewardWorkerProxy:
 
 
 def proxies(workers: Sequence[Any] | None, config: Any) -> list[RewardWorkerProxy] | None:
-    """Returns a proxy for each of a job's reward workers (handles of actors, or proxies, which are kept). None for None.
+    """Returns a proxy for each of ``workers``, the handles of a job's reward workers. Proxies and None are returned unchanged.
 
     A dead worker is replaced by a new actor, which all agent-loop workers share. With a reward model, another existing worker takes
-    over instead.
+    over instead, because a new actor would not know the model's address.
     """
     if workers is None:
         return None

@@ -18,7 +18,7 @@ from rl_accel.telemetry import metrics
 
 _MODULE = "verl.trainer.ppo.core_algos"
 _TIMED_COLUMNS = 32
-"""Number of token columns on which verl's loop is timed. A column takes about as long as any other; chosen by hand."""
+"""Number of token columns on which verl's loop is timed. Few are enough, because all take about the same time. Chosen by hand."""
 _EXACT_KERNELS = ("naive", "numba")
 _PARAMS = ("token_level_rewards", "values", "response_mask", "gamma", "lam")
 
@@ -74,8 +74,8 @@ def _make(original: Any, settings: Any) -> Any:
 def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[int, str], float]) -> float | None:
     """Estimates the seconds that verl's loop over tokens would take for a batch; None if the batch is too small to be timed.
 
-    Times the loop on the first token columns only. ``known`` caches the seconds per column, by (bit length of B, device).
-    ``arguments``: rewards, values and mask [B, T], gamma and lambda.
+    Times the loop on the first token columns only. ``known`` caches the seconds per column, by (bit length of B, device), so that
+    batches of similar size share a measurement. ``arguments``: rewards, values and mask [B, T], gamma and lambda.
     """
     rows, tokens = arguments[0].shape
     key = rows.bit_length(), str(arguments[0].device)

@@ -22,7 +22,7 @@ class TokenOutput(Protocol):
 
 
 class RolloutServer(Protocol):
-    """Ray actor handle of a rollout server. Not compared with verl, because the class of the server depends on the engine."""
+    """Ray actor handle of a rollout server. Not compared with the installed verl, because each engine has another server class."""
 
     __ray_call__: Any
 

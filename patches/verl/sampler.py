@@ -20,7 +20,7 @@ from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
 _CPU_PER_SECOND = 1.25
-"""Upper bound of the CPU seconds per second of a poll. Above 1, because two processes work in parallel."""
+"""Upper bound of the CPU seconds per second of a poll. Above 1, because TransferQueue's process works meanwhile."""
 
 
 @dataclass
