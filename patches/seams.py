@@ -46,7 +46,10 @@ def interface_of(*targets: str) -> Callable[[C], C]:
 
 
 def extends(interface: Any) -> Callable[[C], C]:
-    """Declares that the decorated class extends the framework class described by ``interface``, as a subclass or as a mixin."""
+    """Declares that the decorated class is a subclass or mixin of the framework class that ``interface`` describes.
+
+    :func:`require_members` then checks the overrides of the decorated class, too.
+    """
 
     def mark(cls: C) -> C:
         _extended[cls] = interface
@@ -63,7 +66,7 @@ class RemoteMethod(Protocol[P, R_co]):
 
 
 def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
-    """Marks an interface method as called through a Ray actor handle. The framework's method may then be async or plain."""
+    """Marks an interface method as called through a Ray actor handle. The call is async even if the framework's method is not."""
     _remote.add(method)
     return method  # type: ignore[return-value]
 

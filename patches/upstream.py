@@ -52,7 +52,7 @@ class Location:
             setattr(self.owner, self.name, value)
 
     def is_live(self) -> bool:
-        """Returns False if the module was unloaded or imported again, so that ``where`` no longer leads to this ``owner``."""
+        """Returns whether ``where`` still leads to ``owner``. False after the framework's module was unloaded or imported again."""
         try:
             return _locate(self.where).owner is self.owner
         except PatchRefused:

@@ -364,7 +364,7 @@ DRAFTS = Feature(
 class BalanceFlags(ByNameFlags):
     """Flags of the feature ``balance``, which routes requests to rollout replicas.
 
-    Requests wait for a free slot of a replica. Long requests start first. Running requests may be preempted or migrate.
+    Requests wait until a replica has room for one more. Long requests start first. Running requests may be preempted or migrate.
     """
 
     slots: int | None = flag(None, "number of requests that a replica runs at once; null: its max_num_seqs", minimum=1)

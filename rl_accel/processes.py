@@ -40,7 +40,7 @@ def end_with_parent(parent: int) -> Callable[[], None]:
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
-    """Returns all living descendants of the process ``pid``, by default of the calling process. Reaps its own ended children."""
+    """Returns all living descendants of the process ``pid``, by default of the calling process. Reaps ended children."""
     return [process for process in psutil.Process(pid).children(recursive=True) if not has_ended(process)]
 
 

@@ -119,11 +119,11 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Applies the flags of the Ray job to which this process belongs. Later also reads those in the framework's configuration.
+        """Applies the flags of the Ray job to which this process belongs. From then on, the framework's configuration counts, too.
 
         Does nothing after :func:`disable`. ``payload`` holds the flags of the job's driver process, by source, as JSON. ``null``
-        means that the driver process has called :func:`disable`; None or ``{}``, that it has no flags. For a source that ``payload``
-        lacks, this process's own environment variables count.
+        means that the driver process has called :func:`disable`, None or ``{}`` that it has no flags. For a source that is not in
+        ``payload``, this process's own environment variables count.
         """
         with self._lock:
             if self._sources is None:
@@ -337,7 +337,7 @@ def disable() -> Status:
     configuration turns them on.
 
     Raises:
-        PatchRefused: other code has wrapped a function that we had patched, so that the original cannot be restored.
+        PatchRefused: other code has wrapped a function that rl-accel had patched, so that the original cannot be restored.
     """
     RUNTIME.restore(None)
     return RUNTIME.status()

@@ -9,7 +9,7 @@ from rl_accel import __version__
 from rl_accel.console import aligned
 
 forget_when_off: list[Callable[[], object]] = []
-"""Functions to call when the last enabled feature is turned off. Each clears global variables of a module."""
+"""Functions to call when the last enabled feature is turned off. Each clears what a module has collected in global variables."""
 
 
 class SwitchState(enum.Enum):

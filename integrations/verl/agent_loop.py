@@ -29,12 +29,12 @@ PARTS = "trainer.rl_accel_agent_loop_parts"
 
 @extends(AgentLoopWorker)
 class WorkerPart(_Worker):
-    """Mixin with one feature's additions to verl's agent-loop worker."""
+    """Mixin through which one feature extends verl's agent-loop worker, which generates responses."""
 
     outermost = False  # True places this mixin before all others; the order is alphabetical otherwise
 
     def tokens_so_far(self) -> int | None:
-        """Returns the number of tokens so far of the response that the current asyncio task generates; None if unknown."""
+        """Returns the number of tokens that the current asyncio task has generated so far for its response; None if unknown."""
         return None
 
     @classmethod
@@ -43,7 +43,7 @@ class WorkerPart(_Worker):
 
 
 def check(run: VerlRun, flag: str, reason: str) -> None:
-    """Raises ConfigError if an agent-loop manager of the user is configured: rl-accel cannot add mixins to its workers.
+    """Raises ConfigError if an agent-loop manager of the user is configured. rl-accel cannot extend its workers.
 
     The message names ``flag`` (of the feature) and ``reason`` (why the feature needs a mixin).
     """
@@ -68,7 +68,7 @@ class AgentLoops:
 
 
 class LegacyAgentLoops(AgentLoops):
-    """Like :class:`AgentLoops`, for all trainers except V1. By the name, :func:`manager_class` knows the manager to extend."""
+    """Like :class:`AgentLoops`, for all trainers except V1, which have another manager class in verl (:func:`manager_class`)."""
 
 
 def manager_class(config: Any) -> Any:

@@ -19,8 +19,8 @@ logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 ReadCounters = Callable[[Sequence[str]], Mapping[str, Reading | None]]
-"""Function that takes names of rollout servers, as in verl's load balancer, and returns the preemption counter of each server by
-name; None for a server that reports no counter."""
+"""Function that reads the preemption counters of rollout servers, by the names that the servers have in verl's load balancer. The
+counter of a server that reports none is None."""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ SETUP = f"{__name__}:prepare"
 
 
 def prepare(environment: Mapping[str, str]) -> None:
-    """Prepares a grader process: a later call of ``ray.init`` joins the Ray job, and modules of the user are imported.
+    """Makes a later call of ``ray.init`` in this process join the Ray job, and lets verl import modules of the user.
 
-    The import of verl imports these modules, which ``VERL_USE_EXTERNAL_MODULES`` names. A grader may need them, for example because
-    they add to a registry.
+    ``VERL_USE_EXTERNAL_MODULES`` names these modules. A grader may need them, for example because they add to a registry.
     """
     grader_cluster.connect_when_needed(environment)
     if os.environ.get("VERL_USE_EXTERNAL_MODULES"):

@@ -34,7 +34,7 @@ replacement of worker 2."""
 
 
 class Method:
-    """Imitation of a method of a Ray actor. ``remote(...)`` starts the async ``function`` in this process and returns its task."""
+    """Stands in for a method of a Ray actor: ``remote(...)`` starts the async ``function`` in this process and returns its task."""
 
     def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._function = function
@@ -44,7 +44,7 @@ class Method:
 
 
 async def cancel(call: Awaitable[T]) -> T | None:
-    """Cancels ``call`` (of an async Ray actor or a :class:`Method`) and returns the :func:`outcome` of ``call``."""
+    """Cancels ``call``, a running call of an async Ray actor or a :class:`Method`, and returns its :func:`outcome`."""
     call.cancel() if hasattr(call, "cancel") else ray.cancel(call)
     return await outcome(call)
 
@@ -78,7 +78,7 @@ class RewardWorkerProxy:
         return getattr(self._worker, name)
 
     async def _compute_score(self, data: Any) -> Any:
-        """Returns the score of ``data``. If the worker dies, its successor computes it. Cancelling also cancels the remote call.
+        """Computes the score of ``data``, on another worker if the worker dies. A cancellation also cancels the remote call.
 
         Raises:
             RayActorError: the worker was dead or unavailable in all :data:`ATTEMPTS` attempts.

@@ -79,7 +79,7 @@ class RecordingWorker(agent_loop.WorkerPart):
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """If telemetry is on, lets a :class:`TelemetryObserver` compute metrics of the manager's workers in the trainer process."""
+        """Registers a :class:`TelemetryObserver` of the manager's workers in the trainer process, if telemetry is on."""
         if metrics.observer_of("telemetry") is not None:
             observer = TelemetryObserver(manager.config, manager.agent_loop_workers, manager.llm_client)
             metrics.set_observer("telemetry", observer)
@@ -202,7 +202,7 @@ class TelemetryObserver:
         return []
 
     def _preempted(self, servers: list[str]) -> int | None:
-        """Returns the number of preemptions since the last call, in the first call since the servers' start; None if unknown."""
+        """Returns the number of preemptions on ``servers`` since the last call, or at first since their start; None if unknown."""
         if not servers or self._silent_steps == ATTEMPTS:
             return None
         preemptions = self._counters.take(read_servers(self._engine, servers))

@@ -64,7 +64,7 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
 
 
 def _check_appended(run: VerlRun) -> None:
-    """Raises ConfigError if a restarted run still has the old TP size, because its command ignores appended overrides."""
+    """Raises ConfigError if a restarted run has the old tensor-parallel size, because its command ignores appended overrides."""
     for override in json.loads(os.environ.get(OVERRIDES_VAR, "[]")):
         key, _, wanted = override.partition("=")
         if key == TP_KEY and wanted != str(run.get(TP_KEY)):

@@ -9,7 +9,7 @@ from rl_accel.errors import PatchRefused
 from rl_accel.patches.parity import require_agreement
 
 LOSS = "slime.backends.megatron_utils.loss"
-"""Module of slime that calls the functions to replace. It imports them with ``from``, so that the copies in it must be replaced."""
+"""Module of slime that calls the functions to replace. It imports them with ``from``, so that they must be replaced in it, too."""
 PPO_UTILS = "slime.utils.ppo_utils"
 
 
@@ -52,7 +52,7 @@ def require_equal_scan(
     ours: Callable[..., list[torch.Tensor]],
     arguments: Sequence[Mapping[str, float]],
 ) -> None:
-    """Checks that ``ours`` computes the same as slime's scan, a function named ``scan`` in the module of slime's ``function``.
+    """Checks that ``ours`` computes the same as slime's scan, the function with the name ``scan`` that slime's ``function`` calls.
 
     Both get each item of ``arguments``, such as ``{"gamma": 0.99}``. slime's scan also gets the ``rows``, padded with zeros to
     [B, T]; each item of ``rows`` has sequences of the lengths ``PROBE_LENGTHS``. ``ours`` returns each output of the scan as one

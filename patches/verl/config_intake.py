@@ -221,9 +221,9 @@ def _after_flags(original: Any, _settings: Any = None) -> Any:
 
 
 def _refusing_unread_flags(original: Any, _settings: Any) -> Any:
-    """Returns a wrapper of the constructor of verl's logger. It ends the program if nothing has read the flags in ``config``.
+    """Returns a wrapper of the constructor of verl's logger, which ends the program if nothing has read the flags in ``config``.
 
-    This happens with verl's SFT trainer, for example, which no other patch of this module reaches.
+    An example is verl's SFT trainer, which no other patch of this module reaches.
     """
 
     def with_check(*args: Any, **kwargs: Any) -> None:

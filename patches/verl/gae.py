@@ -24,7 +24,7 @@ _PARAMS = ("token_level_rewards", "values", "response_mask", "gamma", "lam")
 
 
 def _require_proven(rewards: Any, values: Any, mask: Any, gamma: Any, lam: Any) -> None:
-    """Raises ValueError for empty tensors, and for a type, dtype or device for which the scan is not known to equal verl's."""
+    """Raises ValueError for empty tensors, and for types, dtypes and devices for which rl-accel may not compute what verl does."""
     if any(type(x) is not torch.Tensor for x in (rewards, values, mask)):
         raise ValueError("an argument is not a plain tensor")
     if rewards.numel() == 0 or rewards.dtype not in (torch.float32, torch.float64):

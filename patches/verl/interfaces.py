@@ -215,7 +215,7 @@ class CheckpointManager(Protocol):
 
 @interface_of("verl.trainer.ppo.v1.trainer_base:PPOTrainer")
 class Trainer(Protocol):
-    """Members of verl's V1 trainer (``PPOTrainer``) in every mode."""
+    """Members of verl's V1 trainer (``PPOTrainer``) that rl-accel uses and that exist in every mode."""
 
     config: Any
     global_steps: int

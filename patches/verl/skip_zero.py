@@ -177,7 +177,7 @@ def _random_parts(model: torch.nn.Module) -> Iterator[str]:
 def _find_zero_rows(data: Any) -> list[bool]:
     """Returns for each row (response) of the mini-batch ``data`` whether the gradient of the row is certainly 0.
 
-    This is so if all advantages of trained tokens are 0, and all other factors of the loss are finite.
+    This is so if all advantages of trained tokens are 0, and all other factors of the loss are finite: 0 times infinity is not 0.
     """
     factors = [data[name].unbind() for name in ("old_log_probs", "rollout_is_weights") if name in data]
     rows = zip(data["response_mask"].bool().unbind(), data["advantages"].unbind(), *factors, strict=True)

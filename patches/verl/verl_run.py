@@ -133,7 +133,7 @@ class VerlRun:
 
     @property
     def gpus_besides_tp(self) -> int:
-        """Data-parallel times pipeline-parallel size of a rollout replica: its number of GPUs divided by its TP size."""
+        """Data-parallel times pipeline-parallel size of a rollout replica: its GPUs divided by its tensor-parallel size."""
         return self._number(f"{ROLLOUT}.data_parallel_size") * self._number(f"{ROLLOUT}.pipeline_model_parallel_size")
 
     @property
