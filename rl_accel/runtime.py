@@ -119,7 +119,7 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Applies the flags of the Ray job to which this process belongs. From then on, the framework's configuration counts, too.
+        """Applies the flags of the Ray job to which this process belongs. The framework's configuration counts from then on, too.
 
         Does nothing after :func:`disable`. ``payload`` holds the flags of the job's driver process, by source, as JSON. ``null``
         means that the driver process has called :func:`disable`, None or ``{}`` that it has no flags. For a source that is not in

@@ -2,7 +2,8 @@
 
 In the driver process, ``validate_config`` is wrapped, so that a misspelt key stops the run before a cluster starts. ``run_ppo`` is
 wrapped as well, for the entry points in ``verl.experimental``. In the trainer process, the trainer's constructor is wrapped,
-because the trainer that is really built decides which features may be on. Recipes may not call RayPPOTrainer's constructor.
+because the trainer that is really built decides which features may be on. Subclasses of RayPPOTrainer are wrapped, too, because
+their constructors need not call that of RayPPOTrainer.
 All trainers construct verl's logger, which refuses flags that none of these functions has read.
 
 A feature that uses verl's extension points names a module in :attr:`~rl_accel.features.Feature.verl`, which has two functions.

@@ -2,12 +2,12 @@
 
 The original method still runs and logs, with a changed ``poll_interval`` that is restored right after the call.
 
-The times of polls may affect more than the delay. With a group filter, they decide which prompts replace dropped groups; the wait is
-then unchanged. In asynchronous modes, and perhaps with a custom buffer, they decide which responses are in a batch; the wait is then
-changed only if the feature is enabled by name.
+The times of polls may affect more than the delay. With a group filter, they decide which prompts replace dropped groups: the wait
+is then unchanged. In asynchronous modes, and perhaps with a custom buffer, they decide which responses are in a batch: the wait is
+then changed only if the feature is enabled by name.
 
-verl's mode ``separate_async`` counts a step as idle if the wait was longer than the configured ``poll_interval``. Without the patch,
-verl waits a whole interval even if less would do. With the patch, such a step no longer counts.
+verl's mode ``separate_async`` counts a step as idle if the wait was longer than the configured ``poll_interval``. verl itself always
+waits whole intervals. With the patch, a step with a shorter wait no longer counts.
 """
 
 import math
