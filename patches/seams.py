@@ -277,7 +277,7 @@ class Registration(Switch):
                 raise PatchRefused(f"{self.name}: {type(error).__name__}: {error}") from error
 
     def revert(self) -> None:
-        """Removes the entry from the registry, unless other code has put another object there."""
+        """Removes the entry from the registry, unless other code has replaced the entry."""
         if self.state() is SwitchState.APPLIED:
             self.unregister()
 

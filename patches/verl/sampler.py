@@ -6,8 +6,8 @@ The times of polls may affect more than the delay. With a group filter, they dec
 is then unchanged. In asynchronous modes, and perhaps with a custom buffer, they decide which responses are in a batch: the wait is
 then changed only if the feature is enabled by name.
 
-verl's mode ``separate_async`` counts a step as idle if the wait was longer than the configured ``poll_interval``. verl itself always
-waits whole intervals. With the patch, a step with a shorter wait no longer counts.
+verl's mode ``separate_async`` counts a step as idle if the wait was longer than the configured ``poll_interval``. verl itself
+always waits whole intervals. With the patch, a step with a shorter wait no longer counts.
 """
 
 import math
