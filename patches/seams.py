@@ -46,9 +46,9 @@ def interface_of(*targets: str) -> Callable[[C], C]:
 
 
 def extends(interface: Any) -> Callable[[C], C]:
-    """Declares that the decorated class is a subclass or mixin of the framework class that ``interface`` describes.
+    """Declares that the decorated class is a subclass of the framework class described by ``interface``, or a mixin for it.
 
-    :func:`require_members` then checks the overrides of the decorated class, too.
+    :func:`require_members` then checks the overrides.
     """
 
     def mark(cls: C) -> C:
@@ -121,8 +121,8 @@ def require_members(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
     """Checks that the framework has all members that ``interfaces`` declare, with suitable signatures.
 
     ``interfaces`` maps each interface to rl-accel's subclasses of the framework class, whose overrides are checked, too.
-    Raises PatchRefused if members are absent or different. The message begins with ``name``, the name of the feature or check, and
-    names each of these members, with the wanted and the found signature.
+    Raises PatchRefused if members are absent or different. The message begins with ``name`` (of a feature or check) and names each
+    such member, with the wanted and the found signature.
     """
     problems = [problem for interface, classes in interfaces.items() for problem in _differences(interface, classes)]
     if problems:

@@ -44,8 +44,8 @@ _EXTRAS = {
 class _LazyGroup(click.Group):
     """A click group that imports the module of a command on first use.
 
-    ``lazy`` maps the name of a command to its module below ``rl_accel`` and its help text. ``prefix`` is the beginning of the
-    functions' names: with ``bench_``, the command ``x-y`` is the function ``bench_x_y``.
+    ``lazy`` maps each command to its module below ``rl_accel`` and its help text. ``prefix`` begins the functions' names: with
+    ``bench_``, the command ``x-y`` is the function ``bench_x_y``.
     """
 
     def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], prefix: str = "", **kwargs: Any) -> None:

@@ -260,7 +260,7 @@ def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
 
 
 def _received(payload: str) -> FlagSources:
-    """Returns the flags in ``payload``, by source. ``payload`` is the JSON text that the driver process has passed on.
+    """Returns the flags in ``payload``, the JSON text from the driver process, by source.
 
     Raises ConfigError if ``payload`` is damaged, or comes from another version of rl-accel.
     """

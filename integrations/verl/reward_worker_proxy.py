@@ -64,8 +64,8 @@ async def outcome(call: Awaitable[T]) -> T | None:
 class RewardWorkerProxy:
     """Proxy of a reward worker. Replaces the worker when a call of ``compute_score`` finds it dead.
 
-    All other attributes are those of ``worker``, the handle of the reward worker. ``successor(n)`` returns the handle of the worker
-    that takes over after the n-th death.
+    All other attributes are those of ``worker``, the worker's handle. ``successor(n)`` returns the handle of the worker that takes
+    over after the n-th death.
     """
 
     def __init__(self, worker: RewardLoopWorker, successor: Callable[[int], RewardLoopWorker]) -> None:

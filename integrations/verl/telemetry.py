@@ -35,8 +35,8 @@ FILE_KEY = "trainer.rl_accel_telemetry"
 """Key in verl's configuration for the path of the file with response records."""
 WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
-"""Number of steps in a row with an unknown number of preemptions, after which telemetry stops asking the rollout servers for it.
-Waiting for servers that do not answer would slow down every step."""
+"""Number of steps in a row with an unknown number of preemptions, after which telemetry stops asking the rollout servers. Servers
+that do not answer would slow down every step."""
 _MOST_RECORDS = 200_000
 """Maximum number of response records that an agent-loop worker keeps until the trainer process fetches them. Chosen by hand."""
 _FLAG = "rl_accel.telemetry"
@@ -134,8 +134,8 @@ def _note_server(original: Any, _flags: Any) -> Any:
 def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
     """Returns the share of each stage in the duration of a training step, as metrics ``telemetry/share/<stage>``.
 
-    A stage is a part of the step that verl times, such as ``gen``. ``logged`` holds the metrics that verl logs, timers included.
-    Returns {} if these metrics are not of a training step.
+    A stage is a part of a step that verl times, such as ``gen``. Returns {} if ``logged``, the metrics that verl logs, are not of a
+    training step.
     """
     shares = stage_clock.shares(stage_clock.stages(logged))
     return {f"telemetry/share/{stage}": share for stage, share in shares.items()}
@@ -144,8 +144,7 @@ def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
 class TelemetryObserver:
     """Computes the telemetry metrics of each logged training step from the records of ``workers`` (:class:`RecordingWorker`).
 
-    ``config`` is verl's configuration. ``client`` is verl's rollout client, whose load balancer lists the rollout servers. Their
-    preemptions are counted, too.
+    ``config`` is verl's configuration. ``client`` is verl's rollout client, which knows the rollout servers.
     """
 
     def __init__(self, config: Any, workers: Sequence[Any], client: ObservedClient) -> None:

@@ -131,11 +131,11 @@ class StepObserver:
     def __call__(self, _step: int, data: Mapping[str, Any]) -> dict[str, float]:
         """Passes the metrics ``data`` of a logged step to the planner.
 
-        If the step includes a validation, preemptions are unknown, because some may be due to the validation.
+        In a step with a validation, preemptions count as unknown, because some may be of the validation.
 
         Returns:
             The metrics ``tp_replan/tp`` (current size), ``wanted_tp`` (advised size), ``changes`` (number of changes so far), and
-            ``preemptions`` if known. {} if ``data`` is not of a training step (no ``training/global_step``) or there is no trainer.
+            ``preemptions`` if known. {} without ``training/global_step`` in ``data`` (a validation only), or without a trainer.
         """
         trainer = self._find_trainer()
         if trainer is None:

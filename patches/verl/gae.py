@@ -74,8 +74,8 @@ def _make(original: Any, settings: Any) -> Any:
 def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[int, str], float]) -> float | None:
     """Estimates the seconds that verl's loop over tokens would take for a batch; None if the batch is too small to be timed.
 
-    Times the loop on the first token columns only. ``known`` caches the seconds per column, by (bit length of B, device), so that
-    batches of similar size share a measurement. ``arguments``: rewards, values and mask [B, T], gamma and lambda.
+    Times the loop on the first token columns only. ``known`` caches the seconds per column, by (bit length of B, device). Batches
+    of similar size share an entry. ``arguments``: rewards, values and mask [B, T], gamma and lambda.
     """
     rows, tokens = arguments[0].shape
     key = rows.bit_length(), str(arguments[0].device)

@@ -43,9 +43,10 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
     """Returns the reason why rows (responses) with advantage 0 influence training with ``loss_function``, or "" if they do not.
 
     Computes gradients for random batches of 8 rows, of which 3 have advantage 0. The gradients of these 3 must be 0, and those of
-    the other 5 the same with and without these 3. A loss that drops rows of every batch is refused, too: the 3 rows may have no
-    gradient only because they were dropped. ``loss_function`` is verl's, with its configuration, and takes ``model_output``,
-    ``data`` and ``dp_group``.
+    the other 5 the same with and without these 3. A loss that drops rows of every batch is refused, too,
+    because dropped rows have gradient 0 whatever their advantage.
+
+    ``loss_function`` is verl's, with its configuration, and takes ``model_output``, ``data`` and ``dp_group``.
     """
     every = range(len(_LENGTHS))
     others, keeps_every_row = [row for row in every if row not in _ZERO_ROWS], False
@@ -99,8 +100,8 @@ def _random_batch(random: torch.Generator, distance: float | None) -> dict[str, 
 def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: Any) -> dict[int, torch.Tensor]:
     """Returns the gradients of the loss of ``rows`` with respect to the model's outputs ``log_probs`` and ``entropy``, by row.
 
-    The gradients of a row with T response tokens are a tensor [2, _PROMPT + T]. The loss is normalised by the size of the whole
-    ``batch``, also if ``rows`` are only a part of it.
+    The gradients of a row with T response tokens are a tensor [2, _PROMPT + T]. The loss is normalised by the size of ``batch``,
+    not by that of ``rows``.
     """
     from verl.utils import tensordict_utils as tu
 
@@ -127,7 +128,7 @@ def require_silent(loss_function: Callable[..., Any]) -> None:
 
 
 def _config_and_mode(loss_function: Any) -> tuple[Any, Any]:
-    """Returns the actor's configuration and its ``loss_mode``, found in verl's ``loss_function``; None for what is not found."""
+    """Returns the actor's configuration and ``loss_mode`` that verl's ``loss_function`` uses; None where unknown."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return config, getattr(getattr(config, "policy_loss", None), "loss_mode", None)
 

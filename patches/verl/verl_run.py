@@ -107,7 +107,7 @@ class VerlRun:
 
     @property
     def has_critic(self) -> bool:
-        """True if verl trains a critic, by the rule of verl's function ``need_critic``."""
+        """True if verl trains a critic."""
         return bool(self.get("critic.enable", self.get("algorithm.adv_estimator") == "gae"))
 
     @property
