@@ -30,8 +30,9 @@ from rl_accel.runtime import is_installed
 
 TRIED_VERL = "0.9.1"
 Row = tuple[str, str, str]
-"""Result of one check: requirement, verdict, and reason. Verdicts are works, missing, wrong, unknown, and idle: on, but without
-effect in this run."""
+"""Result of one check: requirement, verdict, and reason.
+
+Verdicts are works, missing, wrong, unknown, and idle (a feature that is turned on but has no effect in this run)."""
 
 _SLIME_MAINS = ("train.py", "train_async.py")
 _SLIME_NUMBERS = {
@@ -264,7 +265,7 @@ def _model(path: str, prepared: bool = False) -> Iterator[Row]:
 
 
 def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: tuple[float, float]) -> Iterator[Row]:
-    """Yields one row that says whether a GPU has enough memory for the rollouts and for training.
+    """Yields one row that says whether a GPU of this machine has enough memory for rollouts, and enough for training.
 
     Args:
         path: name or folder of the model.
@@ -272,7 +273,7 @@ def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: 
         gpus: number of GPUs of the run.
         share: share of a GPU's memory that rollouts may use.
         tokens: maximum number of tokens of a prompt and response together.
-        training: bytes of training state per model parameter: bytes that every GPU holds, and bytes that are split over all GPUs.
+        training: bytes of training state per model parameter, as a pair: those on every GPU, and those split among all GPUs.
     """
     import torch
 
