@@ -45,7 +45,7 @@ class CPUEngine:
         max_model_len: maximum number of tokens of prompt and response together.
         seed: seed of the engine. A request without a seed gets a seed derived from the engine's seed and the request id.
         seconds_per_step: minimum seconds of a decoding step. Imitates a GPU engine, whose steps take about the same time for few
-            requests as for many.
+            requests and for many.
         kv_tokens: maximum number of tokens (prompts and responses so far) of all running requests together, like the size of a GPU
             engine's key-value cache; None for no limit. At the limit, the youngest request is preempted: it waits at the front of
             the queue, and is prefilled again when there is room. The tokens stay the same; log-probabilities differ by rounding.
@@ -115,7 +115,7 @@ class CPUEngine:
 
     @_command
     def pause(self) -> int:
-        """Ends every request as "aborted". Holds later requests until :meth:`resume`. Returns the number of ended requests."""
+        """Ends every request as "aborted", and returns the number of these. Later requests wait for :meth:`resume`."""
         self._paused = True
         return self._abort(lambda request: True)
 
@@ -168,7 +168,7 @@ class CPUEngine:
         return result
 
     def _post_step(self) -> None:
-        """Posts a decoding step if there is something to decode and no step is posted yet."""
+        """Posts a decoding step to the engine's thread if there are requests and no step is posted yet."""
         if not (self._paused or self._step_is_posted) and (self._scheduler.waiting or self._batch.requests):
             with contextlib.suppress(RuntimeError):  # this process is exiting
                 self._thread.submit(self._step)

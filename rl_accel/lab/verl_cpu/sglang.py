@@ -59,7 +59,10 @@ def activate() -> None:
 
 
 class _Stubs(MetaPathFinder, Loader):
-    """Import finder with stubs for the packages in :data:`GPU_ONLY` that are not installed. Acts once SGLang is imported."""
+    """Import finder that replaces the packages in :data:`GPU_ONLY` by stubs, unless they are installed.
+
+    Starts to do so when SGLang is imported.
+    """
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -144,7 +147,7 @@ class _Unpinned(ModuleType):
 
 
 def _pin_no_memory(logits_processor: Any) -> None:
-    """Keeps SGLang from pinning memory, which fails without a GPU."""
+    """Keeps SGLang's logits processor from pinning memory, which fails without a GPU."""
     _require(logits_processor, "torch")
     logits_processor.torch = _Unpinned("torch")  # used when SGLang continues a preempted request
 
@@ -164,8 +167,8 @@ _CHILDREN = {
 class _Child:
     """Replacement for the main function of a child process of SGLang. Calls :func:`activate`, then the original function.
 
-    The child process calls ``activate`` already when it unpickles this object, because the arguments of the function, which it
-    unpickles next, import SGLang.
+    The child process calls ``activate`` as early as when it unpickles this object. After that, it unpickles the arguments of the
+    function, which import SGLang.
     """
 
     def __init__(self, name: str) -> None:
