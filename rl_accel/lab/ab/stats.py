@@ -172,7 +172,8 @@ def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, Run
 
 
 def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
-    """Returns a dict with ``ratio``, ``average(base) / average(other)``, and its 95% bootstrap interval, ``low`` to ``high``.
+    """Returns ``ratio``, which is ``average(base) / average(other)``, and the bounds of its 95% bootstrap interval, ``low`` and
+    ``high``, in a dict.
 
     The bounds are None if there are too few values (below 5 pairs if ``paired``, else below 2 on one side), if no value varies, or
     if a value of ``other`` is not above 0.

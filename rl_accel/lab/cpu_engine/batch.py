@@ -218,7 +218,7 @@ class Batch:
         self._sampler = None
 
     def read(self, tokens: list[int]) -> tuple[DynamicCache, torch.Tensor]:
-        """Returns the key-value cache and the last logits of one sequence. Computes it alone, so that no other can change the result."""
+        """Returns the key-value cache and the last logits of one sequence, which other sequences cannot change."""
         cache = DynamicCache()
         output = self._model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         self.prefills += 1

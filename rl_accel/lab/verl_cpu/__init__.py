@@ -31,7 +31,7 @@ _OPTIONS = {
     "kv_tokens": (int, 2, math.inf, "a whole number of at least 2"),
     "weight_tokens": (int, 0, math.inf, "a whole number of at least 0"),
 }
-"""Options in verl's section ``rollout.engine_kwargs.hf_cpu``: type, least value, value that must not be reached, and a description."""
+"""Options in verl's section ``rollout.engine_kwargs.hf_cpu``: type, minimum, upper bound (excluded), and these in words."""
 
 _ENVIRONMENT = {
     "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine that verl registers for cuda also runs on a CPU

@@ -95,7 +95,7 @@ class CPURolloutServer:
         )
 
     async def load_weights(self, weights: dict[str, torch.Tensor], global_steps: int | None) -> None:
-        """Loads ``weights`` (tensors by name) into the model. ``global_steps``: their version number; None keeps the last number."""
+        """Loads ``weights`` (tensors by name) into the model. ``global_steps``: their version number; None keeps the last one."""
         await asyncio.wrap_future(self._engine.load_weights(weights))
         if global_steps is not None:
             self._global_steps = global_steps
@@ -115,7 +115,7 @@ class CPURolloutServer:
         return {"aborted": count > 0, "request_id": request_id}
 
     async def sleep(self) -> None:
-        """Waits until all requests have ended. Frees no memory. Returns at once on a paused server, whose requests would not end."""
+        """Waits until all requests have ended. Frees no memory. Returns at once if the server is paused and requests cannot end."""
         if self._inflight and not self._paused:
             await asyncio.wait(self._inflight)
 
