@@ -21,9 +21,8 @@ _BOUNDS = {
     "wasted_tokens": ("wasted_tokens", "wasted", operator.le, ".1%"),
     "prompts_lost": ("prompts_lost", "lost", operator.le, ".0f"),
 }
-"""Checks that compare a measured number of each arm with a bound from the recipe. Mapping from the name of a check to four values:
-key of the bounds in the recipe's section ``rollout``, key of the number in a row of ``summary.json``'s ``rollout.arms``, comparison
-that must hold for (number, bound), and number format."""
+"""Checks that compare a number of each arm with a bound. Mapping from check to four values: key of the bounds in the recipe's
+section ``rollout``, key of the number in ``summary.json``, comparison that must hold for (number, bound), and number format."""
 
 
 def run_checks(

@@ -182,10 +182,7 @@ def _arms_of(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _below(folder: Path, *starts: str) -> str:
-    """Joins the paths of one run by commas: a run that was started several times has several paths, ``starts``.
-
-    Relative paths become paths below ``folder``. ``~`` is the home folder.
-    """
+    """Joins the paths ``starts`` of one run, one for each start of it, by commas. Relative paths become paths below ``folder``."""
     return ",".join(str(folder / Path(start).expanduser()) for start in starts)
 
 

@@ -47,11 +47,11 @@ AXES = {
 _SECONDS = {"hours": 3600, "minutes": 60}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
 _REACH, _WINDOW = 0.9, 5
-"""For :func:`times_to_reach`: the reward to reach, as a share of the baseline's gain (unless the recipe names a reward), and the
-number of values in the moving average that must reach it. Chosen by hand."""
+"""For the first time at a reward: default reward to reach, as a share of the baseline's gain, and number of values in the moving
+average that must reach it. Chosen by hand."""
 _POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
-"""For :func:`seeds_enough`: probability of the answer "equal" that the seeds must give (0.8 is the usual power of a test), largest
-number of seeds that is tried, and number of plausible standard deviations that are averaged."""
+"""For :func:`seeds_enough`: share of cases in which the seeds must suffice (the usual power of a test), largest number of seeds to
+try, and number of plausible standard deviations to average."""
 
 
 def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> dict[str, tuple[Array, Array]]:
@@ -161,8 +161,8 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     row per arm, metric (the reward, then validation) and x axis, with these keys:
 
     - ``end``, ``longest``: last x value of the shortest run, and of the longest run.
-    - ``baseline``, ``value``: mean over the baseline's runs, and over the arm's runs. Each run counts with its level: the mean of
-      the last fifth of its values up to ``end``.
+    - ``baseline``, ``value``: mean level of the baseline's runs, and of the arm's runs. The level of a run is the mean of the last
+      fifth of its values up to ``end``.
     - ``difference``: ``value`` - ``baseline``. ``low``, ``high``: its 95% interval. ``margin``: largest difference that counts as
       equal, in units of the metric.
     - ``answer``: ``IDENTICAL`` or the result of :func:`decide`.

@@ -13,9 +13,9 @@ import sys
 
 
 def main(path: str, words: list[str]) -> int:
-    """Runs ``python WORDS...`` in a fork of the fork server, which has imported the slow libraries. Returns the fork's exit code.
+    """Runs ``python WORDS...`` in a fork of the server that listens at the socket ``path``, and returns the fork's exit code.
 
-    ``path``: socket at which the server listens. Without a server, runs the program in this process.
+    Without a server, runs the program in this process.
     """
     request = json.dumps({"words": words, "cwd": os.getcwd(), "env": dict(os.environ)}).encode()
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

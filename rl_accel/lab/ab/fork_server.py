@@ -44,8 +44,8 @@ LIBRARIES = (
 def main(listener: socket.socket) -> None:
     """Imports :data:`LIBRARIES`, then forks a process for each client until the standard input closes.
 
-    Returns in each fork too, after the client's program has ended. If a library has started a thread, returns without forking,
-    because a fork could wait forever for a lock of that thread; clients then start ordinary processes.
+    Returns in each fork too, after the client's program has ended. If a library has started a thread, which makes forks unsafe,
+    returns without forking; clients then start ordinary processes.
     """
     del sys.path[0]  # the folder of this script
     for library in LIBRARIES:

@@ -76,10 +76,7 @@ def _reward(summary: dict[str, Any]) -> Any:
 
 
 def _draw_runs(axes: Any, summary: dict[str, Any], curves: Mapping[str, Any], base_style: dict[str, Any]) -> None:
-    """Draws the curves of all runs in the colours of their arms.
-
-    ``curves``: mapping from run to x and y values. ``base_style``: matplotlib's line options for runs of the baseline.
-    """
+    """Draws ``curves`` (run -> x and y values) in the colours of the arms. ``base_style``: line options for the baseline's runs."""
     for index, (arm, colour) in enumerate(_arms(summary).items()):
         names = [run["name"] for run in summary["runs"] if run["arm"] == arm and run["name"] in curves]
         for seed, name in enumerate(names):
@@ -106,10 +103,7 @@ def _step_time(summary: dict[str, Any]) -> Any:
 
 
 def _rollout_seconds(summary: dict[str, Any]) -> Any:
-    """Plots the rollout seconds of each step, for the first seed of each arm.
-
-    Markers show the kind of tail batching's rounds: short, long, final or none.
-    """
+    """Plots the rollout seconds of each step, for the first seed of each arm. Markers show the kind of tail batching's round."""
     figure, ((axes,),) = _figure()
     for arm, colour, series in _first_seed(summary):
         axes.plot(series["steps"], series["seconds"], color=colour, lw=1, label=arm)

@@ -73,7 +73,8 @@ if problem:
 def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
     """Checks whether this machine can run the first run of each arm of a recipe. Returns one row per requirement.
 
-    Sets the environment variables of the first arm in this process. ``platform`` is as in :func:`rl_accel.lab.ab.recipe.load`.
+    Sets the first arm's environment variables in this process, because verl reads them when it is imported. ``platform``: see
+    :func:`rl_accel.lab.ab.recipe.load`.
 
     Raises:
         RecipeError: the recipe itself is wrong.

@@ -277,10 +277,7 @@ def _plain(config: DictConfig) -> Any:
 
 
 def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
-    """Converts ``values``, a part of a recipe, to an object of the dataclass ``schema``.
-
-    Errors name the file ``source``, and the key ``where`` of ``values`` in the recipe ("" for the whole recipe).
-    """
+    """Converts ``values`` to an object of the dataclass ``schema``. Errors name the recipe ``source`` and the key ``where``."""
     if not isinstance(values, Mapping):
         raise RecipeError(f"{source}: {where} wants a mapping with the keys {_keys(schema)}, found {values!r}")
     hints, converted = get_type_hints(schema), {}
@@ -468,7 +465,7 @@ def _environment(env: Mapping[str, Any], known: Mapping[str, str], where: str) -
 def _fill(text: str, known: Mapping[str, str], where: str, strict: bool = True) -> str:
     """Fills in the placeholders of ``text``. An unknown placeholder raises RecipeError if ``strict``, else it stays.
 
-    ``known``: mapping from placeholder to value. ``where``: key of ``text`` in the recipe, for errors.
+    ``known``: values of placeholders. ``where``: key of ``text`` in the recipe, for errors.
     """
 
     def value(match: re.Match[str]) -> str:

@@ -112,10 +112,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Records SIGINT, SIGTERM and SIGHUP during the ``with`` block, unless the process ignores them.
-
-        Works only in the main thread, which alone may set signal handlers.
-        """
+        """Records SIGINT, SIGTERM and SIGHUP during the ``with`` block, unless they are ignored. Works in the main thread only."""
         caught = heeded(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in caught}
         try:
@@ -204,13 +201,13 @@ def supervised(
     """Runs a command until it ends, ``stop`` has received a signal, or ``follow()`` returns True, which means a timeout.
 
     ``follow`` is called a few times per second. When this function returns or raises, no process of the command is left. If the
-    calling process is killed, the command's processes end soon, and the folder ``temp`` is removed. The output goes to the file
-    ``log``. An exception gets the last lines of this file as a note.
+    calling process is killed, the command's processes end soon, and the folder ``temp`` is removed. An exception gets the last
+    lines of ``log``, the file for the command's output, as a note.
 
     A command whose Ray node takes too long to start is started again, at most twice.
 
     The command inherits this process's environment without rl-accel's flags. ``env`` replaces variables, or removes those with the
-    value None. The variable :data:`MODULES` is not replaced: the command gets the modules of this process and those in ``env``.
+    value None. Modules of both are joined in :data:`MODULES`.
     """
     # the flags would turn features on in the baseline too
     inherited = {name: value for name, value in os.environ.items() if name not in FLAG_VARIABLES}
@@ -244,10 +241,7 @@ def supervised(
 
 
 def _wait(process: "subprocess.Popen[bytes]", stop: Stop, follow: Callable[[], bool]) -> str:
-    """Waits until a supervised command ends, or ends it on a signal or timeout. Then ends all processes that the command left.
-
-    Returns ``CommandExit.reason``.
-    """
+    """Waits for the end of a supervised command, a signal or a timeout, then ends the command. Returns ``CommandExit.reason``."""
     assert process.stdin is not None
     try:
         while process.poll() is None:

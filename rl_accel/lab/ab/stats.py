@@ -59,9 +59,7 @@ _PHASES = {
     "validation": ("val-*", "val/*"),
     OTHER: ("*",),
 }
-"""Mapping from each phase of a training step, in order, to shell patterns of the metrics that the phase computes.
-
-A metric belongs to the first phase with a matching pattern."""
+"""Phases of a training step in order, with shell patterns of the metrics that they compute. The first matching phase counts."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +104,7 @@ class RunData:
 
 
 def measured_steps(run: RunData, names: Metrics) -> list[int]:
-    """Returns the numbers of the steps that count in time statistics.
-
-    These are all training steps after the first ``names.warmup_steps``, but at least the last step.
-    """
+    """Returns the steps that count in time statistics: all but the first ``names.warmup_steps``, and always the last step."""
     steps = sorted(run.training_steps(names))
     return steps[min(names.warmup_steps, max(0, len(steps) - 1)) :]
 
@@ -172,8 +167,7 @@ def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, Run
 
 
 def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
-    """Returns ``ratio``, which is ``average(base) / average(other)``, and the bounds of its 95% bootstrap interval, ``low`` and
-    ``high``, in a dict.
+    """Returns ``{"ratio", "low", "high"}``: ``average(base) / average(other)``, and the bounds of its 95% bootstrap interval.
 
     The bounds are None if there are too few values (below 5 pairs if ``paired``, else below 2 on one side), if no value varies, or
     if a value of ``other`` is not above 0.
@@ -412,7 +406,7 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
       ``rejected`` (by the group filter), ``failed`` (given up), and ``missing`` (none of these).
     - ``odd_steps[]``: the steps that did not train ``batch`` prompts; empty if ``batch`` is None.
 
-    A ledger does not tell how many prompts an epoch has. Therefore, ``prompts`` is the largest prompt number in any epoch. For the
+    A ledger does not tell how many prompts an epoch has, so ``prompts`` is the largest prompt number in any epoch. In the
     last epoch, which may be unfinished, it is the largest number in this epoch.
     """
     entries = list(_read_json_lines(path))

@@ -22,18 +22,16 @@ from rl_accel.lab.ab import fork_client, fork_server
 from rl_accel.lab.verl_cpu import WORKER_PYTHON
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Environment variables that keep OpenMP and pyarrow's allocator from starting threads in the fork server, which could not fork
-safely with several threads."""
+"""Environment variables that keep OpenMP and pyarrow's allocator from starting threads, which would make forks unsafe."""
 _ORPHANS_S = 5.0
 """Maximum seconds for daemons that a trainer leaves, such as Ray's, to shut down by themselves. Chosen by hand."""
 
 
 @contextlib.contextmanager
 def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]:
-    """Runs a :mod:`fork_server`, which has imported the slow libraries, with the interpreter ``python`` during the ``with`` block.
+    """Runs a :mod:`fork_server` with the interpreter ``python`` during the ``with`` block. ``path``: path for the server's socket.
 
-    Yields the words of a command to use in place of ``python``. This command runs a program in a fork of the server. ``path``: path
-    for the server's socket.
+    Yields the words of a command to use in place of ``python``, which runs a program in a fork of the server.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
@@ -54,12 +52,10 @@ def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]
 
 @contextlib.contextmanager
 def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
-    """Runs a :mod:`fork_server` during the ``with`` block, so that processes start fast. Yields a command that forks the server.
+    """Runs a :mod:`fork_server` during the ``with`` block, and yields a command that runs ``command`` as a fork of this server.
 
-    The fork then runs ``command``. The Ray workers that ``command`` starts become forks, too.
-
-    There is no server, and ``command`` is yielded unchanged, unless it runs Python on verl's CPU platform with a Ray cluster of its
-    own. RL_ACCEL_FORK_SERVER=0 turns the server off.
+    The Ray workers that ``command`` starts become forks, too. Yields ``command`` unchanged, without a server, unless it runs Python
+    on verl's CPU platform with a Ray cluster of its own. RL_ACCEL_FORK_SERVER=0 turns the server off.
     """
     name, *words = command
     python = os.path.abspath(shutil.which(name) or name)

@@ -95,10 +95,7 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
 
 
 def _cells_of_comparison(row: Mapping[str, Any], form: str) -> list[str]:
-    """Returns four cells: the baseline's value, the arm's value, their difference or ratio, and its interval.
-
-    ``form``: number format of the last two cells.
-    """
+    """Returns four cells: value of the baseline, value of the arm, and, in the format ``form``, difference or ratio and interval."""
     low, high = (cell_text(row[key], form) for key in ("low", "high"))
     difference = cell_text(row.get("difference", row.get("ratio")), form)
     return [cell_text(row["baseline"], ".4g"), cell_text(row["value"], ".4g"), difference, low and f"{low} to {high}"]

@@ -66,8 +66,7 @@ class Kill:
 class Result:
     """Result of one schedule, which is a run with planned kills. The schedule passes if there are no ``problems``.
 
-    ``kills`` are the kills that hit a process. ``launches`` is the number of launches of the trainer; ``seconds`` and
-    ``failed_responses`` are sums over these. ``problems`` are messages about what went wrong.
+    ``kills`` hit a process. ``seconds`` and ``failed_responses`` are sums over all ``launches`` of the trainer.
     """
 
     seed: int
@@ -90,7 +89,7 @@ def schedule(seed: int) -> list[Kill]:
 def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
     """Launches the run of ``plan``, kills processes by the schedule of ``seed``, and launches the run again if a kill ended it.
 
-    Finally checks tail batching's ledger, a file that says which prompts each step trained and gave up.
+    Finally checks tail batching's ledger, the log of the prompts that each step trained or gave up.
     """
     folder.mkdir(parents=True)
     result, due, began = Result(seed), schedule(seed), time.monotonic()
@@ -131,10 +130,7 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
 
 
 def _problems_of_ledger(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns what is wrong in tail batching's ledger, the log of trained prompts.
-
-    This may be wrong step numbers, batches of a wrong size, and prompts that were trained twice or given up.
-    """
+    """Returns errors in tail batching's log of trained prompts: wrong steps or batch sizes, prompts trained twice or given up."""
     problems = []
     steps, sizes = [line["step"] for line in ledger], [len(line["trained"]) for line in ledger]
     if steps != list(range(1, STEPS + 1)):

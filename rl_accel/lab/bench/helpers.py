@@ -20,8 +20,8 @@ from rl_accel.console import finite
 LEAST, MOST = 3, 7
 """Minimum and maximum number of timed calls of a function. The median of at least three calls ignores one disturbed call."""
 ONCE_S = 2.0
-"""Limit in seconds. A function whose first call takes longer than this limit, and longer than the budget, is not called again. A
-faster one is, even above the budget, because a single call may be disturbed."""
+"""Limit in seconds. A function whose first call takes longer than this and than the budget is not called again. A faster function
+is, even above the budget, because a single call may be disturbed."""
 WARM_S = 1.0
 """Limit in seconds. If a function takes less on average, an untimed call comes before each timed call and warms up caches and
 memory. In a slower function, the warm-up is a small part of a call."""
@@ -109,7 +109,6 @@ def available_bytes() -> int:
 
 
 def met(holds: bool) -> str:
-    """Returns "met" if a goal ``holds``, else "NOT met"."""
     return "met" if holds else "NOT met"
 
 

@@ -101,8 +101,8 @@ class SleepingServer:
 
 
 class NotingWorker(TailAgentLoopWorker):
-    """rl-accel's agent-loop worker, which reports events of responses (such as "scored") to the trainer. This one also records the
-    time of each event, in seconds of the monotonic clock, which all processes of the machine share."""
+    """rl-accel's agent-loop worker, which reports events of responses (such as "scored"). Also records the time of each event, in
+    seconds of the monotonic clock, which all processes of the machine share."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

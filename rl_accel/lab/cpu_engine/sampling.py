@@ -84,8 +84,7 @@ def derive_seed(*parts: int | str | None) -> int:
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Returns one random number per row, float64 [B], uniform in [0, 1).
 
-    The number depends only on the row's seed and position: it is output ``positions[row]`` of the random generator SplitMix64
-    (Steele, Lea and Flood, 2014) with the seed ``seeds[row]``.
+    It is number ``positions[row]`` of the random generator SplitMix64 (Steele, Lea and Flood, 2014) with the seed ``seeds[row]``.
     """
     with np.errstate(over="ignore"):
         z: npt.NDArray[np.uint64] = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

@@ -99,10 +99,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def next(self, running: Sequence[Request]) -> Request | None:
-        """Removes and returns the first request of the queue.
-
-        Returns None if the queue is empty, or if the ``running`` requests leave no free slot or too little of the cache budget.
-        """
+        """Removes and returns the first request of the queue; None if the ``running`` requests leave no slot or cache for it."""
         if not self.waiting or len(running) >= self._slots:
             return None
         if self.kv_tokens is not None and running:

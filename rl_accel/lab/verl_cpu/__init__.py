@@ -97,10 +97,7 @@ def find_option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str]
 
 
 def read_model(get: Get) -> Any:
-    """Returns transformers' configuration of the model that verl trains.
-
-    Returns None if the configuration cannot be read: verl itself reports this error.
-    """
+    """Returns transformers' configuration of the model that verl trains; None if unreadable, an error that verl itself reports."""
     from transformers import AutoConfig
 
     trusted = get("actor_rollout_ref.model.trust_remote_code", False)
@@ -118,8 +115,7 @@ def longest_request(get: Get) -> int:
 def wanted(get: Get, key: str, allowed: tuple[Any, ...], reason: str, prefix: str = "") -> Problems:
     """Yields a problem unless verl's setting ``key`` has one of the ``allowed`` values. The override sets the first of these.
 
-    None among the allowed values means that the key may be absent. ``prefix``: hydra's ``+`` or ``++``, which an override of a key
-    needs if verl's configuration may lack the key.
+    None in ``allowed``: the key may be absent. ``prefix``: hydra's ``+`` or ``++``, for a key that verl's configuration may lack.
     """
     if get(key) not in allowed:
         yield f"{prefix}{key}={allowed[0]}", reason

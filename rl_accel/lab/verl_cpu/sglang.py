@@ -59,10 +59,7 @@ def activate() -> None:
 
 
 class _Stubs(MetaPathFinder, Loader):
-    """Import finder that replaces the packages in :data:`GPU_ONLY` by stubs, unless they are installed.
-
-    Starts to do so when SGLang is imported.
-    """
+    """Import finder that replaces packages of :data:`GPU_ONLY` by stubs if they are not installed, once SGLang is imported."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -137,7 +134,7 @@ def _name_requests(common: Any) -> None:
 
 
 class _Unpinned(ModuleType):
-    """Replacement for the module ``torch``, whose function ``tensor`` ignores the argument ``pin_memory``."""
+    """Replacement for the module ``torch`` with a function ``tensor`` that ignores the argument ``pin_memory``."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules["torch"], name)
