@@ -37,7 +37,7 @@ _OPTIONS = {
 
 
 def sglang_problem() -> str:
-    """Returns the reason why no SGLang server can run on this machine, or '' if one can."""
+    """Returns the reason why no SGLang server can run on this machine, or ''."""
     return "" if PYTHON.exists() else f"SGLang is absent: there is no {PYTHON}, which `make sglang` builds"
 
 

@@ -287,7 +287,7 @@ class ProgressView:
         self._task = None
 
     def _plain(self, text: str, always: bool = False) -> None:
-        """Prints a progress line if the output is no terminal. Without ``always``, skips lines within ``_PLAIN_EVERY_S`` seconds."""
+        """Prints a progress line if the output is no terminal; unless ``always``, only every ``_PLAIN_EVERY_S`` seconds."""
         if not self._console.is_terminal and (always or time.monotonic() - self._last_line > _PLAIN_EVERY_S):
             self._last_line = time.monotonic()
             self._console.print(text, soft_wrap=True)

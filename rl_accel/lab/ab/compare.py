@@ -111,7 +111,7 @@ def _recipe(arms: Mapping[str, Sequence[str]], logged: Mapping[str, Mapping[str,
 
 
 def _settings_of(run: Logged) -> dict[str, Any]:
-    """Returns the logged configuration of a run. Keys of verl's section ``data``, such as ``seed``, are also at the top level."""
+    """Returns the logged configuration of a run. Keys of verl's section ``data`` are also at the top level, as slime's keys are."""
     data = run.config.get("data")
     return run.config | (data if isinstance(data, dict) else {})
 
@@ -182,7 +182,7 @@ def _arms_of(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _below(folder: Path, *starts: str) -> str:
-    """Joins the paths ``starts`` of one run, one for each start of it, by commas. Relative paths become paths below ``folder``."""
+    """Joins by commas the paths of one run, which has a path for each of its ``starts``. Relative paths are below ``folder``."""
     return ",".join(str(folder / Path(start).expanduser()) for start in starts)
 
 

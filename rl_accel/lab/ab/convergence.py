@@ -43,12 +43,12 @@ AXES = {
     "hours": "hours of training",
     "minutes": "minutes of training",
 }
-"""Mapping from each x axis on which the report compares curves to the label of the axis."""
+"""Mapping from each x axis of the report's curves to the label of the axis."""
 _SECONDS = {"hours": 3600, "minutes": 60}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
 _REACH, _WINDOW = 0.9, 5
-"""For the first time at a reward: default reward to reach, as a share of the baseline's gain, and number of values in the moving
-average that must reach it. Chosen by hand."""
+"""For :func:`times_to_reach`: default level to reach, as a share of the baseline's gain in reward, and number of values in the
+moving average that must reach it. Chosen by hand."""
 _POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
 """For :func:`seeds_enough`: share of cases in which the seeds must suffice (the usual power of a test), largest number of seeds to
 try, and number of plausible standard deviations to average."""
@@ -220,7 +220,7 @@ def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
 def levels(runs: Curves, end: float) -> Array:
     """Returns float64 [2, runs]: for each run, the mean of the first fifth and of the last fifth of its values.
 
-    Only values at positions up to ``end`` on the x axis count. Both means are NaN for a run with fewer than two of them.
+    Only values at positions up to ``end`` on the x axis count. Both means are NaN for a run with fewer than two such values.
     """
     return np.array([before_and_after(y[x <= end]) or (math.nan, math.nan) for x, y in runs]).T
 

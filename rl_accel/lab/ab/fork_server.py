@@ -62,7 +62,7 @@ def main(listener: socket.socket) -> None:
 
 
 def _serve(listener: socket.socket) -> dict[str, Any] | None:
-    """Forks this process for each client. Sends the client the process ID of the fork, and at its end the wait status.
+    """Forks this process for each client. Sends the client the fork's process ID, and its wait status when it has ended.
 
     Returns the client's request in each fork, and None in the server when its standard input closes.
     """

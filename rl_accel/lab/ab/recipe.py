@@ -463,10 +463,7 @@ def _environment(env: Mapping[str, Any], known: Mapping[str, str], where: str) -
 
 
 def _fill(text: str, known: Mapping[str, str], where: str, strict: bool = True) -> str:
-    """Fills in the placeholders of ``text``. An unknown placeholder raises RecipeError if ``strict``, else it stays.
-
-    ``known``: values of placeholders. ``where``: key of ``text`` in the recipe, for errors.
-    """
+    """Fills in the placeholders of ``text``, a value at key ``where``. If ``strict``, an unknown placeholder raises RecipeError."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]

@@ -207,7 +207,7 @@ def supervised(
     A command whose Ray node takes too long to start is started again, at most twice.
 
     The command inherits this process's environment without rl-accel's flags. ``env`` replaces variables, or removes those with the
-    value None. Modules of both are joined in :data:`MODULES`.
+    value None. If both have the variable :data:`MODULES`, the two lists are joined.
     """
     # the flags would turn features on in the baseline too
     inherited = {name: value for name, value in os.environ.items() if name not in FLAG_VARIABLES}

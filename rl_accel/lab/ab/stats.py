@@ -67,7 +67,7 @@ class RunData:
     """Metrics of one run.
 
     Attributes:
-        seed: seed of the run; None if unknown.
+        seed: None if unknown.
         steps: mapping from step to metric name to value.
         command: words of the command that started the run; may be empty.
         folder: folder in which to look for tail batching's ledger, telemetry and files of responses; None if there is none.
@@ -270,7 +270,7 @@ def gain(run: RunData, metric: str) -> dict[str, float] | None:
 
 
 def before_and_after(values: npt.NDArray[np.float64]) -> tuple[float, float] | None:
-    """Returns the mean of the first and of the last fifth of the values (at least one value each); None below two values."""
+    """Returns the means of the first and the last fifth of the values (at least one value each); None for fewer than two values."""
     part = max(1, len(values) // 5)
     return None if len(values) < 2 else (float(values[:part].mean()), float(values[-part:].mean()))
 

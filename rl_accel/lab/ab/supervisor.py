@@ -31,7 +31,7 @@ _ORPHANS_S = 5.0
 def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]:
     """Runs a :mod:`fork_server` with the interpreter ``python`` during the ``with`` block. ``path``: path for the server's socket.
 
-    Yields the words of a command to use in place of ``python``, which runs a program in a fork of the server.
+    Yields the words of a command that runs a program as ``python`` does, but in a fork of the server.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)

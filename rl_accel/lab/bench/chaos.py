@@ -66,7 +66,7 @@ class Kill:
 class Result:
     """Result of one schedule, which is a run with planned kills. The schedule passes if there are no ``problems``.
 
-    ``kills`` hit a process. ``seconds`` and ``failed_responses`` are sums over all ``launches`` of the trainer.
+    ``kills`` are the kills that hit a process. ``seconds`` and ``failed_responses`` are sums over all ``launches`` of the trainer.
     """
 
     seed: int

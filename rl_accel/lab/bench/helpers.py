@@ -18,13 +18,13 @@ from rich.console import Console
 from rl_accel.console import finite
 
 LEAST, MOST = 3, 7
-"""Minimum and maximum number of timed calls of a function. The median of at least three calls ignores one disturbed call."""
+"""Minimum and maximum number of timed calls of a function. A median of three ignores one disturbed call."""
 ONCE_S = 2.0
-"""Limit in seconds. A function whose first call takes longer than this and than the budget is not called again. A faster function
-is, even above the budget, because a single call may be disturbed."""
+"""Limit in seconds. A function whose first call exceeds both this limit and the budget is not called again. A function that exceeds
+only the budget is, because a single call may be disturbed."""
 WARM_S = 1.0
-"""Limit in seconds. If a function takes less on average, an untimed call comes before each timed call and warms up caches and
-memory. In a slower function, the warm-up is a small part of a call."""
+"""Limit in seconds. If a function takes less on average, an untimed call before each timed call warms up caches and memory. In a
+slower function, the warm-up is a small part of a call."""
 
 number_option = partial(click.option, show_default=True, callback=finite)
 """Decorator that adds an option with a number to a command. The help text shows the default. NaN and infinity are refused."""

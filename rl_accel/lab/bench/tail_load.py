@@ -133,7 +133,7 @@ class RoundsOnly(TailBatchingTrainer):
 class Load:
     """Rollout rounds of one batch size, in the Ray cluster to which this process is connected.
 
-    The tokenizer and the ledger are written to ``folder``.
+    The tokenizer and tail batching's log of trained prompts are written to ``folder``.
     """
 
     def __init__(self, prompts: int, responses: int, folder: Path) -> None:
@@ -190,8 +190,7 @@ class Load:
     def _check(self, keys: list[str], metrics: dict[str, float]) -> None:
         """Raises RuntimeError unless a round returned exactly one batch, the responses with ``keys`` in TransferQueue.
 
-        Also raises if other keys are still stored there, if a request still runs, or if a prompt has been lost or trained twice
-        since the first round.
+        Also raises if anything else is stored there, if a request still runs, or if a prompt was lost or trained twice.
         """
         prompts, responses = self._prompts, self._responses
         by_prompt = Counter(key.split("_")[0] for key in keys)

@@ -40,8 +40,8 @@ class SlotCache:
     """Key-value cache of up to ``slots`` sequences, one per row, with the methods that transformers calls on a cache.
 
     Each layer has keys and values [slots, H, capacity, D] for H heads of width D. The capacity, the number of tokens per row, grows
-    on demand. Before a decoding step, :meth:`window` sets the position of the new token in each row. :meth:`update` stores the keys
-    and values of the new tokens and returns the whole cache.
+    on demand. Before a decoding step, :meth:`window` sets the position of the new token in each row. :meth:`update` stores the new
+    keys and values and returns the whole cache.
     """
 
     is_compileable = False

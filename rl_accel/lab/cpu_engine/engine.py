@@ -45,7 +45,7 @@ class CPUEngine:
         max_model_len: maximum number of tokens of prompt and response together.
         seed: seed of the engine. A request without a seed gets a seed derived from the engine's seed and the request id.
         seconds_per_step: minimum seconds of a decoding step. Imitates a GPU engine, whose steps take about the same time for few
-            requests and for many.
+            requests as for many.
         kv_tokens: maximum number of tokens (prompts and responses so far) of all running requests together, like the size of a GPU
             engine's key-value cache; None for no limit. At the limit, the youngest request is preempted: it waits at the front of
             the queue, and is prefilled again when there is room. The tokens stay the same; log-probabilities differ by rounding.

@@ -23,8 +23,7 @@ Problems = Iterator[tuple[str, str]]
 WORKER_PYTHON = "RL_ACCEL_WORKER_PYTHON"
 """Environment variable with the command that Ray runs in place of ``python`` to start worker processes.
 
-A trainer ignores a command that does not begin with the trainer's own Python interpreter: a launcher has set it for another
-environment."""
+A trainer ignores a command that does not begin with its own Python interpreter: the command is for another environment."""
 
 _OPTIONS = {
     "seconds_per_step": (int | float, 0, 10, "a number from 0 to 10"),

@@ -127,7 +127,7 @@ def _skip_images(utils: Any) -> None:
 
 
 def _name_requests(common: Any) -> None:
-    """Replaces SGLang's function that names an HTTP request in its metrics: the name becomes the path in the URL."""
+    """Makes SGLang's metrics name an HTTP request by the path in the URL. SGLang's own function fails with FastAPI's routers."""
     _require(common, "_get_fastapi_request_path")
     # SGLang's function reads ``path`` of the matching route, which FastAPI's routers lack
     common._get_fastapi_request_path = lambda request: (request.url.path, True)
