@@ -189,8 +189,8 @@ def _below(folder: Path, *starts: str) -> str:
 def _arm_name(run: str) -> str:
     """Returns a name for an arm, derived from the path of its first run: "tail" for ``logs/tail-seed1.jsonl``.
 
-    The name is the last part of the path, without seed and file suffix. A part that says nothing else, such as ``seed1.jsonl`` or a
-    folder of W&B, is skipped. If nothing is left, the name is the path.
+    The name is the last part of the path, without seed and file suffix. Folders of W&B, and parts such as ``seed1.jsonl`` of which
+    nothing is left, are skipped. If no part remains, the name is the path.
     """
     own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
     parts = (re.sub(own, "", part) for part in reversed(Path(starts_of(run)[0]).parts))

@@ -224,7 +224,7 @@ def save(recipe: Recipe, path: Path) -> None:
 def _read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Returns the content of a recipe file, merged into the content of the base recipe if the file has a key ``extends``.
 
-    ``extended_by``: files of the recipes that extend this recipe, directly or not; used to detect a cycle.
+    ``extended_by``: files of the recipes that extend this recipe; used to detect a cycle.
     """
     try:
         text = path.read_text()

@@ -265,7 +265,7 @@ def _wait(process: "subprocess.Popen[bytes]", stop: Stop, follow: Callable[[], b
 
 @contextlib.contextmanager
 def ray_temp_dir() -> Iterator[Path]:
-    """Creates a private temporary folder with a short path for Ray, and removes it after the ``with`` block."""
+    """Creates a temporary folder for Ray, whose paths must be short, and removes the folder after the ``with`` block."""
     base = tempfile.gettempdir()  # paths of Ray's sockets may have at most 107 bytes
     if len(base) > 24 and os.access("/tmp", os.W_OK):
         base = "/tmp"

@@ -20,13 +20,13 @@ from rl_accel.rollout.saved import FOLDER
 from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OTHER, OVERLAPPING, SAVING, read_kept
 
 LEDGER = f"{FOLDER}/ledger.jsonl"
-"""Path, below the folder of checkpoints, of tail batching's ledger: a log of the prompts that each step trained or gave up."""
+"""Path of tail batching's log of trained prompts (the ledger), below the folder of checkpoints."""
 _RESAMPLES = 2000
 _MIN_PAIRS = 5
 KINDS = ("short", "long", "final")
 ALL = "all"
-"""Kind of a training step without tail batching: its rollout waits for all responses. Steps with tail batching have a kind in
-``KINDS``, which are the kinds of tail batching's rollout rounds."""
+"""Kind of a training step without tail batching, whose rollout waits for all responses. ``KINDS`` are the kinds of steps with tail
+batching."""
 _PREFIXES = ("rollout/", METRICS_PREFIX)
 """Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``, in order of preference: counts of the rollout engine, which
 also exist without tail batching, then counts of tail batching."""
@@ -278,7 +278,7 @@ def before_and_after(values: npt.NDArray[np.float64]) -> tuple[float, float] | N
 def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]) -> dict[str, Any]:
     """Returns the section ``rollout`` of ``summary.json``, with these keys:
 
-    - ``ledgers[]``: result of :func:`ledger_counts` for each run with a ledger, which tail batching writes.
+    - ``ledgers[]``: result of :func:`ledger_counts` for each run with a ledger (tail batching's log of trained prompts).
     - ``without_ledger[]``: names of the runs with tail batching but without a ledger.
     - ``series{run: {...}}``: results of :func:`series`.
     - ``arms[]``: a row per arm. ``seconds`` is the mean rollout time of the measured steps. ``kinds{kind: {steps, seconds}}`` has
@@ -400,14 +400,14 @@ def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
-    """Counts how often prompts were trained, from the ledger in ``path`` that tail batching wrote. Returns a dict with two keys:
+    """Counts in a ledger, tail batching's log, how often prompts were trained. Returns a dict with two keys:
 
     - ``epochs[]``: one row per epoch with numbers of prompts: ``prompts`` (all), ``once`` and ``again`` (trained once, more often),
       ``rejected`` (by the group filter), ``failed`` (given up), and ``missing`` (none of these).
     - ``odd_steps[]``: the steps that did not train ``batch`` prompts; empty if ``batch`` is None.
 
-    A ledger does not tell how many prompts an epoch has, so ``prompts`` is the largest prompt number in any epoch. In the
-    last epoch, which may be unfinished, it is the largest number in this epoch.
+    A ledger does not tell how many prompts an epoch has. ``prompts`` is the largest prompt number of all epochs; for the last epoch,
+    which may be unfinished, the largest of this epoch.
     """
     entries = list(_read_json_lines(path))
     trained, rejected, failed = (

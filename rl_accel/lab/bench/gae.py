@@ -390,10 +390,7 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
 
 
 def _give_memory_back() -> None:
-    """Makes the C library return freed memory to the system at once.
-
-    Otherwise, small tensors reuse freed memory, and a measurement of peak memory misses them.
-    """
+    """Makes the C library return freed memory at once. Otherwise, a memory measurement misses small tensors, which reuse memory."""
     with contextlib.suppress(OSError, AttributeError):  # no glibc: memory of small tensors is not counted
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, 1 << 16)

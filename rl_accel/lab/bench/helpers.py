@@ -31,9 +31,9 @@ number_option = partial(click.option, show_default=True, callback=finite)
 
 
 def out_option(files: str, **settings: Any) -> Callable[[Any], Any]:
-    """Decorator that adds the option ``--out``, a folder for results, to a command. Creates the folder before anything is measured.
+    """Decorator that adds ``--out``, a folder for results, to a command. The folder is created before anything is measured.
 
-    ``files``: names of the result files, for the help text. ``settings``: further arguments of :func:`click.option`.
+    ``files``: names of the results for the help text. ``settings``: further arguments of :func:`click.option`.
     """
 
     def created(_context: Any, _parameter: Any, folder: Path | None) -> Path | None:

@@ -107,8 +107,8 @@ def workload(
         prompts: number of prompts in an epoch. Each epoch has a new order of prompts.
         scale: factor on all seconds.
         spread: standard deviation of the logarithm of the log-normal factor.
-        overhead: seconds that the sandbox adds to each execution. Programs are shorter by this time, so that whole executions take
-            the published durations.
+        overhead: seconds that the sandbox adds to an execution. Programs are shorter by this, so that executions take the published
+            durations.
     """
     rng = random.Random(seed)
     shares = [(i + 0.5) / prompts for i in range(prompts)]
