@@ -406,8 +406,8 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
       ``rejected`` (by the group filter), ``failed`` (given up), and ``missing`` (none of these).
     - ``odd_steps[]``: the steps that did not train ``batch`` prompts; empty if ``batch`` is None.
 
-    A ledger does not tell how many prompts an epoch has. ``prompts`` is the largest prompt number of all epochs; for the last epoch,
-    which may be unfinished, the largest of this epoch.
+    A ledger does not tell how many prompts an epoch has. ``prompts`` is the largest prompt number of all epochs, and of the last
+    epoch alone for the last epoch, which may be unfinished.
     """
     entries = list(_read_json_lines(path))
     trained, rejected, failed = (
