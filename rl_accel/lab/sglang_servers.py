@@ -23,7 +23,7 @@ from rl_accel.lab.verl_cpu import sglang
 from rl_accel.processes import end_with_parent
 
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"))
-"""Python interpreter of the environment with SGLang."""
+"""Python interpreter of the environment with SGLang, which ``make sglang`` builds."""
 
 _START_SECONDS = 600.0
 """Maximum seconds for the start of a server or router. Chosen by hand."""
@@ -37,7 +37,7 @@ _OPTIONS = {
 
 
 def sglang_problem() -> str:
-    """Returns the reason why no SGLang server can run here, or ''."""
+    """Returns the reason why no SGLang server can run on this machine, or ''."""
     return "" if PYTHON.exists() else f"SGLang is absent: there is no {PYTHON}, which `make sglang` builds"
 
 
@@ -91,7 +91,10 @@ def sglang_router(servers: Sequence[str]) -> Iterator[str]:
 def _running(
     command: Sequence[str], url: str, serves: Callable[[httpx.Client], bool], env: dict[str, str] | None = None
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Runs a server until the end of the ``with`` block, or of this process. Yields its process once ``serves(client)`` is true."""
+    """Runs the server ``command`` until the ``with`` block or this process ends. Yields the server's process.
+
+    Waits first until ``serves(client)`` is true for an HTTP client of ``url``.
+    """
     with (
         tempfile.TemporaryFile("w+") as output,  # an unread pipe would fill up and block the process
         subprocess.Popen(

@@ -22,7 +22,7 @@ _BOUNDS = {
     "prompts_lost": ("prompts_lost", "lost", operator.le, ".0f"),
 }
 """Checks that compare a number of each arm with a bound. Mapping from check to four values: key of the bounds in the recipe's
-section ``rollout``, key of the number in ``summary.json``, the condition (number, bound), and number format."""
+section ``rollout``, key of the number in ``summary.json``, comparison that must hold for (number, bound), and number format."""
 
 
 def run_checks(
@@ -36,8 +36,8 @@ def run_checks(
 ) -> list[Check]:
     """Evaluates all checks that a recipe turns on.
 
-    ``stages``, ``rollout`` and ``convergence`` are sections of ``summary.json``. ``asked``: number of runs that the user requested,
-    of which ``results`` has those that were started, and ``runs`` those with metrics.
+    ``stages``, ``rollout`` and ``convergence`` are sections of ``summary.json``. The user requested ``asked`` runs. ``results`` has
+    those that were started, and ``runs`` has those that logged metrics.
     """
     wanted = recipe.checks
     checks = [_completed(results, asked)]
@@ -153,10 +153,10 @@ def _check(
     """Combines several conditions into one check. It is red if any condition does not hold, and skipped if there are none.
 
     Args:
-        lines: a pair per condition: whether it holds, and a text with the measured value. A red check lists those that do not hold.
-        wanted: end of the text of a red check.
+        lines: a pair per condition: whether it holds, and a text with the measured value.
+        wanted: what the recipe demands. A red check shows it after the texts of the conditions that do not hold.
         green: text of a green check; "" for the texts of all conditions.
-        skipped: text of a skipped check.
+        skipped: text of a skipped check: the reason.
     """
     status, detail = "green", green or "; ".join(text for _, text in lines)
     if bad := [text for holds, text in lines if not holds]:

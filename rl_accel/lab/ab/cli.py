@@ -112,7 +112,10 @@ def _launch_or_run(
     ray_address: str | None,
     **how_to_run: Any,
 ) -> int:
-    """Runs a recipe, or prints the commands that would run it. Returns the exit code. ``how_to_run``: see :func:`_run_plans`."""
+    """Runs a recipe, or only prints commands (``dry_run``, ``launch``). Returns the exit code.
+
+    ``how_to_run``: the options ``--only``, ``--resume`` and ``--overwrite``.
+    """
     if launch or dry_run:
         refuse_idle_options("where nothing runs", *how_to_run, *(["ray_address"] if launch else []))
     spec = load(recipe, platform)
@@ -223,7 +226,7 @@ def _report(spec: Recipe, file: Path, out: Path, results: list[RunResult], asked
 
 
 class ProgressView:
-    """Progress display of the command line: ``bars``, a context manager, on a terminal; plain lines elsewhere."""
+    """Progress display of ``rl-accel ab``: progress bars on a terminal (the context manager ``bars``), else plain lines."""
 
     def __init__(self, console: Console, plans: Sequence[RunPlan], reward: str) -> None:
         self._console, self._reward = console, reward
@@ -284,7 +287,7 @@ class ProgressView:
         self._task = None
 
     def _plain(self, text: str, always: bool = False) -> None:
-        """Prints a line, unless a terminal shows bars. Without ``always``, at most one line per ``_PLAIN_EVERY_S`` seconds."""
+        """Prints a progress line if the output is no terminal; unless ``always``, only every ``_PLAIN_EVERY_S`` seconds."""
         if not self._console.is_terminal and (always or time.monotonic() - self._last_line > _PLAIN_EVERY_S):
             self._last_line = time.monotonic()
             self._console.print(text, soft_wrap=True)

@@ -23,7 +23,7 @@ from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.telemetry.readers import Logged, read, starts_of
 
 SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", "train_time"])
-"""Names of the metrics that slime logs: reward, step time, and two stages, which together fill a step."""
+"""Names of the metrics that slime logs: reward, step time, and the times of two stages (waiting and training) that fill a step."""
 
 
 def load_arms(path: Path) -> dict[str, list[str]]:
@@ -111,7 +111,7 @@ def _recipe(arms: Mapping[str, Sequence[str]], logged: Mapping[str, Mapping[str,
 
 
 def _settings_of(run: Logged) -> dict[str, Any]:
-    """Returns the logged configuration of a run, with the keys of verl's section ``data``, such as ``seed``, at the top level."""
+    """Returns the logged configuration of a run. Keys of verl's section ``data`` are also at the top level, as slime's keys are."""
     data = run.config.get("data")
     return run.config | (data if isinstance(data, dict) else {})
 
@@ -182,15 +182,15 @@ def _arms_of(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _below(folder: Path, *starts: str) -> str:
-    """Returns the paths ``starts`` joined by commas. Relative ones become paths below ``folder``; ``~`` is the home folder."""
+    """Joins by commas the paths of one run, which has a path for each of its ``starts``. Relative paths are below ``folder``."""
     return ",".join(str(folder / Path(start).expanduser()) for start in starts)
 
 
 def _arm_name(run: str) -> str:
     """Returns a name for an arm, derived from the path of its first run: "tail" for ``logs/tail-seed1.jsonl``.
 
-    The name is the last part of the path without seed and file suffix. Folders of W&B and parts that become empty are skipped.
-    Returns ``run`` if nothing is left.
+    The name is the last part of the path, without seed and file suffix. Folders of W&B, and parts such as ``seed1.jsonl`` of which
+    nothing is left, are skipped. If no part remains, the name is the path.
     """
     own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
     parts = (re.sub(own, "", part) for part in reversed(Path(starts_of(run)[0]).parts))

@@ -43,14 +43,15 @@ AXES = {
     "hours": "hours of training",
     "minutes": "minutes of training",
 }
-"""Labels in the report of the x axes of curves."""
+"""Mapping from each x axis of the report's curves to the label of the axis."""
 _SECONDS = {"hours": 3600, "minutes": 60}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
 _REACH, _WINDOW = 0.9, 5
-"""Share of the baseline's gain to reach, and number of values in the moving average. Chosen by hand."""
+"""For :func:`times_to_reach`: default level to reach, as a share of the baseline's gain in reward, and number of values in the
+moving average that must reach it. Chosen by hand."""
 _POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
-"""For advice on the number of seeds: share of cases with an answer (the usual power of a test), largest number that is tried, and
-number of plausible standard deviations that are averaged."""
+"""For :func:`seeds_enough`: share of cases in which the seeds must suffice (the usual power of a test), largest number of seeds to
+try, and number of plausible standard deviations to average."""
 
 
 def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> dict[str, tuple[Array, Array]]:
@@ -87,8 +88,8 @@ def decide(base: Array, other: Array, margin: Array, paired: bool) -> npt.NDArra
 
     Args:
         base, other: float64 [..., runs], final metric values of the baseline's runs, and of the other arm's runs.
-        margin: float64, same shape as ``base``: largest difference that counts as equal. A margin that is a share of the gain
-            differs between the baseline's runs, and this noise belongs into the test.
+        margin: float64, same shape as ``base``: largest difference that counts as equal. There is one for each run of the baseline,
+            because a margin may be a share of the run's gain. The test then includes the noise of the gain.
         paired: True if ``base`` and ``other`` have the same seeds in the same order (paired t tests instead of Welch's).
 
     Returns:
@@ -154,14 +155,16 @@ def matched(base: Sequence[RunData], other: Sequence[RunData]) -> tuple[Sequence
 
 
 def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names: Metrics) -> dict[str, Any]:
-    """Compares each arm with the baseline. Returns the section ``convergence`` of ``summary.json``.
+    """Compares reward and validation of each arm with the baseline. Returns the section ``convergence`` of ``summary.json``.
 
     The section has ``curves{metric: {axis: {run: [x, value]}}}``, ``notes[]`` (sentences for the report) and ``rows[]``. There is a
     row per arm, metric (the reward, then validation) and x axis, with these keys:
 
     - ``end``, ``longest``: last x value of the shortest run, and of the longest run.
-    - ``baseline``, ``value``: mean level (up to ``end``) of the baseline's runs, and of the arm's runs.
-    - ``difference``: ``value`` - ``baseline``. ``low``, ``high``: its 95% interval. ``margin``: margin in units of the metric.
+    - ``baseline``, ``value``: mean level of the baseline's runs, and of the arm's runs. The level of a run is the mean of the last
+      fifth of its values up to ``end``.
+    - ``difference``: ``value`` - ``baseline``. ``low``, ``high``: its 95% interval. ``margin``: largest difference that counts as
+      equal, in units of the metric.
     - ``answer``: ``IDENTICAL`` or the result of :func:`decide`.
     - ``runs``: number of runs of each of the two arms. ``paired``: whether the runs are paired by seed.
     - ``enough``: results of :func:`seeds_enough` for arms that do not differ, and for arms that differ by half the margin; empty
@@ -215,9 +218,9 @@ def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
 
 
 def levels(runs: Curves, end: float) -> Array:
-    """Returns float64 [2, runs]: the mean of the first and of the last fifth of each run's values at positions up to ``end``.
+    """Returns float64 [2, runs]: for each run, the mean of the first fifth and of the last fifth of its values.
 
-    Both means are NaN for a run with fewer than two such values.
+    Only values at positions up to ``end`` on the x axis count. Both means are NaN for a run with fewer than two such values.
     """
     return np.array([before_and_after(y[x <= end]) or (math.nan, math.nan) for x, y in runs]).T
 
@@ -253,8 +256,8 @@ def times_to_reach(base: Curves, other: Curves, paired: bool, level: float) -> d
 
     - ``reached``: number of runs of the baseline, and of the other arm, that reach ``level``.
     - ``baseline``, ``value``: geometric mean of the positions of these runs of the baseline, and of the other arm.
-    - ``ratio``: ``baseline`` / ``value``, above 1 if the other arm is earlier. ``low``, ``high``: its 95% interval. All are NaN
-      unless all runs reach ``level``.
+    - ``ratio``: ``baseline`` / ``value``, above 1 if the other arm is earlier. ``low``, ``high``: its 95% interval. These three are
+      NaN unless all runs reach ``level``.
     """
     logs = []
     for side in (base, other):

@@ -13,7 +13,10 @@ import sys
 
 
 def main(path: str, words: list[str]) -> int:
-    """Runs ``python WORDS...`` in a fork of the server that listens at the socket ``path``. Returns the exit code of the fork."""
+    """Runs ``python WORDS...`` in a fork of the server that listens at the socket ``path``, and returns the fork's exit code.
+
+    Without a server, runs the program in this process.
+    """
     request = json.dumps({"words": words, "cwd": os.getcwd(), "env": dict(os.environ)}).encode()
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

@@ -42,10 +42,10 @@ LIBRARIES = (
 
 
 def main(listener: socket.socket) -> None:
-    """Imports the libraries, then forks a process for each client until the standard input closes.
+    """Imports :data:`LIBRARIES`, then forks a process for each client until the standard input closes.
 
-    Returns in each fork too, after the client's program has ended. If a library has started a thread, returns without forking;
-    clients then start ordinary processes.
+    Returns in each fork too, after the client's program has ended. If a library has started a thread, which makes forks unsafe,
+    returns without forking; clients then start ordinary processes.
     """
     del sys.path[0]  # the folder of this script
     for library in LIBRARIES:
@@ -62,7 +62,7 @@ def main(listener: socket.socket) -> None:
 
 
 def _serve(listener: socket.socket) -> dict[str, Any] | None:
-    """Forks this process for each client, and sends the client the fork's process ID, later its wait status (exit code or signal).
+    """Forks this process for each client. Sends the client the fork's process ID, and its wait status when it has ended.
 
     Returns the client's request in each fork, and None in the server when its standard input closes.
     """

@@ -62,7 +62,7 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
 
 
 def _ray_job(plan: RunPlan, words: Sequence[str], shell: Mapping[str, str]) -> str:
-    """Returns a shell command that submits a run to Ray and waits for its end."""
+    """Returns a shell command that submits a run to a Ray cluster and waits until the run ends."""
     # the job waits, because verl does not wait for GPUs of another job; Ray actors do not inherit a driver's variables
     variables = {**shell, **{key: value for key, value in plan.env.items() if value is not None}}
     variables["VERL_FILE_LOGGER_PATH"] = str(plan.directory / "metrics.jsonl")

@@ -76,7 +76,7 @@ def _reward(summary: dict[str, Any]) -> Any:
 
 
 def _draw_runs(axes: Any, summary: dict[str, Any], curves: Mapping[str, Any], base_style: dict[str, Any]) -> None:
-    """Draws ``curves`` (x and y values of each run) in the colours of the arms. ``base_style``: line options of the baseline."""
+    """Draws ``curves`` (run -> x and y values) in the colours of the arms. ``base_style``: line options for the baseline's runs."""
     for index, (arm, colour) in enumerate(_arms(summary).items()):
         names = [run["name"] for run in summary["runs"] if run["arm"] == arm and run["name"] in curves]
         for seed, name in enumerate(names):
@@ -103,7 +103,7 @@ def _step_time(summary: dict[str, Any]) -> Any:
 
 
 def _rollout_seconds(summary: dict[str, Any]) -> Any:
-    """Plots the rollout seconds of each step, for the first seed of each arm. Markers show the kind of round."""
+    """Plots the rollout seconds of each step, for the first seed of each arm. Markers show the kind of tail batching's round."""
     figure, ((axes,),) = _figure()
     for arm, colour, series in _first_seed(summary):
         axes.plot(series["steps"], series["seconds"], color=colour, lw=1, label=arm)
@@ -142,7 +142,7 @@ def _lengths(summary: dict[str, Any]) -> Any:
 
 
 def _first_seed(summary: dict[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Returns name, colour, and :func:`~rl_accel.lab.ab.stats.series` of the first run, for each arm."""
+    """Returns a tuple per arm: name, colour, and :func:`~rl_accel.lab.ab.stats.series` of the arm's first run."""
     series = summary["rollout"]["series"]
     names = {run["arm"]: run["name"] for run in reversed(summary["runs"]) if run["name"] in series}
     return [(arm, colour, series[names[arm]]) for arm, colour in _arms(summary).items() if arm in names]

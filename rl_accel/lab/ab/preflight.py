@@ -30,8 +30,9 @@ from rl_accel.runtime import is_installed
 
 TRIED_VERL = "0.9.1"
 Row = tuple[str, str, str]
-"""Result of one check: requirement, verdict, and reason. Verdicts are works, missing, wrong, unknown, and idle: on, but without
-effect in this run."""
+"""Result of one check: requirement, verdict, and reason.
+
+Verdicts are works, missing, wrong, unknown, and idle (a feature that is turned on but has no effect in this run)."""
 
 _SLIME_MAINS = ("train.py", "train_async.py")
 _SLIME_NUMBERS = {
@@ -72,7 +73,8 @@ if problem:
 def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
     """Checks whether this machine can run the first run of each arm of a recipe. Returns one row per requirement.
 
-    Sets the environment variables of the first arm in this process. ``platform`` is as in :func:`rl_accel.lab.ab.recipe.load`.
+    Sets the first arm's environment variables in this process, because verl reads them when it is imported. ``platform``: see
+    :func:`rl_accel.lab.ab.recipe.load`.
 
     Raises:
         RecipeError: the recipe itself is wrong.
@@ -264,7 +266,7 @@ def _model(path: str, prepared: bool = False) -> Iterator[Row]:
 
 
 def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: tuple[float, float]) -> Iterator[Row]:
-    """Yields one row that says whether a GPU has enough memory for the rollouts and for training.
+    """Yields one row that says whether a GPU of this machine has enough memory for rollouts, and enough for training.
 
     Args:
         path: name or folder of the model.
@@ -272,7 +274,7 @@ def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: 
         gpus: number of GPUs of the run.
         share: share of a GPU's memory that rollouts may use.
         tokens: maximum number of tokens of a prompt and response together.
-        training: bytes of training state per model parameter: bytes that every GPU holds, and bytes that are split over all GPUs.
+        training: bytes of training state per model parameter, as a pair: those on every GPU, and those split among all GPUs.
     """
     import torch
 

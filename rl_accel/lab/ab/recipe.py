@@ -91,7 +91,7 @@ class Metrics:
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     """Names of the timed, non-overlapping stages of a step. The report shows the rest of the step as stage "other"."""
     average: str = "median"
-    """Average of stage times over steps: median or mean. A median ignores tail batching's rare long rounds."""
+    """Average of stage times over steps: median or mean. A median ignores rare slow steps, such as tail batching's long rounds."""
     warmup_steps: int = 2
     """Number of steps at the start of each run that do not count in stage times."""
     margin: str = "2%"
@@ -189,7 +189,9 @@ def parse_margin(text: str) -> tuple[float, bool]:
 
 
 def load(path: Path, platform: str | None = None) -> Recipe:
-    """Reads and checks a recipe file. ``platform``: name of a platform of the recipe; None: the first, if there are any.
+    """Reads and checks a recipe file.
+
+    ``platform``: name of one of the recipe's platforms (settings for one kind of machine); None: the first, if there are any.
 
     Raises:
         RecipeError: the file cannot be read, is not YAML, or does not fit :class:`Recipe`. The message names the file, the key, and
@@ -222,7 +224,7 @@ def save(recipe: Recipe, path: Path) -> None:
 def _read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Returns the content of a recipe file, merged into the content of the base recipe if the file has a key ``extends``.
 
-    ``extended_by``: files of the recipes that extend this one; used to detect a cycle.
+    ``extended_by``: files of the recipes that extend this recipe; used to detect a cycle.
     """
     try:
         text = path.read_text()
@@ -275,7 +277,7 @@ def _plain(config: DictConfig) -> Any:
 
 
 def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
-    """Converts ``values`` to an object of the dataclass ``schema``. Errors name ``source``, a file, and ``where``, a dotted key."""
+    """Converts ``values`` to an object of the dataclass ``schema``. Errors name the recipe ``source`` and the key ``where``."""
     if not isinstance(values, Mapping):
         raise RecipeError(f"{source}: {where} wants a mapping with the keys {_keys(schema)}, found {values!r}")
     hints, converted = get_type_hints(schema), {}
@@ -461,7 +463,7 @@ def _environment(env: Mapping[str, Any], known: Mapping[str, str], where: str) -
 
 
 def _fill(text: str, known: Mapping[str, str], where: str, strict: bool = True) -> str:
-    """Fills in the placeholders of ``text``. One that is not ``known`` raises RecipeError if ``strict``; else it stays."""
+    """Fills in the placeholders of ``text``, a value at key ``where``. If ``strict``, an unknown placeholder raises RecipeError."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]

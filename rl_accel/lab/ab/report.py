@@ -47,7 +47,7 @@ from rl_accel.telemetry.stage_clock import FILE_NAME
 
 SCHEMA = "rl_accel.ab/2"
 _DRAWS = 20
-"""Number of simulated runs that are averaged for a prediction. Chosen by hand."""
+"""Number of simulated runs that are averaged for each of ``rl-accel plan``'s predictions in the report. Chosen by hand."""
 _BUSY = 2.0
 """Load average per CPU core at the start of a run above which the report warns not to trust the run's times. Chosen by hand."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
@@ -117,7 +117,8 @@ def summarise(
 def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]) -> None:
     """Adds the predictions of ``rl-accel plan``, rollout seconds and wasted tokens, to the row of each arm in ``rows``.
 
-    They are computed from telemetry of the baseline's runs; None without telemetry, and for an arm with asynchronous training.
+    The predictions are computed from telemetry of the baseline's runs. They are None without telemetry, and for an arm whose
+    training is asynchronous.
     """
     names = recipe.metrics
     setups, steps = [], 1

@@ -29,7 +29,7 @@ GRACE_S = 15.0
 MODULES = "VERL_USE_EXTERNAL_MODULES"
 """Environment variable with the modules that verl imports when it starts, separated by commas."""
 RAY_DID_NOT_START = "The current node timed out during startup"
-"""Ray's error message if a Ray node takes too long to start: https://github.com/ray-project/ray/issues/65983."""
+"""Part of Ray's error message if a Ray node takes too long to start (https://github.com/ray-project/ray/issues/65983)."""
 _STARTS = 3
 _POLL_S = 0.2
 
@@ -85,7 +85,7 @@ class GrowingLog:
         self._offset = 0
 
     def read(self) -> list[LogRecord]:
-        """Returns the records whose lines were completed since the last call; ``[]`` while the file does not exist."""
+        """Returns the records in all lines that were completed since the last call; ``[]`` while the log does not exist."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -112,7 +112,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Records SIGINT, SIGTERM and SIGHUP during the ``with`` block, unless the process ignores them. For the main thread."""
+        """Records SIGINT, SIGTERM and SIGHUP during the ``with`` block, unless they are ignored. Works in the main thread only."""
         caught = heeded(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in caught}
         try:
@@ -186,7 +186,7 @@ def run_one(plan: RunPlan, watcher: ProgressDisplay, stop: Stop) -> RunResult:
 class CommandExit:
     exit_code: int
     reason: str
-    """Why the command ended: "ended" (by itself), "stopped" (by a signal to this process) or "timeout"."""
+    """Reason for the end of the command: "ended" (by itself), "stopped" (by a signal to this process) or "timeout"."""
 
 
 def supervised(
@@ -198,15 +198,16 @@ def supervised(
     follow: Callable[[], bool],
     temp: Path | None = None,
 ) -> CommandExit:
-    """Runs a command until it ends, ``stop`` has a signal or ``follow()`` (called a few times per second) returns True.
+    """Runs a command until it ends, ``stop`` has received a signal, or ``follow()`` returns True, which means a timeout.
 
-    When this function returns or raises, no process of the command is left. If the calling process is killed, the command's
-    processes end soon, and the folder ``temp`` is removed. An exception gets the last lines of the log as a note.
+    ``follow`` is called a few times per second. When this function returns or raises, no process of the command is left. If the
+    calling process is killed, the command's processes end soon, and the folder ``temp`` is removed. An exception gets the last
+    lines of ``log``, the file for the command's output, as a note.
 
     A command whose Ray node takes too long to start is started again, at most twice.
 
     The command inherits this process's environment without rl-accel's flags. ``env`` replaces variables, or removes those with the
-    value None. Its :data:`MODULES` are added to those of this process.
+    value None. If both have the variable :data:`MODULES`, the two lists are joined.
     """
     # the flags would turn features on in the baseline too
     inherited = {name: value for name, value in os.environ.items() if name not in FLAG_VARIABLES}
@@ -240,7 +241,7 @@ def supervised(
 
 
 def _wait(process: "subprocess.Popen[bytes]", stop: Stop, follow: Callable[[], bool]) -> str:
-    """Waits for a supervised command, then ends its remaining processes. Returns ``CommandExit.reason``."""
+    """Waits for the end of a supervised command, a signal or a timeout, then ends the command. Returns ``CommandExit.reason``."""
     assert process.stdin is not None
     try:
         while process.poll() is None:
@@ -264,7 +265,7 @@ def _wait(process: "subprocess.Popen[bytes]", stop: Stop, follow: Callable[[], b
 
 @contextlib.contextmanager
 def ray_temp_dir() -> Iterator[Path]:
-    """Creates a private temporary folder with a short path for Ray, and removes it after the ``with`` block."""
+    """Creates a temporary folder for Ray, whose paths must be short, and removes the folder after the ``with`` block."""
     base = tempfile.gettempdir()  # paths of Ray's sockets may have at most 107 bytes
     if len(base) > 24 and os.access("/tmp", os.W_OK):
         base = "/tmp"
@@ -299,7 +300,7 @@ def last_lines(log: Path, count: int = 30) -> str:
 
 
 def _end_of_log(log: Path, start: int = 0) -> str:
-    """Returns the text from byte ``start`` on, but at most the last 200,000 bytes; "" if the file cannot be read."""
+    """Returns the text of a log file from byte ``start`` on, at most the last 200,000 bytes; "" if the file cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - 200_000))
@@ -309,7 +310,7 @@ def _end_of_log(log: Path, start: int = 0) -> str:
 
 
 def _verdict(outcome: CommandExit, result: RunResult, bad_lines: int) -> tuple[str, str]:
-    """Returns ``status`` and ``message`` of a run that has ended."""
+    """Returns ``RunResult.status`` and ``RunResult.message`` of a run that has ended."""
     if outcome.reason == "stopped":
         return "interrupted", f"stopped at step {result.steps_done}"
     if outcome.reason == "timeout":

@@ -20,15 +20,16 @@ from rl_accel.rollout.saved import FOLDER
 from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OTHER, OVERLAPPING, SAVING, read_kept
 
 LEDGER = f"{FOLDER}/ledger.jsonl"
-"""Path of tail batching's log of trained prompts, below the folder of checkpoints."""
+"""Path of tail batching's log of trained prompts (the ledger), below the folder of checkpoints."""
 _RESAMPLES = 2000
 _MIN_PAIRS = 5
 KINDS = ("short", "long", "final")
 ALL = "all"
-"""Kind of a step without tail batching, which waits for all responses. ``KINDS`` are the kinds of rounds of tail batching."""
+"""Kind of a training step without tail batching, whose rollout waits for all responses. ``KINDS`` are the kinds of steps with tail
+batching."""
 _PREFIXES = ("rollout/", METRICS_PREFIX)
-"""Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``. The counts of the rollout engine are preferred to those of
-tail batching."""
+"""Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``, in order of preference: counts of the rollout engine, which
+also exist without tail batching, then counts of tail batching."""
 _LOST = "rollout/prompts_lost"
 _BATCH = "data.train_batch_size="
 _DATA = {
@@ -40,7 +41,7 @@ _DATA = {
     "staleness, worst": ("training/off_policy/trajectory_staleness_worst/max",),
     "prompts put off a step": (METRICS_PREFIX + "prompts_deferred",),
 }
-"""Statistics of the training data in the report: mapping from label to the metric's names in verl, slime or rl-accel."""
+"""Statistics of the training data in the report: mapping from label to the names that the metric has in verl, slime or rl-accel."""
 _PHASES = {
     "rollout and reward": (
         "response*",
@@ -58,7 +59,7 @@ _PHASES = {
     "validation": ("val-*", "val/*"),
     OTHER: ("*",),
 }
-"""Mapping from each phase of a training step, in order, to shell patterns of the metrics it computes. The first match counts."""
+"""Phases of a training step in order, with shell patterns of the metrics that they compute. The first matching phase counts."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ class RunData:
         seed: None if unknown.
         steps: mapping from step to metric name to value.
         command: words of the command that started the run; may be empty.
-        folder: folder of the run, with its ledger and its files of responses; None if there is none.
+        folder: folder in which to look for tail batching's ledger, telemetry and files of responses; None if there is none.
         label: name of the run if the seed is unknown, else "".
-        notes: sentences for the report, about any runs.
+        notes: sentences for the report about this and other runs.
     """
 
     arm: str
@@ -103,7 +104,7 @@ class RunData:
 
 
 def measured_steps(run: RunData, names: Metrics) -> list[int]:
-    """Returns the steps that count in time statistics: all after the first ``names.warmup_steps``, but at least the last step."""
+    """Returns the steps that count in time statistics: all but the first ``names.warmup_steps``, and always the last step."""
     steps = sorted(run.training_steps(names))
     return steps[min(names.warmup_steps, max(0, len(steps) - 1)) :]
 
@@ -138,9 +139,10 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
 
 
 def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
-    """Returns the seconds in measured steps, as stage -> step -> seconds. Leaves out steps with a stage that is not finite.
+    """Returns the seconds of each stage in the measured steps, as stage -> step -> seconds.
 
-    Further stages are the whole step, and "other", the rest of the step outside all stages.
+    Two more entries are the whole step, and "other", the rest of the step outside all stages. Leaves out steps in which the time of
+    a stage is not finite.
     """
     times: dict[str, dict[int, float]] = {}
     for step in measured_steps(run, names):
@@ -165,7 +167,7 @@ def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, Run
 
 
 def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
-    """Returns ``ratio``, which is ``average(base) / average(other)``, and ``low`` and ``high``, its 95% interval (bootstrap).
+    """Returns ``{"ratio", "low", "high"}``: ``average(base) / average(other)``, and the bounds of its 95% bootstrap interval.
 
     The bounds are None if there are too few values (below 5 pairs if ``paired``, else below 2 on one side), if no value varies, or
     if a value of ``other`` is not above 0.
@@ -193,7 +195,7 @@ def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any]
 def differences(base: RunData, other: RunData) -> dict[str, Any]:
     """Compares the training metrics of two runs with the same seed, at the steps that both runs logged.
 
-    Metrics that match ``NOT_COMPARED`` are left out. NaN equals NaN. A metric that only one run logged at a step differs there.
+    Metrics that match ``NOT_COMPARED`` are left out. NaN equals NaN. At a step where only one run logged a metric, it differs.
 
     Returns a dict with these keys:
 
@@ -237,12 +239,12 @@ def differences(base: RunData, other: RunData) -> dict[str, Any]:
 
 
 def compared(metrics: Iterable[str]) -> list[str]:
-    """Returns ``metrics`` without those in ``NOT_COMPARED``, which may differ between equal trainings, such as times."""
+    """Returns ``metrics`` without those that match ``NOT_COMPARED``: they may differ between equal trainings, as times do."""
     return [m for m in metrics if not any(fnmatch.fnmatchcase(m, pattern) for pattern in NOT_COMPARED)]
 
 
 def phase(metric: str) -> str:
-    """Returns the phase of a training step that computes ``metric``, a key of ``_PHASES``."""
+    """Returns the phase of a training step (a key of ``_PHASES``) that computes ``metric``."""
     return next(label for label, patterns in _PHASES.items() if any(fnmatch.fnmatchcase(metric, p) for p in patterns))
 
 
@@ -268,7 +270,7 @@ def gain(run: RunData, metric: str) -> dict[str, float] | None:
 
 
 def before_and_after(values: npt.NDArray[np.float64]) -> tuple[float, float] | None:
-    """Returns the mean of the first and of the last fifth of the values (at least one value each); None below two values."""
+    """Returns the means of the first and the last fifth of the values (at least one value each); None for fewer than two values."""
     part = max(1, len(values) // 5)
     return None if len(values) < 2 else (float(values[:part].mean()), float(values[-part:].mean()))
 
@@ -276,13 +278,13 @@ def before_and_after(values: npt.NDArray[np.float64]) -> tuple[float, float] | N
 def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]) -> dict[str, Any]:
     """Returns the section ``rollout`` of ``summary.json``, with these keys:
 
-    - ``ledgers[]``: result of :func:`ledger_counts` for each run with a ledger.
+    - ``ledgers[]``: result of :func:`ledger_counts` for each run with a ledger (tail batching's log of trained prompts).
     - ``without_ledger[]``: names of the runs with tail batching but without a ledger.
     - ``series{run: {...}}``: results of :func:`series`.
-    - ``arms[]``: a row per arm. ``seconds`` is the mean rollout time of the measured steps, ``kinds{kind: {steps, seconds}}`` the
-      same for each kind of step (:func:`kind_of`). ``ratio``, ``low`` and ``high`` compare the baseline's ``seconds`` with those of
-      the arm (:func:`ratio`). ``lost`` is the largest logged number of lost prompts. ``lengths`` is a :func:`length_distribution`.
-      The other keys are those of :func:`_token_statistics`.
+    - ``arms[]``: a row per arm. ``seconds`` is the mean rollout time of the measured steps. ``kinds{kind: {steps, seconds}}`` has
+      the number of steps and the mean rollout time of each kind (:func:`kind_of`). ``ratio``, ``low`` and ``high`` are the speedup
+      over the baseline (:func:`ratio`). ``lost`` is the largest logged number of lost prompts. ``lengths`` is a
+      :func:`length_distribution`. The other keys are those of :func:`_token_statistics`.
     """
     rows = []
     kinds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
@@ -319,7 +321,7 @@ def kind_of(metrics: Mapping[str, float]) -> str:
 
 
 def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
-    """Returns the rollout seconds of all measured steps, by kind of step (:func:`kind_of`)."""
+    """Returns a mapping from kind of step (:func:`kind_of`) to the rollout seconds of the measured steps of this kind."""
     seconds: dict[str, list[float]] = {}
     for run, name in ((run, recipe.metrics.stage_prefix + "gen") for run in runs):
         for metrics in (run.steps[step] for step in measured_steps(run, recipe.metrics)):
@@ -349,9 +351,9 @@ def _token_statistics(runs: Sequence[RunData]) -> dict[str, float | None]:
 
 
 def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
-    """Returns number, mean length and 101 quantiles (0%, 1%, ..., 100%) of the lengths of responses; None without responses.
+    """Returns the number of responses, their mean length, and 101 quantiles (0%, 1%, ..., 100%) of their lengths in characters.
 
-    Lengths are in characters. ``files``: verl's dumps of responses (``trainer.rollout_data_dir``).
+    Returns None without responses. ``files``: verl's dumps of responses (``trainer.rollout_data_dir``).
     """
     lengths = [len(entry["output"]) for file in files for entry in _read_json_lines(file) if "output" in entry]
     if not lengths:
@@ -363,8 +365,8 @@ def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
 def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
     """Returns statistics that show whether arms trained on different data, as statistic -> arm -> mean over the arm's runs.
 
-    Logged metrics count only at the steps that every run reached, telemetry and ledgers at all steps. Leaves out statistics without
-    data.
+    Metrics count only at the steps that every run reached. Counts of prompts (from ledgers) and lengths of responses (from
+    telemetry) include all steps. Leaves out statistics without data.
     """
     end = min((max(run.steps) for run in runs), default=0)
     means: dict[str, dict[str, list[float]]] = {}
@@ -398,14 +400,14 @@ def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
-    """Counts in a ledger how often prompts were trained.
+    """Counts in a ledger, tail batching's log, how often prompts were trained. Returns a dict with two keys:
 
     - ``epochs[]``: one row per epoch with numbers of prompts: ``prompts`` (all), ``once`` and ``again`` (trained once, more often),
-      ``rejected``, ``failed``, and ``missing`` (none of these).
+      ``rejected`` (by the group filter), ``failed`` (given up), and ``missing`` (none of these).
     - ``odd_steps[]``: the steps that did not train ``batch`` prompts; empty if ``batch`` is None.
 
-    A ledger does not tell how many prompts an epoch has. The largest prompt number of all epochs is taken; for the last epoch,
-    which may be unfinished, its own largest number.
+    A ledger does not tell how many prompts an epoch has. ``prompts`` is the largest prompt number of all epochs, and of the last
+    epoch alone for the last epoch, which may be unfinished.
     """
     entries = list(_read_json_lines(path))
     trained, rejected, failed = (

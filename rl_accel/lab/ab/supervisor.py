@@ -22,17 +22,16 @@ from rl_accel.lab.ab import fork_client, fork_server
 from rl_accel.lab.verl_cpu import WORKER_PYTHON
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Environment variables that keep OpenMP and pyarrow's allocator from starting threads in the fork server."""
+"""Environment variables that keep OpenMP and pyarrow's allocator from starting threads, which would make forks unsafe."""
 _ORPHANS_S = 5.0
 """Maximum seconds for daemons that a trainer leaves, such as Ray's, to shut down by themselves. Chosen by hand."""
 
 
 @contextlib.contextmanager
 def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]:
-    """Runs a :mod:`fork_server` with the interpreter ``python`` during the ``with`` block.
+    """Runs a :mod:`fork_server` with the interpreter ``python`` during the ``with`` block. ``path``: path for the server's socket.
 
-    Yields the words of a command to use in place of ``python``. It runs a program in a fork of the server. ``path``: path for the
-    server's socket.
+    Yields the words of a command that runs a program as ``python`` does, but in a fork of the server.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
@@ -53,10 +52,10 @@ def forks(python: str, path: str, env: Mapping[str, str]) -> Iterator[list[str]]
 
 @contextlib.contextmanager
 def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
-    """Runs a :mod:`fork_server` during the ``with`` block. Yields a command that runs ``command`` as a fork of this server.
+    """Runs a :mod:`fork_server` during the ``with`` block, and yields a command that runs ``command`` as a fork of this server.
 
-    Ray's workers of this command become forks, too. Yields ``command`` itself, without a server, if it is not for verl's CPU
-    platform, in a running Ray cluster, or if RL_ACCEL_FORK_SERVER is "0".
+    The Ray workers that ``command`` starts become forks, too. Yields ``command`` unchanged, without a server, unless it runs Python
+    on verl's CPU platform with a Ray cluster of its own. RL_ACCEL_FORK_SERVER=0 turns the server off.
     """
     name, *words = command
     python = os.path.abspath(shutil.which(name) or name)
@@ -73,9 +72,10 @@ def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
 
 
 def supervise(grace_s: float, temp: str, command: list[str]) -> int:
-    """Runs a command, and ends all processes that it leaves. SIGTERM to this process, or the end of its standard input, stops it.
+    """Runs a command, then ends all processes that the command has left.
 
-    Returns the command's exit code, or 128 + n if signal n ended the command.
+    SIGTERM to this process, or the end of this process's standard input, stops the command. Returns the command's exit code, or
+    128 + n if signal n ended the command.
 
     Args:
         grace_s: seconds between SIGTERM and SIGKILL for a stopped command.

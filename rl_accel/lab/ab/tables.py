@@ -95,7 +95,7 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
 
 
 def _cells_of_comparison(row: Mapping[str, Any], form: str) -> list[str]:
-    """Returns four cells: the baseline's value, the arm's, and their difference or ratio with interval, in the format ``form``."""
+    """Returns four cells: the baseline's value, the arm's value, and, in the format ``form``, difference or ratio and interval."""
     low, high = (cell_text(row[key], form) for key in ("low", "high"))
     difference = cell_text(row.get("difference", row.get("ratio")), form)
     return [cell_text(row["baseline"], ".4g"), cell_text(row["value"], ".4g"), difference, low and f"{low} to {high}"]

@@ -23,9 +23,10 @@ from rl_accel.lab.bench.helpers import available_bytes, number_option
 REPEATS = 3
 """Number of timed calls of each function. A median of three ignores one disturbed call."""
 SLOW_SECONDS = 5.0
-"""Seconds of a call after which a function is not called again, so that large shapes do not take minutes."""
+"""Limit in seconds. After a call that takes longer, a function is not called again, so that large shapes do not take minutes."""
 BYTES_PER_TOKEN = 72
-"""Upper bound of the peak memory in bytes per token of the batch: arguments, both results and what the functions need meanwhile."""
+"""Upper bound of the benchmark's peak memory, in bytes per token of the batch: arguments, the results of verl's function and of the
+replacement, and temporary tensors."""
 
 
 def patches() -> list[Any]:
@@ -35,9 +36,9 @@ def patches() -> list[Any]:
 
 
 def batch(rows: int, tokens: int) -> dict[str, Any]:
-    """Returns random arguments for all replaced functions, by parameter name. Tensors have the shape [``rows``, ``tokens``].
+    """Returns a random batch: arguments for every function of verl that is timed, by parameter name.
 
-    The mask of each row ends at a random length.
+    Tensors have the shape [``rows``, ``tokens``]. The mask of each row ends at a random length.
     """
     from omegaconf import OmegaConf
 
@@ -57,10 +58,10 @@ def batch(rows: int, tokens: int) -> dict[str, Any]:
 
 
 def time_functions(rows: int, tokens: int) -> list[dict[str, Any]]:
-    """Times every function that the patches replace on a batch [``rows``, ``tokens``], first verl's own, then with all patches.
+    """Times every function of verl that rl-accel replaces, on a batch [``rows``, ``tokens``]: first without, then with all patches.
 
-    Returns a record per function. Its seconds are medians of verl's function (``stock_s``) and of the replacement (``fast_s``);
-    both are None if the results differ in a bit.
+    Returns a dict per function with the median seconds of verl's function (``stock_s``) and of the replacement (``fast_s``). Both
+    are None if the results differ in a bit.
     """
     data = batch(rows, tokens)
     everything = patches()

@@ -29,7 +29,7 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "anchor store": ("AnchorStore",),
     "trainer": ("TaskRunnerV1",),
 }
-"""Kinds of processes to kill. Each has strings, of which at least one is in the command line of every such process."""
+"""Kinds of processes to kill. Mapping from kind to strings, of which the command line of such a process has at least one."""
 
 STEPS, PROMPTS, KILLS = 6, 8, 2
 """Training steps of a run, prompts of a batch, and kills in a run. Small numbers, so that a run takes minutes."""
@@ -45,14 +45,16 @@ OVERRIDES = (
 LAUNCHES = KILLS + 1
 """Maximum number of launches of a run. Each kill may end one launch."""
 STANDSTILL_S = 600.0
-"""Seconds without a completed training step after which a run counts as hung. A start of verl alone may take minutes."""
+"""Seconds without a completed training step after which a run counts as hung. The start of verl, which counts too, may take
+minutes."""
 
 
 @dataclass(frozen=True)
 class Kill:
     """A planned SIGKILL to one process of kind ``victim``, sent ``seconds`` seconds after training step ``step`` has completed.
 
-    If the shortest step so far took less time, the signal is sent after that time, so that the next step is still running.
+    If a training step has taken less than ``seconds``, the signal is sent earlier: after the time of the shortest step so far. The
+    next step is then still running.
     """
 
     victim: str
@@ -62,10 +64,9 @@ class Kill:
 
 @dataclass
 class Result:
-    """Result of one schedule, which is a run with planned kills.
+    """Result of one schedule, which is a run with planned kills. The schedule passes if there are no ``problems``.
 
-    ``kills`` are those that hit a process. ``seconds`` and ``failed_responses`` are sums over all ``launches`` of the trainer. The
-    schedule passes if ``problems``, messages about what went wrong, is empty.
+    ``kills`` are the kills that hit a process. ``seconds`` and ``failed_responses`` are sums over all ``launches`` of the trainer.
     """
 
     seed: int
@@ -77,7 +78,7 @@ class Result:
 
 
 def schedule(seed: int) -> list[Kill]:
-    """Returns the planned kills for a seed, ordered by step. Consecutive seeds have different first victims."""
+    """Returns the planned kills for a seed, ordered by step. Consecutive seeds first kill different kinds of processes."""
     rng, victims = random.Random(seed), tuple(VICTIMS)
     chosen = [victims[seed % len(victims)], *rng.choices(victims, k=KILLS - 1)]
     # verl is still starting before step 1, and the run may be over after the last of these steps
@@ -88,7 +89,7 @@ def schedule(seed: int) -> list[Kill]:
 def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
     """Launches the run of ``plan``, kills processes by the schedule of ``seed``, and launches the run again if a kill ended it.
 
-    At last, checks the ledger, which tail batching writes beside the checkpoints: which prompts each step trained and gave up.
+    Finally checks tail batching's ledger, the log of the prompts that each step trained or gave up.
     """
     folder.mkdir(parents=True)
     result, due, began = Result(seed), schedule(seed), time.monotonic()
@@ -129,7 +130,7 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
 
 
 def _problems_of_ledger(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the problems of a ledger: wrong steps, batches of a wrong size, and prompts that were trained twice or given up."""
+    """Returns errors in tail batching's log of trained prompts: wrong steps or batch sizes, prompts trained twice or given up."""
     problems = []
     steps, sizes = [line["step"] for line in ledger], [len(line["trained"]) for line in ledger]
     if steps != list(range(1, STEPS + 1)):

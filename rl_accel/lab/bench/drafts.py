@@ -43,8 +43,8 @@ def bench_drafts(
     """Replay FILES that verl wrote to trainer.rollout_data_dir through the drafter, which proposes tokens for speculative decoding.
 
     The responses of a training step run on one replica. At most --running responses run at once, and the next response starts when
-    a slot becomes free. The text of the files is tokenized again. The replay makes two assumptions. An engine step takes as long
-    with drafts as without drafts, and prefill takes no time.
+    one has ended. The text of the files is tokenized again. The replay makes two assumptions. An engine step takes as long with
+    drafts as without drafts, and prefill takes no time.
     """
     encode = _encoder(tokenizer)
     steps: dict[int, list[PromptAndResponse]] = defaultdict(list)
@@ -114,7 +114,7 @@ class Replay:
 def replay(steps: list[list[PromptAndResponse]], running: int, settings: dict[str, int], fill: bool = False) -> Replay:
     """Replays the responses of each training step twice: without drafts, and with drafts of a :class:`Drafter`.
 
-    At most ``running`` requests run at once. If ``fill``, the drafter's history is filled with random responses first.
+    At most ``running`` requests run at once. If ``fill``, the drafter's history of responses is filled with random ones first.
     """
     result = Replay()
     drafter = _drafter(settings, fill, lambda: sum(result.engine_steps.values()))
@@ -152,7 +152,8 @@ def _drafter(settings: dict[str, int], fill: bool, engine_steps: Callable[[], in
 def _replay_responses(waiting: list[_Row], matrix: np.ndarray, drafter: Drafter | None, result: Replay) -> None:
     """Replays the responses in ``waiting``, from the last to the first, and adds the measurements to ``result``.
 
-    ``matrix`` has a row of tokens for each running request. If ``drafter`` is None, nothing is drafted.
+    ``matrix`` holds the tokens of each running request in a row, as vLLM passes them to a drafter. If ``drafter`` is None, nothing
+    is drafted.
     """
     rows: list[_Row] = []
     while waiting or rows:

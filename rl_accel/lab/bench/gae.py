@@ -26,22 +26,23 @@ from rl_accel.ops import gae, gae_of_lists
 LOOP, CHUNK_128, OURS, SLIME = "verl's loop", "slime chunk 128", "rl-accel", "slime, padded"
 BATCHES, TOKENS = (1, 8, 64, 256, 1024), (1024, 8192, 32768, 131072)
 COPY = "plain copy"
-"""Name of the lower bound of the time: a copy of as many bytes as GAE reads and writes."""
+"""Name of the lower bound of the time: a copy that reads and writes as many bytes in total as GAE."""
 GOAL_SHAPES = ((256, 32768), (256, 131072))
 GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
-"""Goals at GOAL_SHAPES: minimum ratio of an implementation's time to rl-accel's time. All goals here were chosen by hand."""
+"""Goals at GOAL_SHAPES: pairs of another implementation and the minimum ratio of its time to rl-accel's time. Chosen by hand."""
 COPY_GOAL = 1.5
-"""Goal at GOAL_SHAPES: maximum ratio of rl-accel's time to the time of a plain copy."""
+"""Goal at GOAL_SHAPES: maximum ratio of rl-accel's time to the time of a plain copy. Chosen by hand."""
 LENGTHS_GOAL = 10.0
-"""Goal with ``--lengths``: minimum ratio of slime's time to rl-accel's time."""
+"""Goal with ``--lengths``: minimum ratio of slime's time to rl-accel's time. Chosen by hand."""
 LONGEST_S = 20.0
-"""Maximum expected seconds of a call of a GAE implementation. A slower one is left out, except at GOAL_SHAPES, so that the whole
-table takes minutes."""
+"""Maximum expected seconds of a call of a GAE implementation. A slower implementation is not timed, except at GOAL_SHAPES, so that
+the benchmark takes minutes."""
 GAMMA, LAM = 0.99, 0.95
 _TOLERANCE = 1e-4
 """Maximum relative error of a result in float32, compared with float64. Rounding stays far below; a wrong formula exceeds it."""
 _M_MMAP_THRESHOLD = -3
-"""Number of this setting of glibc's function ``mallopt``: size from which on memory comes from the system for each tensor."""
+"""glibc's number for this setting of its function ``mallopt``. Tensors of at least the set size get their memory directly from the
+system."""
 
 Shape = tuple[int, int]
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -148,7 +149,7 @@ def bench_gae(out: Path | None, batch: int | None, tokens: int | None, lengths: 
 def make_inputs(shape: Shape, device: str, seed: int = 0) -> Inputs:
     """Returns random rewards and values [B, T], a mask [B, T], gamma and lambda.
 
-    The mask has zeros after the random length of each response, and single zeros before, as between turns.
+    The mask has zeros after the random length of each response, and single zeros within it, as between the turns of a dialogue.
     """
     generator = torch.Generator().manual_seed(seed)
     rows, tokens = shape
@@ -200,7 +201,7 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Times the ``sound`` GAE implementations at ``shape``. Returns one result, or none if the memory does not suffice.
 
-    ``before``: results at other shapes, by which slow implementations are left out.
+    ``before``: results at earlier shapes. Implementations that these show to be too slow are not timed.
     """
     rows, tokens = shape
     moved = rows * tokens * (2 * 4 + 8 + 2 * 4)
@@ -278,7 +279,7 @@ def _show_goals(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Returns a sentence: whether rl-accel's kernel is worth enabling at the measured shape."""
+    """Returns a sentence that says whether rl-accel's kernel is worth enabling at the measured shape."""
     ours, loop = _ours_and_loop(row)
     if ours is None or loop is None:
         return f"{_label(row)}: no verdict, a contestant is wrong."
@@ -389,7 +390,7 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
 
 
 def _give_memory_back() -> None:
-    """Makes the C library return freed memory to the system at once. Otherwise, small tensors reuse memory that is not counted."""
+    """Makes the C library return freed memory at once. Otherwise, a memory measurement misses small tensors, which reuse memory."""
     with contextlib.suppress(OSError, AttributeError):  # no glibc: memory of small tensors is not counted
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, 1 << 16)

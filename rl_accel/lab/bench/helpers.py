@@ -20,18 +20,20 @@ from rl_accel.console import finite
 LEAST, MOST = 3, 7
 """Minimum and maximum number of timed calls of a function. A median of three ignores one disturbed call."""
 ONCE_S = 2.0
-"""Seconds of the first call up to which a function is called again even if that exceeds the budget. One call may be disturbed."""
+"""Limit in seconds. A function whose first call exceeds both this limit and the budget is not called again. A function that exceeds
+only the budget is, because a single call may be disturbed."""
 WARM_S = 1.0
-"""Mean seconds of a call up to which an untimed call comes before each timed call. Slower functions warm up by themselves."""
+"""Limit in seconds. If a function takes less on average, an untimed call before each timed call warms up caches and memory. In a
+slower function, the warm-up is a small part of a call."""
 
 number_option = partial(click.option, show_default=True, callback=finite)
 """Decorator that adds an option with a number to a command. The help text shows the default. NaN and infinity are refused."""
 
 
 def out_option(files: str, **settings: Any) -> Callable[[Any], Any]:
-    """Decorator that adds ``--out`` to a command: a folder for result ``files``, which is created before anything is measured.
+    """Decorator that adds ``--out``, a folder for results, to a command. The folder is created before anything is measured.
 
-    ``settings``: further arguments of :func:`click.option`.
+    ``files``: names of the results for the help text. ``settings``: further arguments of :func:`click.option`.
     """
 
     def created(_context: Any, _parameter: Any, folder: Path | None) -> Path | None:
@@ -54,8 +56,8 @@ class Timing:
 def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float) -> dict[str, Timing]:
     """Times ``functions`` in turn, round after round, so that a change of the machine's speed affects all functions.
 
-    The first call of each function measures memory. If it takes more than ``budget_s`` seconds and more than ONCE_S seconds, its
-    time is the result. All other functions are timed in LEAST to MOST rounds, until their calls have taken ``budget_s`` seconds.
+    The first call of each function measures memory. If this call takes more than ``budget_s`` seconds and more than ONCE_S seconds,
+    its time is the result. Every other function is timed LEAST to MOST times, until its calls have taken ``budget_s`` seconds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     spent: dict[str, float] = {}
@@ -107,12 +109,11 @@ def available_bytes() -> int:
 
 
 def met(holds: bool) -> str:
-    """Returns "met" if a goal ``holds``, else "NOT met"."""
     return "met" if holds else "NOT met"
 
 
 def results_file(out: Path | None, name: str, results: Any, console: Console) -> None:
-    """Writes ``results`` as JSON to the file ``name`` in the folder ``out``, and prints its path; nothing if ``out`` is None."""
+    """Writes ``results`` as JSON to the file ``name`` in the folder ``out``, and prints the path. Without ``out``, does nothing."""
     if out is not None:
         (out / name).write_text(json.dumps(results, indent=1))
         console.print(str(out / name), soft_wrap=True, markup=False)

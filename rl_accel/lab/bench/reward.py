@@ -34,13 +34,13 @@ from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.sandbox import Case, Graders, Sandbox
 
 PROMPTS, BATCH = 112, 14
-"""Numbers of prompts in an epoch and in a batch: with the default options, 1,792 programs take about ten minutes."""
+"""Numbers of prompts in an epoch and in a batch. Chosen so that the benchmark, with 16 programs per prompt, takes ten minutes."""
 CONDITIONS = ("quiet", "loaded")
 """Load of the machine during a measurement. quiet: no extra load. loaded: one extra busy process per core."""
 CALLS = 500
-"""Number of measured calls of a grader that never hangs; a median of so many does not depend on single slow calls."""
+"""Number of measured calls of a grader that never hangs. With this number, single slow calls do not change the median."""
 FASTER_GOAL = 3.0
-"""Goal: ratio of the seconds of all executions under the fixed limit to those under the adaptive limit. Chosen by hand."""
+"""Goal: minimum ratio of the seconds of all executions under the fixed limit to those under the adaptive limit. Chosen by hand."""
 KILLED_GOAL = 0.002
 """Goal: maximum share of correct answers that the adaptive limit stops. Chosen by hand."""
 CALL_GOAL = 0.001
@@ -61,8 +61,8 @@ SHARES = (
 """Cumulative distribution of published durations, from the same figure as HANGING: ``SHARES[i]`` is the share of executions that
 take at most ``SECONDS[i]`` seconds."""
 CORRECT = (0.2, 1.0)
-"""Lowest and highest share of correct responses of a prompt. The other prompts have shares evenly in between. Chosen by hand:
-nothing is published."""
+"""Shares of correct responses to the hardest and to the easiest prompt. The shares of the other prompts are spaced evenly between
+these. Chosen by hand: nothing is published."""
 ANSWER = "42"
 
 _Pool = TypeVar("_Pool", Sandbox, Graders)
@@ -100,14 +100,15 @@ def workload(
 ) -> list[list[Program]]:
     """Returns batches of random programs. Each batch has ``batch`` prompts, and ``responses`` programs per prompt.
 
-    Each prompt has a typical duration, drawn from the published distribution. A program takes this duration multiplied by a
-    log-normal factor, sleeping or computing. Some wrong programs never end: :data:`HANGING` of all.
+    Each prompt has a typical duration from the published distribution (:data:`SHARES`). A program sleeps or computes for this
+    duration, multiplied by a log-normal factor. A share :data:`HANGING` of all programs never ends; all of these are wrong.
 
     Args:
         prompts: number of prompts in an epoch. Each epoch has a new order of prompts.
         scale: factor on all seconds.
         spread: standard deviation of the logarithm of the log-normal factor.
-        overhead: seconds of an execution outside the program, by which the programs are shorter than the published durations.
+        overhead: seconds that the sandbox adds to an execution. Programs are shorter by this, so that executions take the published
+            durations.
     """
     rng = random.Random(seed)
     shares = [(i + 0.5) / prompts for i in range(prompts)]
@@ -157,10 +158,10 @@ def program_code(computes: bool, seconds: float | None, answer: str) -> str:
 
 @dataclass
 class PolicyResults:
-    """Results of one time limit policy.
+    """Measurements under one policy for time limits, such as "fixed" or "adaptive".
 
     Attributes:
-        results: result of each response, in the order of the batches.
+        results: result of each execution, in the order of the batches.
         makespans: seconds from the start of each batch to its last result.
         counts: counters of the executor, by name.
     """
@@ -198,9 +199,9 @@ async def run_arms(
 
 
 def require_expected_verdicts(batch: Sequence[Program], results: Sequence[ExecutionResult]) -> None:
-    """Raises WrongResult unless each program of ``batch`` has the verdict of its answer ("passed" or "wrong"), or "timeout".
+    """Raises WrongResult unless each program of ``batch`` has a possible verdict.
 
-    A program that never ends must have the verdict "timeout".
+    This is "timeout" for a program that never ends, else "timeout" or the verdict of the program's answer ("passed" or "wrong").
     """
     for response, result in zip(batch, results, strict=True):
         earned = "passed" if response.correct else "wrong"
@@ -271,7 +272,7 @@ def summarise(batches: Sequence[Sequence[Program]], arms: Mapping[str, PolicyRes
     - ``step_s``: mean seconds from the start of a batch to the last result of the batch.
     - ``wrongly_killed``: number of correct answers that did not pass.
     - ``struck``: number of executions stopped by each limit, by name of the limit (such as ``wall``).
-    - ``full_budget``: number of stopped executions that had the full budget.
+    - ``full_budget``: number of executions that were stopped although they had the longest limit (the full budget).
     """
     is_correct = [response.correct for batch in batches for response in batch]
     rows: dict[str, Any] = {}
@@ -301,8 +302,8 @@ def summarise(batches: Sequence[Sequence[Program]], arms: Mapping[str, PolicyRes
 def kill_verdict(killed: int, correct: int) -> str:
     """Returns "met", "NOT met" or "too few to tell" for the goal on the share of wrongly stopped correct answers.
 
-    ``killed`` of ``correct`` correct answers did not pass. "met" needs so low a share that a true share equal to the goal would
-    give it in at most 5% of cases (binomial test).
+    ``killed`` of ``correct`` correct answers did not pass. "met" needs evidence that the true share is below the goal: with a true
+    share equal to the goal, so few would be stopped in at most 5% of cases (binomial test).
     """
     # a single stopped answer may be chance
     if killed > max(1.0, KILLED_GOAL * correct):

@@ -19,10 +19,11 @@ from rl_accel.lab.bench.helpers import met, out_option, results_file
 LOADS = ((32, 16, 3), (128, 16, 2), (512, 16, 1))
 """Batch sizes of the benchmark: number of prompts in a batch (P0), number of responses per prompt (R0), and number of rounds."""
 LOAD_GOAL_S = 2.0
-"""Goal: maximum seconds of overhead of a round, both of the trainer's CPU time and after the last response. Chosen by hand."""
+"""Goal for the overhead of a round: maximum CPU seconds of the trainer, and maximum seconds from the last response to the end.
+Chosen by hand."""
 LOAD_MODULE = "rl_accel.lab.bench.tail_load"
 LONGEST_S = 900.0
-"""Maximum seconds for all rounds of one batch size, several times as long as on two quiet cores. Slower rounds count as failed."""
+"""Maximum seconds for all rounds of one batch size: several times the time on two quiet cores. Slower rounds count as failed."""
 
 
 @click.command("tail")
@@ -33,9 +34,9 @@ def bench_tail(out: Path | None) -> None:
     The overhead is the CPU time of the trainer process, and the time from the last response of a batch to the end of the round.
     Everything but the rollout servers is real and runs in its own process. The servers sleep for random times instead of decoding.
 
-    Errors are a batch that is not exactly P0 prompts x R0 responses, a key left behind, and a prompt that is lost or trained
-    twice. After an error, the batch size gets no number, and the exit status is 1. Missed goals are shown but do not change the
-    exit status, because machines are shared and noisy.
+    Errors are a batch that is not exactly P0 prompts x R0 responses, an entry that a cancelled response leaves in TransferQueue
+    (verl's store for responses), and a prompt that is lost or trained twice. After an error, the batch size gets no number, and the
+    exit status is 1. Missed goals are shown but do not change the exit status, because machines are shared and noisy.
     """
     console = wide_console()
     missing = [name for name in ("verl", "transfer_queue", "ray") if importlib.util.find_spec(name) is None]
@@ -64,7 +65,10 @@ def bench_tail(out: Path | None) -> None:
 
 
 def _run_rounds(prompts: int, responses: int, rounds: int, stop: Stop) -> tuple[list[dict[str, Any]], str]:
-    """Runs the rounds of one batch size in a new process. Returns the measurements of each round, and what went wrong or ""."""
+    """Runs the rounds of one batch size in a new process.
+
+    Returns the measurements of each round, and a message about what went wrong ("" if nothing did).
+    """
     environment: dict[str, str | None] = {
         "RAY_ADDRESS": None,
         "RAY_USAGE_STATS_ENABLED": "0",

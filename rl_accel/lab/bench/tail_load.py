@@ -46,11 +46,11 @@ from rl_accel.rollout.tail_batching import TailBatching
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 WORKERS, SERVERS = 2, 2
-"""Numbers of agent-loop workers and of rollout servers: the fewest that still have to share the responses."""
+"""Numbers of agent-loop workers and of rollout servers: the smallest with which responses are spread over several processes."""
 RATIO = 1.25
-"""Tail batching launches RATIO times as many prompts as it trains, and RATIO times as many responses per prompt: its defaults."""
+"""Ratio of launched to trained prompts, and of launched to trained responses per prompt: tail batching's default for both."""
 TOKENS = 128
-"""Number of tokens of a response with the median response time. Other responses have tokens in proportion to their time."""
+"""Number of tokens of a response with the median response time. The tokens of other responses are proportional to their times."""
 LONGEST = 8.0
 """Upper bound of a random response time, as a multiple of the median time. Without it, one response could decide the results."""
 
@@ -101,8 +101,8 @@ class SleepingServer:
 
 
 class NotingWorker(TailAgentLoopWorker):
-    """rl-accel's agent-loop worker. Also records the time at which it reports each event, in seconds of the monotonic clock, which
-    all processes of the machine share."""
+    """rl-accel's agent-loop worker, which reports events of responses (such as "scored"). Also records the time of each event, in
+    seconds of the monotonic clock, which all processes of the machine share."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,14 +113,16 @@ class NotingWorker(TailAgentLoopWorker):
         super()._report(event)
 
     async def take_notes(self) -> tuple[list[tuple[str, int, float]], int, float]:
-        """Returns the events since the last call, as ``(kind, response id, seconds)``; and of this worker process the resident
-        memory in bytes and the CPU seconds so far."""
+        """Returns the events since the last call, as ``(kind, response id, seconds)``.
+
+        Also returns two numbers about this worker process: resident memory in bytes, and CPU seconds so far.
+        """
         notes, self._notes = self._notes, []
         return notes, psutil.Process().memory_info().rss, time.process_time()
 
 
 class RoundsOnly(TailBatchingTrainer):
-    """rl-accel's trainer without models, data files and checkpoints: only what a rollout round needs."""
+    """rl-accel's trainer for tail batching without models, data files and checkpoints. It can only run rollout rounds."""
 
     def __init__(self, driver: RolloutDriver, log: Ledger) -> None:
         self._driver, self._log = driver, log
@@ -131,7 +133,7 @@ class RoundsOnly(TailBatchingTrainer):
 class Load:
     """Rollout rounds of one batch size, in the Ray cluster to which this process is connected.
 
-    The tokenizer and the ledger are written to ``folder``.
+    The tokenizer and tail batching's log of trained prompts are written to ``folder``.
     """
 
     def __init__(self, prompts: int, responses: int, folder: Path) -> None:
@@ -186,9 +188,9 @@ class Load:
         return notes
 
     def _check(self, keys: list[str], metrics: dict[str, float]) -> None:
-        """Raises RuntimeError unless a round returned exactly one batch, ``keys``, and left no other key and no request behind.
+        """Raises RuntimeError unless a round returned exactly one batch, the responses with ``keys`` in TransferQueue.
 
-        Also raises if a prompt has been lost or trained twice since the first round.
+        Also raises if anything else is stored there, if a request still runs, or if a prompt was lost or trained twice.
         """
         prompts, responses = self._prompts, self._responses
         by_prompt = Counter(key.split("_")[0] for key in keys)

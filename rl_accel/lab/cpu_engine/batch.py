@@ -23,12 +23,12 @@ from rl_accel.lab.cpu_engine.scheduler import Request
 ATTENTION = "rl_accel_cpu"
 """Name under which :func:`attend` is registered as an attention function of transformers."""
 BLOCK = 128
-"""Number of tokens to a multiple of which cache rows are rounded up, so that they seldom have to grow. Chosen by hand."""
+"""The length of cache rows, in tokens, is rounded up to a multiple of this, so that rows seldom have to grow. Chosen by hand."""
 ROWS = 8
-"""Number to a multiple of which the rows of a forward pass are rounded up. For very few rows, CPU kernels use another matrix
+"""The number of rows of a forward pass is rounded up to a multiple of this. For very few rows, CPU kernels use another matrix
 multiplication, which rounds differently."""
 _PROMPTS_KEPT = 64
-"""Maximum number of prompts whose cache is kept for the other responses to the same prompt. Chosen by hand."""
+"""Maximum number of prompts whose key-value cache is kept for further responses to the same prompt. Chosen by hand."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -37,11 +37,11 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class SlotCache:
-    """Key-value cache of up to ``slots`` sequences, with the methods that transformers calls on a cache.
+    """Key-value cache of up to ``slots`` sequences, one per row, with the methods that transformers calls on a cache.
 
-    Each layer has keys and values [slots, H, capacity, D]. The capacity, the number of tokens per row, grows on demand. Before a
-    decoding step, :meth:`window` sets the position of the new token in each row. :meth:`update` stores the new tokens and returns
-    the whole cache.
+    Each layer has keys and values [slots, H, capacity, D] for H heads of width D. The capacity, the number of tokens per row, grows
+    on demand. Before a decoding step, :meth:`window` sets the position of the new token in each row. :meth:`update` stores the new
+    keys and values and returns the whole cache.
     """
 
     is_compileable = False
@@ -53,7 +53,7 @@ class SlotCache:
         self._width = 0
 
     def store(self, row: int, prompt: DynamicCache) -> None:
-        """Copies the keys and values of a prompt to the beginning of row ``row``."""
+        """Copies the keys and values of a prompt to the beginning of row ``row`` of the cache."""
         tensors = [tensor for layer in prompt.layers for tensor in (layer.keys, layer.values)]
         if not self._memory:
             self._memory = [tensor.new_zeros(self._slots, tensor.shape[1], 0, tensor.shape[3]) for tensor in tensors]
@@ -63,12 +63,12 @@ class SlotCache:
             memory[row, :, :length] = tensor[0]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies the first ``length`` positions of row ``source`` over those of row ``target``."""
+        """Copies the first ``length`` tokens of the cache row ``source`` over those of the row ``target``."""
         for memory in self._memory:
             memory[target, :, :length] = memory[source, :, :length]
 
     def clear(self, row: int) -> None:
-        """Sets row ``row`` to 0. A remaining NaN would spoil the next request in this row."""
+        """Sets row ``row`` of the cache to 0. A remaining NaN would spoil the next request in this row."""
         for memory in self._memory:
             memory[row] = 0
 
@@ -79,7 +79,7 @@ class SlotCache:
         self._rows, self._positions = torch.arange(len(positions)), positions
 
     def mask(self) -> torch.Tensor:
-        """Returns the attention mask [rows, 1, 1, positions] of the next pass: True for positions that a row attends to."""
+        """Returns the attention mask [rows, 1, 1, positions] of the next forward pass: True for positions that a row attends to."""
         return (torch.arange(self._width) <= self._positions[:, None])[:, None, None, :]
 
     def update(
@@ -116,7 +116,7 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes the attention of ``query`` [B, H, L, D] to ``key`` and ``value``. Returns [B, L, H, D], all in float32.
+    """Computes the attention of ``query`` [B, H, L, D] (L new tokens) to ``key`` and ``value``. Returns float32 [B, L, H, D].
 
     For L > 1 (prefill), calls transformers' SDPA function. For L = 1 (decoding), ``key`` and ``value`` are the whole cache [slots,
     KV heads, capacity, D] with slots >= B. The first n positions of each row are read, where n is the number of True values in
@@ -175,7 +175,7 @@ def _one_token(query, keys, values, lengths, scale, out):  # type: ignore[no-unt
 
 
 class Batch:
-    """The running requests of one model, at most ``slots``. Request ``requests[i]`` has row i of the key-value cache.
+    """The running requests of one model, at most ``slots``. Row i of the key-value cache belongs to ``requests[i]``.
 
     The batch takes over ``model`` and replaces the model's attention by :func:`attend`.
 
@@ -199,7 +199,7 @@ class Batch:
     def begin(self, request: Request) -> tuple[DynamicCache, int, float]:
         """Computes the key-value cache of the prompt of ``request`` and, after a preemption, of the response so far.
 
-        Returns the filled cache for :meth:`join`, the next token, and the log-probability of this token.
+        Returns the filled cache, which :meth:`join` takes, the next token of the response, and this token's log-probability.
         """
         prompt = tuple(request.prompt)
         if request.tokens:
@@ -218,7 +218,7 @@ class Batch:
         self._sampler = None
 
     def read(self, tokens: list[int]) -> tuple[DynamicCache, torch.Tensor]:
-        """Returns the key-value cache and the last logits of one sequence. Other sequences cannot change the result."""
+        """Returns the key-value cache and the last logits of one sequence, which other sequences cannot change."""
         cache = DynamicCache()
         output = self._model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         self.prefills += 1
@@ -248,7 +248,7 @@ class Batch:
         return tokens, logprobs
 
     def keep(self, rows: list[int]) -> None:
-        """Removes all requests except those in ``rows``, and closes the gaps between the remaining rows."""
+        """Removes all requests except those in ``rows``, and moves remaining requests into the rows that have become free."""
         if len(rows) == len(self.requests):
             return
         running, movers = self.requests, [row for row in rows if row >= len(rows)]

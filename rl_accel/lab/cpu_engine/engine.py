@@ -115,7 +115,7 @@ class CPUEngine:
 
     @_command
     def pause(self) -> int:
-        """Ends every request as "aborted". Holds later requests until :meth:`resume`. Returns the number of ended requests."""
+        """Ends every request as "aborted", and returns the number of these. Later requests wait for :meth:`resume`."""
         self._paused = True
         return self._abort(lambda request: True)
 
@@ -168,7 +168,7 @@ class CPUEngine:
         return result
 
     def _post_step(self) -> None:
-        """Posts a decoding step if there is something to decode and no step is posted yet."""
+        """Posts a decoding step to the engine's thread if there are requests and no step is posted yet."""
         if not (self._paused or self._step_is_posted) and (self._scheduler.waiting or self._batch.requests):
             with contextlib.suppress(RuntimeError):  # this process is exiting
                 self._thread.submit(self._step)

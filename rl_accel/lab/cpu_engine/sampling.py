@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
-"""Sampling parameters that this engine does not implement, with the only value that a request may give them: it has no effect."""
+"""Sampling parameters that this engine does not implement, each with the only value that it accepts: the one without effect."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,10 @@ def derive_seed(*parts: int | str | None) -> int:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Returns one random number per row, float64 [B], uniform in [0, 1): number ``positions[row]`` of the random generator
-    SplitMix64 (Steele, Lea and Flood, 2014) with the seed ``seeds[row]``."""
+    """Returns one random number per row, float64 [B], uniform in [0, 1).
+
+    It is number ``positions[row]`` of the random generator SplitMix64 (Steele, Lea and Flood, 2014) with the seed ``seeds[row]``.
+    """
     with np.errstate(over="ignore"):
         z: npt.NDArray[np.uint64] = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

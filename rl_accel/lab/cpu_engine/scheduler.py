@@ -15,8 +15,8 @@ from itertools import count
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 
 HEADROOM = 8
-"""Number of tokens by which every request must be able to grow when a request is admitted to the cache. With less room, a request
-would soon be preempted again. Chosen by hand."""
+"""A request joins others only if the cache has room for this number of further tokens of each of them and itself. With less room, a
+request would soon be preempted. Chosen by hand."""
 
 
 class EngineError(RuntimeError):
@@ -41,9 +41,9 @@ class Generation:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Numbers of tokens, prefilled sequences, preemptions, and ended requests since the start of an engine.
+    """Numbers of generated tokens, prefilled sequences, preemptions, and ended requests since the start of an engine.
 
-    ``running`` and ``waiting`` are the current numbers of requests. A preempted request is waiting.
+    ``running`` and ``waiting`` are the current numbers of requests. A preempted request counts as waiting.
     """
 
     tokens: int
@@ -79,8 +79,8 @@ class Request:
 class Scheduler:
     """Queue of the engine's waiting requests. At most ``slots`` requests run, and their tokens stay within ``kv_tokens``.
 
-    ``kv_tokens`` is the cache budget: the number of tokens (prompts and responses so far) of all running requests together; None
-    for no limit. Raises ValueError if a limit is out of range.
+    ``kv_tokens`` is the cache budget: maximum number of tokens (prompts and responses so far) of all running requests together;
+    None for no limit. Raises ValueError if a limit is out of range.
     """
 
     def __init__(self, slots: int, kv_tokens: int | None = None) -> None:
@@ -99,7 +99,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def next(self, running: Sequence[Request]) -> Request | None:
-        """Removes and returns the first request of the queue; None if slots or cache budget leave no room beside ``running``."""
+        """Removes and returns the first request of the queue; None if the ``running`` requests leave no slot or cache for it."""
         if not self.waiting or len(running) >= self._slots:
             return None
         if self.kv_tokens is not None and running:
@@ -109,9 +109,9 @@ class Scheduler:
         return self.waiting.popleft()
 
     def preempt(self, running: Sequence[Request]) -> list[int]:
-        """Moves the youngest of the ``running`` requests to the front of the queue until the cache suffices for a decoding step.
+        """Moves the youngest ``running`` requests to the front of the queue until the cache budget suffices for a decoding step.
 
-        Returns the rows of the requests that keep running.
+        Returns the indices of the requests that keep running.
         """
         rows = list(range(len(running)))
         if self.kv_tokens is None:

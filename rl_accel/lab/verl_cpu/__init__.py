@@ -21,16 +21,16 @@ Get = Callable[..., Any]
 Problems = Iterator[tuple[str, str]]
 """Pairs ``(override, reason)``: an argument for verl that corrects a setting, and the reason why the setting fails on a CPU."""
 WORKER_PYTHON = "RL_ACCEL_WORKER_PYTHON"
-"""Environment variable with the command with which Ray starts worker processes, in place of ``python``.
+"""Environment variable with the command that Ray runs in place of ``python`` to start worker processes.
 
-verl's trainer ignores a command that does not begin with the trainer's own Python interpreter."""
+A trainer ignores a command that does not begin with its own Python interpreter: the command is for another environment."""
 
 _OPTIONS = {
     "seconds_per_step": (int | float, 0, 10, "a number from 0 to 10"),
     "kv_tokens": (int, 2, math.inf, "a whole number of at least 2"),
     "weight_tokens": (int, 0, math.inf, "a whole number of at least 0"),
 }
-"""Options of the engine in ``rollout.engine_kwargs.hf_cpu``: type, bounds, and both in words."""
+"""Options in verl's section ``rollout.engine_kwargs.hf_cpu``: type, minimum, upper bound (excluded), and these in words."""
 
 _ENVIRONMENT = {
     "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine that verl registers for cuda also runs on a CPU
@@ -96,7 +96,7 @@ def find_option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str]
 
 
 def read_model(get: Get) -> Any:
-    """Returns transformers' configuration of the model that verl trains; None if it cannot be read, which verl reports itself."""
+    """Returns transformers' configuration of the model that verl trains; None if unreadable, an error that verl itself reports."""
     from transformers import AutoConfig
 
     trusted = get("actor_rollout_ref.model.trust_remote_code", False)
@@ -106,15 +106,15 @@ def read_model(get: Get) -> Any:
 
 
 def longest_request(get: Get) -> int:
-    """Returns the maximum number of tokens of a prompt and its response together."""
+    """Returns the maximum number of tokens of a prompt and its response together, according to verl's settings."""
     both = get(f"{ROLLOUT}.prompt_length", 0) + get(f"{ROLLOUT}.response_length", 0)
     return int(get(f"{ROLLOUT}.max_model_len", both))
 
 
 def wanted(get: Get, key: str, allowed: tuple[Any, ...], reason: str, prefix: str = "") -> Problems:
-    """Yields an override to the first ``allowed`` value unless ``key`` has one of these values. None stands for an absent key.
+    """Yields a problem unless verl's setting ``key`` has one of the ``allowed`` values. The override sets the first of these.
 
-    ``prefix``: hydra's ``+`` or ``++``, which a key needs that verl's configuration may lack.
+    None in ``allowed``: the key may be absent. ``prefix``: hydra's ``+`` or ``++``, for a key that verl's configuration may lack.
     """
     if get(key) not in allowed:
         yield f"{prefix}{key}={allowed[0]}", reason

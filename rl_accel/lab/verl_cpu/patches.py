@@ -36,21 +36,22 @@ from rl_accel.patches.patch import Patch
 from rl_accel.patches.verl.verl_run import VerlRun
 
 _CPUS_A_RANK = 3
-"""Number of CPUs that verl reserves for each rank of a worker group with several models."""
+"""Number of CPUs that verl reserves for each rank (training process): one for each worker group that may share the rank's place."""
 
 _WHEELS = {"vllm": vllm, "sglang": sglang}
-"""Mapping from inference engine (verl's ``rollout.name``) to the module that makes it work on a CPU."""
+"""Mapping from inference engine (verl's ``rollout.name``) to the module that makes the engine work on a CPU."""
 
 _SEEDS = {"sglang": ("sampling_seed", 31)}
-"""Mapping from rollout engine to its sampling parameter for the seed of a request: name, and number of bits. Other engines take
-``seed`` with 63 bits."""
+"""Mapping from rollout engine to the sampling parameter with the seed of a request: its name, and its number of bits. Other engines
+take a parameter ``seed`` with 63 bits."""
 
 _ENGINES = (
     ("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config", "actor"),
     ("actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config", "reference"),
     ("critic", "critic.fsdp", "critic"),
 )
-"""Training engines: for each engine, two sections of verl's configuration that both name its strategy, and its name in messages."""
+"""Training engines: for each engine, two sections of verl's configuration, each with a key ``strategy`` (such as fsdp2), and the
+engine's name in messages."""
 
 
 def _one_backend(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
@@ -165,7 +166,7 @@ def check_config(config: Any) -> None:
 
 
 def find_problems(config: Any) -> Problems:
-    """Yields a problem for each setting in ``config`` that cannot work on a CPU. All overrides together correct the run."""
+    """Yields a problem for each setting in ``config`` that cannot work on a CPU. With all their overrides, the run can work."""
     run = VerlRun(config)
     get = run.get
     if get(f"{ROLLOUT}.name") in _WHEELS:

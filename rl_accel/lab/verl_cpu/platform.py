@@ -14,7 +14,7 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 def _device_module() -> types.ModuleType:
-    """Returns a module that replaces ``torch.cuda``: functions of ``torch.cpu``, and functions with constant results."""
+    """Returns a module for verl to use as ``torch.cuda``: functions of ``torch.cpu``, and functions with constant results."""
     module = types.ModuleType("rl_accel_cpu_device")
     for name in ("Event", "Stream", "StreamContext", "current_stream", "stream", "synchronize", "is_initialized"):
         setattr(module, name, getattr(torch.cpu, name))

@@ -32,7 +32,7 @@ logger = logging.getLogger("rl_accel")
 class CPURolloutServer:
     """Rollout server of one replica on the CPU, with the methods that verl calls on a vLLM or SGLang server actor.
 
-    Cancelling a :meth:`generate` call with ``ray.cancel`` frees the slot of the request before the next decoding step.
+    Cancelling a :meth:`generate` call with ``ray.cancel`` ends the request before the next decoding step.
     """
 
     def __init__(self, config: Any, model_config: Any) -> None:
@@ -95,13 +95,13 @@ class CPURolloutServer:
         )
 
     async def load_weights(self, weights: dict[str, torch.Tensor], global_steps: int | None) -> None:
-        """Loads ``weights`` (tensors by name) into the model. ``global_steps``: their version number; None for the old number."""
+        """Loads ``weights`` (tensors by name) into the model. ``global_steps``: their version number; None keeps the last one."""
         await asyncio.wrap_future(self._engine.load_weights(weights))
         if global_steps is not None:
             self._global_steps = global_steps
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Ends all requests. Later requests wait for :meth:`resume_generation`, or end at once if ``reject_request``."""
+        """Ends all requests. Until :meth:`resume_generation`, later requests wait, or end at once if ``reject_request``."""
         self._rejecting, self._paused = reject_request, True
         return {"aborted_count": await asyncio.wrap_future(self._engine.pause())}
 
@@ -115,7 +115,7 @@ class CPURolloutServer:
         return {"aborted": count > 0, "request_id": request_id}
 
     async def sleep(self) -> None:
-        """Waits until all requests have ended. Returns at once if the server is paused. Frees no memory."""
+        """Waits until all requests have ended. Frees no memory. Returns at once if the server is paused and requests cannot end."""
         if self._inflight and not self._paused:
             await asyncio.wait(self._inflight)
 

@@ -59,7 +59,7 @@ def activate() -> None:
 
 
 class _Stubs(MetaPathFinder, Loader):
-    """Import finder with stubs for the packages in :data:`GPU_ONLY` that are not installed. Acts once SGLang is imported."""
+    """Import finder that replaces packages of :data:`GPU_ONLY` by stubs if they are not installed, once SGLang is imported."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -127,14 +127,14 @@ def _skip_images(utils: Any) -> None:
 
 
 def _name_requests(common: Any) -> None:
-    """Replaces SGLang's function that names an HTTP request in its metrics: the name becomes the path in the URL."""
+    """Makes SGLang's metrics name an HTTP request by the path in the URL. SGLang's own function fails with FastAPI's routers."""
     _require(common, "_get_fastapi_request_path")
     # SGLang's function reads ``path`` of the matching route, which FastAPI's routers lack
     common._get_fastapi_request_path = lambda request: (request.url.path, True)
 
 
 class _Unpinned(ModuleType):
-    """Replacement for the module ``torch``, whose function ``tensor`` ignores the argument ``pin_memory``."""
+    """Replacement for the module ``torch`` with a function ``tensor`` that ignores the argument ``pin_memory``."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules["torch"], name)
@@ -144,7 +144,7 @@ class _Unpinned(ModuleType):
 
 
 def _pin_no_memory(logits_processor: Any) -> None:
-    """Keeps SGLang from pinning memory, which fails without a GPU."""
+    """Keeps SGLang's logits processor from pinning memory, which fails without a GPU."""
     _require(logits_processor, "torch")
     logits_processor.torch = _Unpinned("torch")  # used when SGLang continues a preempted request
 
@@ -164,8 +164,8 @@ _CHILDREN = {
 class _Child:
     """Replacement for the main function of a child process of SGLang. Calls :func:`activate`, then the original function.
 
-    The child process calls ``activate`` already when it unpickles this object, because the arguments of the function, which it
-    unpickles next, import SGLang.
+    The child process calls ``activate`` as early as when it unpickles this object. After that, it unpickles the arguments of the
+    function, which import SGLang.
     """
 
     def __init__(self, name: str) -> None:

@@ -37,7 +37,7 @@ installed_version = partial(version_of, DISTRIBUTION)
 def activate() -> None:
     """Prepares this process for vLLM's CPU build. Does nothing if the build is not installed.
 
-    Sets environment variables, and lets verl find a distribution named ``vllm``. When vLLM is imported, it is changed so that
+    Sets environment variables, and lets verl find the build under the name ``vllm``. When vLLM is imported, changes it so that
     weights can be updated and drafted tokens are sampled correctly.
 
     Raises:
@@ -62,7 +62,7 @@ def _keep_weights(custom_ops: Any) -> None:
 
 
 def correct_expansion(cpu_triton_utils: Any) -> None:
-    """Corrects temperature, top-k and top-p of drafted tokens in vLLM's CPU build (module ``vllm.utils.cpu_triton_utils``).
+    """Corrects how vLLM's CPU build (module ``vllm.utils.cpu_triton_utils``) sets temperature, top-k and top-p of drafted tokens.
 
     vLLM 0.24.0 to 0.31.0 leaves these values uninitialised unless they are int64, so that drafted tokens are sampled wrongly.
     """
