@@ -28,14 +28,14 @@ STOCK = {
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
 }
-"""slime's defaults of the arguments that features set, by argument name, unless the default is None."""
+"""slime's own defaults of the arguments that features set, by argument name. Arguments with the default None are left out."""
 _QUOTED_FLAG = re.compile(r"--[\w-]+\s")
-"""Pattern of the beginning of a word such as ``"--flag value"`` (in quotes): the flag and one white space."""
+"""Pattern of a flag and white space within one word, as in ``"--flag value"``: quotes have joined two words by mistake."""
 _UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
-"""Pattern of a variable that holds several words, such as ``$@`` or ``${ARGS[@]}``."""
+"""Pattern of a shell variable that holds several words, such as ``$@`` or ``${ARGS[@]}``."""
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
-"""slime's arguments with the user's log function for rollouts, and for evaluations."""
+"""Names of slime's arguments that hold the user's log functions: for rollouts, and for evaluations."""
 
 
 def flags_of_this_job() -> dict[str, str]:
@@ -60,13 +60,14 @@ def flags_of_this_job() -> dict[str, str]:
 
 
 def words_of_flags(words: Sequence[str]) -> Sequence[str]:
-    """Returns the words of a launch line that follow the script. Words up to the last ``--`` are left out.
+    """Returns the words of a launch line that follow the script, the first word that ends in ``.py``.
 
-    The script is the first word that ends in ``.py``. Without a script, returns all words.
+    Words up to the last ``--`` belong to another command, such as ``ray job submit``, and are left out. Without a script, returns
+    all other words.
 
     Raises:
-        ConfigError: there is no flag, a quoted word holds several words (``"--flag value"``), or a word such as ``${ARGS[@]}`` is
-            not expanded by a shell.
+        ConfigError: there is no flag, two words are joined by quotes (``"--flag value"``), or a shell has not replaced a variable
+            such as ``${ARGS[@]}``.
     """
     command = max((n for n, word in enumerate(words, 1) if word == "--"), default=0)
     has_flags = any(word.startswith("--") for word in words[command:])
@@ -141,8 +142,8 @@ def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]
     ``line`` is the result of :func:`read_flags`.
 
     Returns:
-        Log lines. Each names a flag without effect, a function of the user that rl-accel's function now calls, or an automatic
-        feature that this call turns off.
+        Log lines. Each names a flag without effect, a function of the user that rl-accel's function now calls, or a feature that
+        stays off with the launch line because the user did not enable the feature by name.
 
     Raises:
         ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.
