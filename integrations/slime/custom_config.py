@@ -42,7 +42,7 @@ STOPS = "train.py itself stops"
 """Beginning of a message about an error with which slime itself would stop the run. After such a message, the command
 ``rl-accel slime-config`` exits with code 1."""
 SLIME_ARGUMENTS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
-"""Mapping from feature name to slime's arguments that the feature sets, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
+"""Mapping from feature name to the slime arguments that the feature sets, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
 _ASSUMED_ARGUMENTS = {
     **STOCK,
     "advantage_estimator": "grpo",
@@ -85,7 +85,7 @@ def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None = None) -> list[str]:
-    """Checks the YAML file for slime's ``--custom-config-path``.
+    """Checks ``path``, the YAML file for slime's ``--custom-config-path``.
 
     Returns the messages that a run with this file would log, and a warning for each key that is not a flag of slime.
 

@@ -107,7 +107,7 @@ def read_flags(words: Sequence[str]) -> dict[str, str]:
 
 
 def enabled_features(flags: Flags) -> Iterator[tuple[str, Any, SlimeHooks]]:
-    """Yields ``(name, flags, slime hooks)`` of each feature that is turned on and supports slime."""
+    """Yields the name, the flags and the :class:`SlimeHooks` of each feature that is turned on and supports slime."""
     for feature in FEATURES:
         if feature.slime and flags.requested(feature) != "off":
             yield feature.name, flags[feature], feature.slime
@@ -143,7 +143,7 @@ def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]
 
     Returns:
         Log lines. Each names a flag without effect, a function of the user that rl-accel's function now calls, or a feature that
-        stays off with the launch line because the user did not enable the feature by name.
+        stays off, because it does not fit the launch line and is not enabled by name.
 
     Raises:
         ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.

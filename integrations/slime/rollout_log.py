@@ -9,7 +9,7 @@ from rl_accel.integrations.slime.interfaces import LoggingUtils, MetricUtils, Ro
 from rl_accel.integrations.slime.launch_line import LOG_FUNCTIONS, enabled_features, function_at
 
 LOG_INTERFACES = (RolloutMetrics, LoggingUtils, MetricUtils)
-"""Protocols of the parts of slime that call :func:`log`, or that it calls. A switch compares them with the installed version."""
+"""Protocols of the parts of slime that call :func:`log`, or that it calls. They are compared with the installed slime."""
 
 
 @dataclass(frozen=True)

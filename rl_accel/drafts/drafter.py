@@ -43,7 +43,7 @@ FLOOR = 0.2
 """Minimum estimated probability (0 to 1) that all tokens of a draft are accepted. A draft ends before the token that would bring
 this probability below FLOOR. Chosen by hand."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
-"""Assumed acceptance rates of draft tokens before any was measured: 0.5 if up to 4 of a response's last tokens were found in other
+"""Assumed acceptance rates of draft tokens before any was measured: 0.5 if up to 4 of a response's last tokens were found in earlier
 text, 0.6 for up to 8 tokens, and so on. Chosen by hand: after more equal tokens, the next token is more likely to be equal, too."""
 PRIOR = 4.0
 """Weight of all prompts in the acceptance rate estimated for one prompt. The rate over all prompts counts as much as PRIOR
@@ -59,8 +59,8 @@ RATES: row of ``_Rates.own`` with the acceptance rates of the request's prompt.
 HEAD: number of prompt tokens.
 TAKEN: 1 if ``take_finished`` has returned the response, else 0.
 FOUND: number of predicted tokens.
-MATCHED: number of the request's last tokens that were found in other text, where the predicted tokens follow.
-SOURCE: index in ``SOURCES`` (see ``index.py``) of this text.
+MATCHED: number of the request's last tokens that were found in earlier text, which goes on with the predicted tokens.
+SOURCE: index in ``SOURCES`` (see ``index.py``), which tells where this text is from.
 PROPOSED: number of predicted tokens that are proposed to vLLM as a draft."""
 
 logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ class Drafter:
         self._version += 1
 
     def take_finished(self) -> list[bytes]:
-        """Returns the responses that ended since the last call. Another replica or a later run passes them to :meth:`absorb`.
+        """Returns the responses that ended since the last call. Another replica, or a later run, adds them by :meth:`absorb`.
 
         Each response is encoded as bytes. A response that was preempted or aborted, and has not continued, counts as ended.
         """
@@ -344,7 +344,7 @@ def _rates_of(rates: _Rates, request: Any) -> tuple[Any, Any]:
     """Returns two writable pairs (hits, tries) for the acceptance rate of the tokens predicted for ``request``, see ``_Rates``.
 
     The first pair counts only the prompt of ``request``. The second pair counts all prompts, but only predictions that rest on a
-    similar number of equal tokens. Both count only predictions from the same source, 0 or 1.
+    similar number of equal tokens. Both count only predictions from the same source as these tokens.
     """
     other, at = int(request[SOURCE] == OTHER), 0
     while request[MATCHED] > FIRST_RATES[at][0]:
@@ -356,11 +356,11 @@ def _rates_of(rates: _Rates, request: Any) -> tuple[Any, Any]:
 def _advance(
     pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: Any, new: Any, ends: Any
 ) -> tuple[Any, bool, bool]:
-    """Compares the predicted tokens with the new tokens, updates the acceptance rates, and adds the new tokens to the index.
+    """Compares the predicted tokens with the tokens that vLLM has sampled, updates the acceptance rates, and extends the index.
 
     Returns ``(others, went_on, verified)``:
         others: rows that have another request in ``batch`` than in vLLM. If there are any, nothing else was done.
-        went_on: whether each row got its new tokens in a single step. Only then the duration of the step can be used.
+        went_on: whether all new tokens are from one step. If not, the time since the last call says nothing about a step.
         verified: whether at least one draft was verified in the last step.
     """
     others, went_on, verified, rows = np.zeros(len(new), np.bool_), True, False, len(new)
@@ -432,7 +432,7 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
 class _CostModel:
     """Decides whether drafting saves time. Compares the seconds per token of steps with and without drafts, at similar batch sizes.
 
-    The numbers are chosen by hand:
+    The constants are chosen by hand:
 
     - ``WITHOUT``: one step in WITHOUT steps has no drafts, only for the comparison. This costs about 3% of the drafts.
     - ``LEAST``, ``TRIED``: minimum numbers of steps without drafts, and with drafts, for a comparison.

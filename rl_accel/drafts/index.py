@@ -110,7 +110,7 @@ def bucket_of(chain: int, key: int, tokens: Any, end: int, buckets: int) -> Any:
 
 @compiled
 def is_live(pool: Pool, position: int) -> bool:
-    """Returns whether the token at ``position`` is still in the index, and not replaced by a newer token. False for position -1."""
+    """Returns whether the token at the address ``position`` is still in the index; False for -1. Newer tokens replace old ones."""
     return position >= 0 and pool.used[0] - len(pool.blocks) <= position // BLOCK
 
 
@@ -126,9 +126,9 @@ def _token(pool: Pool, position: int) -> Any:
 
 @compiled
 def _previous(pool: Pool, position: int) -> int:
-    """Returns the position of the previous token of the same sequence; -1 if there is none, or if it is no longer in the index.
+    """Returns the address of a sequence's previous token; -1 if there is none, or if it is no longer in the index.
 
-    The token at ``position`` itself must be in the index.
+    ``position`` is the address of a token that is in the index.
     """
     if position % BLOCK:
         return position - 1
@@ -188,8 +188,8 @@ def _best_positions(
 ) -> tuple[Any, int, int]:
     """Finds the last tokens of ``context[:end]`` again in the index, as many as possible (the longest match).
 
-    Searches the prompt ``key`` and its responses (``chain`` 0), or all other prompts and responses (``chain`` 1). Ignores matches
-    of fewer than ``least`` tokens, and responses of weights before version ``oldest``.
+    Searches the prompt with the hash ``key`` and its responses (``chain`` 0), or all other prompts and responses (``chain`` 1).
+    Ignores matches of fewer than ``least`` tokens, and responses of weights before version ``oldest``.
 
     Returns:
         Array int64[CANDIDATES] that begins with the positions after the longest matches, the newest first; number of these
@@ -221,9 +221,8 @@ def _best_positions(
 def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -> tuple[int, int, int]:
     """Predicts the next tokens of a sequence: the tokens that followed where its last tokens were found in the index.
 
-    Compares the newest CANDIDATES places in the same prompt and its responses, and as many in the whole index. The places where
-    most of the last tokens are equal vote on one next token after another. Newer places have more weight. A place that is outvoted
-    no longer votes.
+    Compares the newest CANDIDATES places in the same prompt and its responses, and as many in the whole index. The places with the
+    most equal tokens vote on one next token after another. Newer places have more weight. A place that is outvoted no longer votes.
 
     Args:
         pool: the index.
@@ -233,8 +232,8 @@ def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -
         shares: receives each predicted token's share of the votes, float64[L].
 
     Returns:
-        Number of predicted tokens, 0 if nothing was found; number of last tokens that were found; index in SOURCES of the newest
-        place.
+        Number of predicted tokens, 0 if no place was found; number of equal tokens at the places that voted; index in SOURCES of
+        the newest of these places.
     """
     end, key, oldest = sequence[LENGTH], sequence[KEY], sequence[OLDEST]
     limit, count = min(len(tokens), len(context) - 1 - end), 0

@@ -169,7 +169,7 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 class _Tile:
     """Generates LLVM code that loads and stores a tile (8 sequences x 8 tokens) in scratch memory.
 
-    ``offset`` is the position of the tile's first token in each lane (sequence).
+    ``offset`` is the position of the tile's first token in each lane, the part of scratch memory for one sequence.
     """
 
     def __init__(self, context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> None:
@@ -216,7 +216,8 @@ def scan_tile(
 ) -> tuple[Any, Codegen]:
     """Computes GAE advantages, or discounted returns if ``values`` is None, of a tile (8 sequences x 8 tokens) in scratch memory.
 
-    ``offset`` is the position of the tile's first token in each sequence. The state of the recurrence is in scratch memory, too.
+    ``offset`` is the position of the tile's first token in each lane, the part of scratch memory for one sequence. The state of the
+    recurrence before and after the tile is in scratch memory, too.
     """
     is_gae = not isinstance(values, types.NoneType)
 
