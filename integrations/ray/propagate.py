@@ -23,9 +23,9 @@ _NAMESPACE = "rl_accel"
 
 
 def publish(payload: str | None) -> None:
-    """Passes rl-accel's flags to the processes of this Ray job that start from now on; with None, withdraws them.
+    """Passes rl-accel's flags to the processes of this Ray job that start from now on; withdraws them if ``payload`` is None.
 
-    The caller must first update :data:`~rl_accel.runtime.SOURCES_VAR` in ``os.environ``, which holds the flags.
+    The flags are read from the environment variable :data:`~rl_accel.runtime.SOURCES_VAR`, which the caller must set first.
     """
     current = os.environ.get(HOOK_VAR)
     if payload is not None:
@@ -56,7 +56,7 @@ def _store() -> None:
 
 
 def received() -> str | None:
-    """Returns rl-accel's flags in this Ray job as JSON, from the key-value store or the environment; None if there are none."""
+    """Returns rl-accel's flags in this Ray job as JSON, from Ray's key-value store or the environment; None if there are none."""
     return (get("sources") if is_connected() else None) or os.environ.get(SOURCES_VAR)
 
 
@@ -76,9 +76,10 @@ def get(name: str) -> str | None:
 
 
 def add_to_runtime_env(runtime_env: Any) -> Any:
-    """Returns the runtime environment of a Ray job with rl-accel's flags added, as :data:`~rl_accel.runtime.SOURCES_VAR`.
+    """Returns a Ray job's runtime environment with rl-accel's flags added: variable :data:`~rl_accel.runtime.SOURCES_VAR`.
 
-    ``ray.init`` calls this function through ``RAY_RUNTIME_ENV_HOOK``. A value that the user has set is kept.
+    ``ray.init`` calls this function through ``RAY_RUNTIME_ENV_HOOK``. If the user has set this variable for the job, its value is
+    kept.
     """
     if previous := os.environ.get(PREVIOUS_HOOK_VAR):
         from ray._common.utils import load_class

@@ -23,12 +23,15 @@ _has_note = threading.Event()
 
 
 def publish(note: dict[str, Any]) -> None:
-    """Stores a note for the driver process of this Ray job, in place of an earlier one. Its keys: see :mod:`rl_accel.relaunch`."""
+    """Stores ``note``, a request to launch the run again, for the driver process of this Ray job. Replaces an earlier note.
+
+    Keys of a note: see :mod:`rl_accel.relaunch`.
+    """
     propagate.put("restart", json.dumps(note))
 
 
 def arm() -> None:
-    """Arranges that this driver process exits with :data:`EXIT_CODE` if there is a restart note when the main thread ends.
+    """Makes this driver process exit with :data:`EXIT_CODE` at the end of its main thread, if the trainer has asked for a restart.
 
     Does nothing in a second call or outside the main thread.
     """

@@ -32,16 +32,18 @@ EXCHANGE_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
 """Seconds after which an exchange that the store has not answered is logged. Chosen by hand."""
 _REPLY_SECONDS = 5.0
-"""Maximum seconds that the logging of a step waits for counts. Later counts appear in the next step."""
+"""Maximum seconds that the logging of a training step waits for the counts of reward executions. Counts that come later appear in
+the next step."""
 _COUNTS = (
     *("executions", "correct", "timeouts", "timeouts_full", "killed", "cancelled", "probes", "suspended", "errors"),
     *("seconds", "waited_seconds", "saved_seconds"),
     *("eval_executions", "eval_errors"),
     *("workers_replaced", "reward_workers_lost", "store_unreachable"),
 )
-"""Names of the counts that are logged as 0 if no process has counted anything."""
+"""Names of the counts that are logged even if they are 0."""
 _handles: dict[Any, Any] = {}
-"""Handles of store actors by actor id. Kept because Ray ends an actor if the process that created it drops the handle."""
+"""Handles of actors that store anchors, by actor id. Kept because Ray ends an actor if the process that created it drops the
+handle."""
 forget_when_off.append(_handles.clear)
 
 
@@ -51,7 +53,10 @@ def store_name() -> str:
 
 
 def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
-    """Returns the store actor of this Ray job; creates it if there is none. ``path``: its file; None: memory only."""
+    """Returns the actor that stores the reward anchors of this Ray job. Creates the actor if there is none.
+
+    ``path`` is the file to which the actor saves the anchors; None: it keeps them in memory only.
+    """
     handle = (
         ray.remote(AnchorStore)
         .options(name=store_name(), get_if_exists=True, num_cpus=0, max_restarts=-1)
@@ -65,7 +70,10 @@ _clients_lock = threading.Lock()
 
 
 def flush_here(_actor: Any = None) -> None:
-    """Sends this process's counts of executions to the anchor store. Blocks for a few seconds at most: not for an event loop."""
+    """Sends this process's counts of executions to the anchor store. Blocks for a few seconds at most.
+
+    Must not be called on an event loop, because it waits for the event loops of this process.
+    """
     with _clients_lock:
         loops = [(client, client.loop) for client in _clients if client.loop and ray.is_initialized()]
     flushes = [asyncio.run_coroutine_threadsafe(client.flush(), loop) for client, loop in loops if loop.is_running()]
@@ -79,10 +87,11 @@ def flush(actors: Sequence[Any]) -> None:
 
 
 class StoreClient:
-    """Exchanges anchors and counts of executions between this process and the anchor store, once a second while in use.
+    """Exchanges anchors and counts of executions with the anchor store once a second, until shortly after the last :meth:`use`.
 
-    Runs on the event loop on which :meth:`use` is called. Does nothing outside a Ray job. ``anchors`` is this process's own copy of
-    anchors and counts, ``path`` the file of the store, or None.
+    An anchor is the longest correct execution of a test case. The store is the Ray actor through which all processes share anchors.
+    Runs on the event loop on which :meth:`use` is called. Does nothing outside a Ray job. ``anchors`` holds this process's copy of
+    the anchors, and its counts. ``path`` is the file of the store, or None.
     """
 
     def __init__(self, anchors: LocalAnchors, path: str | None) -> None:
@@ -104,7 +113,7 @@ class StoreClient:
             self._task = self.loop.create_task(self._keep_up())
 
     async def close(self) -> None:
-        """Ends the periodic exchange, and makes a last exchange."""
+        """Ends the periodic exchange with the store, and makes a last exchange."""
         if self._task is not None:
             self._task.cancel()
         if ray.is_initialized():
@@ -123,9 +132,10 @@ class StoreClient:
             await asyncio.sleep(EXCHANGE_SECONDS)
 
     async def _exchange(self) -> None:
-        """Sends this process's changes to the store, and applies the store's answer to this process's copy.
+        """Sends the changes to this process's anchors and counts to the store. Merges the anchors in the store's answer.
 
-        If the answer is late, the next exchange waits for the same answer. Sending again would count everything twice.
+        If the answer is late, the next exchange waits for it and sends nothing, because sending the changes again would count them
+        twice.
         """
         async with self._exchanging:
             if self._call is None:
@@ -161,9 +171,10 @@ class StoreClient:
 
 
 class Collector:
-    """Fetches the counts of reward executions from the anchor store, in the process that logs training steps.
+    """Fetches the counts of reward executions of all processes, in the process that logs training steps.
 
-    Counts that a dead store had not handed out yet are lost. If the store answers too late, its counts appear in the next step.
+    The anchor store, a Ray actor, sums up the counts. If the actor dies, counts that it has not handed out are lost. If it answers
+    too late, the counts appear in the next step.
     """
 
     def __init__(self) -> None:

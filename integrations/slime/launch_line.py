@@ -11,6 +11,7 @@ of the launch line.
 import importlib
 import itertools
 import logging
+import os
 import re
 import shlex
 import sys
@@ -97,7 +98,7 @@ def read_flags(words: Sequence[str]) -> dict[str, str]:
     for word, after in itertools.pairwise([*words, ""]):
         flag, equals, value = word.partition("=")
         key, value = flag.removeprefix("--").replace("-", "_"), value if equals else after
-        if key == "custom_config_path" and line.get(key, value) != value:
+        if key == "custom_config_path" and os.path.abspath(line.get(key, value)) != os.path.abspath(value):
             raise ConfigError(
                 f"slime reads one --custom-config-path, found {line[key]} and {value}: put their keys into one"
             )

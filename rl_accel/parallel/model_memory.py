@@ -11,7 +11,7 @@ from rl_accel.features import TpReplanFlags
 
 FLAG = "rl_accel.tp_replan"
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model families (``model_type`` in the Hugging Face configuration) whose memory needs can be computed here."""
+"""Model families (``model_type`` in the Hugging Face configuration) whose memory needs :class:`ModelMemory` describes."""
 MIN_SEQUENCES = 4
 """Minimum number of sequences of maximum length that must fit into the key-value cache of a rollout server. Chosen by hand."""
 _GIB = 2**30
@@ -19,7 +19,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Sizes of a model, from which the memory of weights and key-value cache on each GPU follows.
+    """Sizes of a model, which determine the memory of weights and key-value cache on each GPU.
 
     Attributes:
         parameters: number of parameters of the model.
@@ -41,7 +41,10 @@ class ModelMemory:
         return (self.parameters + self.kv_parameters * (copies - 1)) / tp * bytes_per_value
 
     def kv_bytes_per_token(self, tp: int, bytes_per_value: int = 2) -> int:
-        """Returns the cache bytes per token on each GPU at the size ``tp``; too many for models with sliding windows."""
+        """Returns the bytes of key-value cache per token on each GPU at the tensor-parallel size ``tp``.
+
+        An overestimate for models with sliding windows, which keep only the latest tokens.
+        """
         return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * bytes_per_value
 
 
@@ -74,9 +77,9 @@ def read_configuration(path: str, is_quantised: bool, fetch: Callable[[str], str
     """Returns the Hugging Face configuration of a model, or None if it cannot be read.
 
     Args:
-        path: local folder of the model, or another path or name of the model.
+        path: folder of the model (local or on remote storage), or its name on the Hugging Face hub.
         is_quantised: True if the engine quantises the weights. The result then has the key "quantization_config".
-        fetch: function that turns a ``path`` without a local ``config.json`` into one that transformers can load.
+        fetch: function that turns a ``path`` that is no local folder into one that transformers can load.
     """
     try:
         file = Path(path) / "config.json"
@@ -95,22 +98,21 @@ class TpBounds:
     """Possible tensor-parallel (TP) sizes of a rollout server.
 
     A possible size divides the number of GPUs, fits into a node, and leaves memory for the key-value cache. It divides the number
-    of attention heads and the inner sizes of the MLP layers. It divides the number of key-value heads or is a multiple of this
-    number.
+    of attention heads and the inner sizes of the MLP layers, and divides the number of key-value heads or is a multiple of it.
 
     Args:
-        flags: flags, of which ``min_tp``, ``max_tp`` and ``memory_gb`` (memory of one GPU in GiB) are used.
+        flags: ``min_tp`` and ``max_tp`` limit the sizes; ``memory_gb`` is the memory of one GPU in GiB. Other flags are ignored.
         world_size: number of GPUs for rollout, divided by the data-parallel and pipeline-parallel size of a server.
         gpus_per_node: number of GPUs in each node of the cluster.
-        model: configuration of the model (``config.json``). GPU memory limits the sizes only for :data:`KNOWN_FAMILIES`.
+        model: content of the model's ``config.json``. GPU memory limits the sizes only for :data:`KNOWN_FAMILIES`.
         max_tokens: maximum length of a sequence (prompt and response) in tokens.
-        memory_share: share of a GPU's memory that the rollout engine may use for weights and key-value cache.
+        memory_share: share of the GPU memory that the rollout engine may use for weights and key-value cache.
         bytes_per_value: bytes per value of weights and cache; 2 for bfloat16.
         multiple_of: number of which every possible size must be a multiple, such as the expert-parallel size.
 
     Attributes:
         sizes: the possible sizes, ascending.
-        note: text about limits that could not be checked; "" if all were checked.
+        note: text about memory limits that could not be checked; "" if all were checked.
 
     Raises:
         ConfigError: no size is possible. The message names the reason for each size.

@@ -24,7 +24,7 @@ STATE_FILE = "rl_accel_tp_replan.json"
 """Name of the file with the measurements of past training steps, in the folder of the checkpoints."""
 
 StepKind = Literal["short", "long", "all"]
-"""Kind of a training step by its rollout; only steps of the same kind are compared.
+"""Kind of a training step, by its rollout. Only steps of the same kind are compared.
 
 short: a round of tail batching that cuts off slow prompts.
 long: a round of tail batching that waits for prompts cut off earlier.
@@ -32,15 +32,15 @@ all: a step without tail batching, or a final round of tail batching."""
 Change = Literal["raise", "lower", "roll back"]
 
 RAISE_ABOVE = 1.05
-"""Ratio of the latest to earlier preemptions above which the TP size doubles (value from RollPacker)."""
+"""Ratio of preemptions in the latest steps to those in earlier steps above which the TP size doubles (from RollPacker)."""
 CALM_STEPS = 4
 """Number of training steps in a row without a preemption after which the TP size halves (value from RollPacker)."""
 REFERENCE_STEPS = (6, 15)
-"""Minimum and maximum number of earlier steps with which the latest steps are compared. Fewer are too noisy, more are outdated."""
+"""Minimum and maximum number of earlier steps with which the latest steps are compared. Fewer are too noisy; more are outdated."""
 CONFIRM_STEPS = 2
-"""Number of latest steps that must all have more preemptions than earlier steps, because a single one may be chance."""
+"""Number of latest steps that must all have more preemptions than earlier steps. A single one may be chance."""
 FEW_PREEMPTIONS = 10
-"""Minimum that is used for the number of preemptions of a step. A rise from 1 to 5 preemptions therefore counts as no rise."""
+"""Smaller numbers of preemptions in a step count as this number, so that a rise from 1 to 5 preemptions counts as no rise."""
 NOISE = 3.25
 """Number of standard deviations that a rise of preemptions must exceed. If preemptions vary by 20% at random, about one step in
 2,000 is still taken for a rise."""
@@ -50,12 +50,13 @@ before the change, or 20 in all. The first step at the new size does not count. 
 SLOWER = 0.03
 """Relative rise of rollout seconds per token above which a change is rolled back. A good change gains 1 to 4% (RollPacker)."""
 SURE = 2.0
-"""Number of standard errors that a rise of rollout seconds per token must exceed before the TP size is rolled back (95% sure)."""
+"""Number of standard errors that a rise of rollout seconds per token must exceed before a change is rolled back (95% interval)."""
 RETRY_STEPS = 25
-"""Number of steps for which a change is blocked after it was rolled back or not carried out. Doubles each time. After a successful
-increase, the decrease back is blocked in the same way. Chosen by hand."""
+"""Number of steps for which a change of the TP size is blocked after it was rolled back or not carried out. Doubles each time.
+After a successful increase, the decrease is blocked in the same way, so that the size does not swing. Chosen by hand."""
 WINDOW = 80
-"""Number of latest training steps that the planner remembers. They hold about 16 long rounds of tail batching."""
+"""Number of latest training steps that the planner remembers. With tail batching, about 16 of them are long rounds, enough for a
+comparison by :data:`REFERENCE_STEPS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,9 @@ class Observation:
     """Measurements of one training step.
 
     Args:
-        kind: kind of the step.
+        kind: see :data:`StepKind`.
         tp: TP size at which the step ran.
-        preemptions: number of sequences evicted from the key-value caches of all servers; None: unknown.
+        preemptions: number of sequences that the rollout servers evicted from their key-value caches; None: unknown.
         rollout_seconds: seconds from the first launch of a request until the batch was complete; above 0.
         tokens: number of tokens generated in this time, including those of cancelled responses; above 0.
     """
@@ -79,12 +80,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class TPDecision:
-    """Requested change of the TP size.
+    """A change of the TP size that the planner requests.
 
     Attributes:
         tp: TP size for the next step.
-        change: kind of the change; "roll back" returns to the TP size before the last change.
-        reason: one line of text with the reason and the expected effect.
+        change: "raise", "lower", or "roll back", which returns to the TP size before the last change.
+        reason: line for the log with the sizes, the reason and the expected effect.
     """
 
     tp: int
@@ -96,12 +97,13 @@ class TpPlanner:
     """Decides after each training step whether the TP size of the rollout engine should change.
 
     The TP size doubles when preemptions rise (:func:`find_rise`) and halves after steps without preemptions. A change that makes
-    rollouts slower (:func:`compare_speed`) is rolled back. Until this check is done, no other change is requested.
+    rollouts slower (:func:`compare_speed`) is rolled back. Until a change is checked, no other change is requested.
     ``docs/tp-replan.md`` has the whole rule.
 
     Args:
         bounds: the possible TP sizes.
-        max_changes: maximum number of changes in a run, including rollbacks. Below 2, nothing ever changes.
+        max_changes: maximum number of changes in a run, including rollbacks. Each change leaves one for its rollback, so that below
+            2 nothing ever changes.
     """
 
     def __init__(self, bounds: TpBounds, max_changes: int = 6) -> None:
@@ -130,9 +132,9 @@ class TpPlanner:
         return None if seen.preemptions is None else self._plan()
 
     def _match_request(self, tp: int) -> None:
-        """Updates the planner for the TP size ``tp`` of the latest step.
+        """Compares the TP size ``tp`` of the latest step with the change that was requested before it.
 
-        If a requested change was not carried out, blocks this change for some steps. If the size has changed, starts a new history.
+        If the change was not carried out, blocks it for some steps. If the size has changed, starts a new history of steps.
         """
         asked, self._asked = self._asked, None
         if tp == self._tp:
@@ -211,7 +213,7 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool:
-        """True if noise alone may explain a ratio above 1."""
+        """True if noise alone may explain that the ratio is above 1."""
         return self.value - 1 <= self.noise
 
     def __str__(self) -> str:
@@ -221,9 +223,9 @@ class Ratio:
 def find_rise(history: Sequence[Observation]) -> Ratio | None:
     """Compares preemptions of the latest steps with those of earlier steps at the same TP size.
 
-    For each kind of step, divides the smaller number of the latest two steps by the mean of earlier steps. Returns the mean ratio
-    over all kinds, weighted by their rollout seconds; None while no kind has enough steps. A kind with too few earlier steps counts
-    as unchanged.
+    For each kind of step (:data:`StepKind`), divides the smaller number of preemptions in the latest two steps by the mean of
+    earlier steps. Returns the mean ratio over all kinds, weighted by their rollout seconds. A kind with too few earlier steps
+    counts as unchanged. Returns None if all kinds have too few.
     """
     rise, variance, words = 0.0, 0.0, []
     for kind, steps in _by_kind(history).items():
@@ -244,9 +246,9 @@ def find_rise(history: Sequence[Observation]) -> Ratio | None:
 
 
 def compare_speed(before: Sequence[Observation], after: Sequence[Observation]) -> Ratio | None:
-    """Returns rollout seconds after a change of the TP size, divided by the seconds that as many tokens would have taken before.
+    """Returns the rollout seconds after a change of the TP size, divided by the seconds of as many tokens before the change.
 
-    Compares steps of the same kind. Returns None if no kind occurs both before and after the change.
+    Compares steps of the same kind (:data:`StepKind`). Returns None if no kind occurs both before and after the change.
     """
     seconds_per_token = {
         kind: sum(step.rollout_seconds for step in steps) / sum(step.tokens for step in steps)
@@ -269,7 +271,7 @@ def _by_kind(history: Sequence[Observation]) -> dict[str, list[Observation]]:
 
 
 class PlannedRun:
-    """Passes the measurements of the training steps of a run to a :class:`TpPlanner`, and saves these measurements.
+    """Passes the measurements of each training step to a :class:`TpPlanner`, and saves them for later launches of the run.
 
     Args:
         bounds, max_changes: arguments of :class:`TpPlanner`.
@@ -293,13 +295,15 @@ class PlannedRun:
         seconds: float,
         tokens: float,
     ) -> tuple[TPDecision | None, dict[str, float]]:
-        """Passes a training step to the planner and saves its measurements. The first call passes saved steps of earlier launches.
+        """Passes a training step to the planner and saves its measurements.
+
+        The first call also passes the steps that earlier launches of the run have saved.
 
         Args:
             number: number of the training step or rollout.
-            metrics: metrics of the step. Those of tail batching, if any, give the kind of round and replace ``tokens``.
+            metrics: metrics of the step. Those of tail batching, if any, tell the kind of the step and replace ``tokens``.
             tp, preemptions: as in :class:`Observation`.
-            seconds, tokens: duration and tokens of the rollout. If one is 0, it is unknown, and nothing is decided.
+            seconds, tokens: duration of the rollout and number of its tokens. If one is 0 (unknown), the step is ignored.
 
         Returns:
             Two values: the requested change of the TP size (or None), and the metrics for the log.
@@ -325,7 +329,10 @@ class PlannedRun:
         return change, numbers if preemptions is None else {**numbers, "preemptions": float(preemptions)}
 
     def _replay(self, first: int) -> list[dict[str, Any]]:
-        """Passes the saved steps before step ``first`` to the planner and returns them. Leaves out steps at impossible TP sizes."""
+        """Passes the saved steps before step ``first`` to the planner and returns them.
+
+        Leaves out steps at impossible TP sizes, and later steps, which this launch of the run repeats.
+        """
         if self._file is None or not self._file.is_file():
             return []
         try:

@@ -15,18 +15,18 @@ from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.telemetry.aggregates import SMALLEST_GAIN, Range
 
 CANCEL_SECONDS = 0.0007
-"""CPU seconds of one core that it takes to cancel a response at the end of a rollout (measured)."""
+"""Measured seconds that one CPU core needs to cancel a response at the end of a rollout."""
 BALANCED_ROUNDS = 4
-"""Number of rollouts that are simulated with the feature balance, whose simulation is slow."""
+"""Maximum number of rollouts that are simulated with the feature balance, because its simulation is slow. Chosen by hand."""
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
-"""Flags with which rollouts are those of a run without tail batching."""
+"""Flags with which tail batching launches and waits for the same responses as a run without tail batching."""
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
-"""Settings of tail batching to try: pairs of ``prompt_ratio`` and ``response_ratio``. Chosen by hand around the default."""
+"""Pairs of the flags ``prompt_ratio`` and ``response_ratio`` of tail batching to try. Chosen by hand around the default."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Means over the simulated steps of one random draw of prompts and response lengths.
+    """Predicted times, waste and memory of a run, from simulated steps.
 
     Attributes:
         rollout_seconds, step_seconds: mean seconds of a rollout, and of a whole training step.
@@ -45,9 +45,9 @@ class Option:
     """A change of the run whose effect is predicted, such as turning on a feature.
 
     Attributes:
-        how: text to add to the command, to make the change; "" if no settings can make it.
+        how: text to add to the run's command to make the change; "" if no setting makes it.
         setup: description of the changed run.
-        flags: flags of tail batching.
+        flags: flags of tail batching; :data:`PLAIN` without tail batching.
         timeout: True if rewards have adaptive time limits (feature reward_timeout).
         skip_zero: True if responses of advantage 0 are left out of the actor update (feature skip_zero).
         ours: True for a feature of rl-accel, False for a change that needs no rl-accel.
@@ -64,7 +64,7 @@ class Option:
     cost: str = ""
 
     def simulate(self, rounds: int, seed: int) -> Prediction:
-        """Simulates ``rounds`` rollouts of a run with this option turned on. Returns the mean times and shares per rollout."""
+        """Returns the prediction for the run with this change, from ``rounds`` simulated rollouts."""
         setup = self.setup.skipping_zero(seed) if self.skip_zero else self.setup
         if setup.cluster is BalancedCluster:
             return balanced(setup, rounds, seed)
@@ -76,10 +76,10 @@ class Answer:
     """Predicted effect of an option (a change of the run).
 
     Attributes:
-        outcome: mean prediction for the changed run over all random draws.
+        outcome: prediction for the changed run, as the mean over all random draws.
         ratio: step seconds of the unchanged run, divided by those of the changed run.
         low, high: bounds of the 95% interval of ``ratio``.
-        more_memory: relative increase of the maximum number of tokens in a key-value cache.
+        more_memory: relative increase of ``peak_tokens``, the maximum number of tokens in a key-value cache.
     """
 
     option: Option
@@ -91,19 +91,19 @@ class Answer:
 
     @property
     def is_nothing(self) -> bool:
-        """True if the gain in step seconds is below :data:`SMALLEST_GAIN` or not significant."""
+        """True if the option makes a step faster by less than :data:`SMALLEST_GAIN`, or not significantly."""
         return self.ratio < 1 + SMALLEST_GAIN or self.low <= 1.0
 
 
 def rounds_of(
     setup: Setup, flags: TailBatchingFlags, rounds: int, seed: int, timeout: bool = False, ends: bool = False
 ) -> list[Round]:
-    """Simulates ``rounds`` consecutive rollouts of the run ``setup``, with the flags ``flags`` of tail batching.
+    """Simulates ``rounds`` consecutive rollouts of the run ``setup``. ``flags`` are those of tail batching.
 
     Args:
         timeout: True if rewards have adaptive time limits.
-        ends: True if training ends with these rollouts. The last rollout then runs all remaining prompts. If False, training goes
-            on, and ``seed`` also shuffles the prompts.
+        ends: True if training ends with these rollouts. The last rollout then runs all remaining prompts, and prompts keep the
+            order of the data. If False, training goes on, and ``seed`` also shuffles the prompts.
     """
     run = TailRun(setup.prompts, setup.responses, flags)
     limits = AdaptiveTimeout(RewardTimeoutFlags(maximum=PROGRAM_BUDGET)) if timeout else None
@@ -112,10 +112,11 @@ def rounds_of(
 
 
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
-    """Returns the mean of ``value`` per rollout, including the long rounds that prompts in tail batching's queue still need.
+    """Returns the mean per rollout of ``value``, a number computed from a round, for a run that goes on after ``rounds``.
 
-    Each of these counts with the mean value of the simulated long rounds or, if there are none, the largest value of all rounds.
-    ``prompts`` is the number of prompts in a batch.
+    Tail batching defers prompts to a queue, and runs them later in long rounds of ``prompts`` prompts each. Long rounds that the
+    queue still needs at the end count, too: each with the mean value of the simulated long rounds or, if there are none, with the
+    largest value of all rounds.
     """
     values = [value(played) for played in rounds]
     long = [value(played) for played in rounds if played.metrics.kind == "long"]
@@ -126,7 +127,7 @@ def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float
 def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Prediction:
     """Returns the prediction that follows from the simulated rollouts ``rounds``.
 
-    ``ends`` is True if training ends with the last rollout. If False, the means are those of :func:`steady`.
+    ``ends`` is True if training ends with the last rollout. If False, deferred prompts count as in :func:`steady`.
     """
 
     def mean(value: Callable[[Round], float]) -> float:
@@ -145,8 +146,8 @@ def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Pre
 def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
     """Predicts rollouts with the feature balance.
 
-    Simulates balance for the first :data:`BALANCED_ROUNDS` rollouts only, and subtracts the gain there from the mean seconds of all
-    rollouts without balance.
+    Simulates all rollouts without balance, and the first :data:`BALANCED_ROUNDS` also with balance. Subtracts the mean seconds that
+    balance saves in the first rollouts from the mean seconds of all rollouts.
     """
     stock, few = replace(setup, cluster=Cluster), min(rounds, BALANCED_ROUNDS)
     whole, plain, migrating = (
@@ -164,7 +165,7 @@ def options_of(setup: Setup) -> list[Option]:
 
 def _features(setup: Setup) -> Iterator[Option]:
     def option(name: str, changed: Setup, *features: str, settings: Sequence[str] = (), **more: Any) -> Option:
-        """Returns the option of turning on ``features`` with the flags ``settings``."""
+        """Returns the option that turns on ``features`` with the flags ``settings``. ``changed`` describes the changed run."""
         if setup.is_slime:
             words = [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in settings)]
         else:
@@ -218,9 +219,9 @@ def _alternatives(setup: Setup) -> Iterator[Option]:
 def answer(
     setup: Setup, options: Sequence[Option], draws: int, rounds: int, note: Callable[[], None] = lambda: None
 ) -> list[Answer]:
-    """Predicts the effect of each option (a change of the run), from ``draws`` random draws of ``rounds`` rollouts each.
+    """Predicts the effect of each option (a change of the run). Simulates ``rounds`` rollouts for each of ``draws`` random seeds.
 
-    Returns the prediction for the unchanged run, then one per option. ``note`` is called after each draw, to show progress.
+    Returns the answer for the unchanged run, then one per option. ``note`` is called after each simulation, to show progress.
     """
     answers: list[Answer] = []
     base: list[Prediction] = []

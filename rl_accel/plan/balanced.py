@@ -8,11 +8,12 @@ from rl_accel.rollout.balance import Balance, Instruction
 from rl_accel.rollout.simulation import Cluster, EngineModel, SimulatedRequest
 
 TICK = 4.0
-"""Simulated seconds between calls of ``Balance.tick``. More calls, as in a real run, gain nothing more in the simulation."""
+"""Simulated seconds between calls of ``Balance.tick``, which moves requests. A real run has more calls, which would save
+no more time in the simulation."""
 
 
 class BalancedCluster(Cluster):
-    """Simulated replicas that share one queue of requests. ``core`` assigns requests to replicas and migrates running requests."""
+    """Simulated replicas that share one queue. ``core`` (default: a new one) assigns requests to replicas and migrates them."""
 
     def __init__(self, engine: EngineModel, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:
         super().__init__(engine, replicas, prompt_tokens)

@@ -32,7 +32,7 @@ _WANTS = {
     " critic, KL or entropy term",
     "balance": "it wants several replicas with fewer slots than requests, and --slots says how many they have",
 }
-"""Text for each feature that says what its prediction needs. Printed if the plan has no prediction for the feature."""
+"""Mapping from a feature to a text that says what its prediction needs. Printed if the plan has no prediction for the feature."""
 _COLUMNS: Mapping[str, Callable[[Answer], str]] = {
     "": lambda a: a.option.name,
     "rollout": lambda a: format_seconds(a.outcome.rollout_seconds),
@@ -47,7 +47,7 @@ _PUBLISHED = "published:"
 
 
 def _engine(_: Any, __: Any, value: str | None) -> EngineModel | None:
-    """Returns the engine model that ``--step-seconds`` names, as "1:0.02,64:0.04" or "published:MODEL"."""
+    """Returns the engine model for a value of ``--step-seconds``, such as "1:0.02,64:0.04" or "published:MODEL"."""
     if value is None:
         return None
     if value.startswith(_PUBLISHED):
@@ -141,7 +141,7 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
 
 
 def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
-    """Returns the setup that the options of ``rl-accel plan`` describe, for a prediction without a measured run."""
+    """Returns the setup for ``rl-accel plan --lengths``, without a measured run. ``options`` are those of the command, by name."""
     missing = [name for name in ("prompts", "responses", "replicas", "step_seconds") if not options[name]]
     if missing:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)
@@ -165,9 +165,9 @@ class Plan:
         setup: the run that was simulated.
         fit: fit of the engine model to the run's telemetry; None without telemetry.
         answers: prediction for the unchanged run, then one per option (a feature or an alternative).
-        drawn: sentence with the numbers of random draws and rollouts.
+        drawn: sentence that tells the numbers of random draws and rollouts.
         advice: sentences with advice on verl's own settings.
-        preemptions: measured number of preemptions per step.
+        preemptions: measured number of preemptions per step by the rollout engines; 0 if unknown.
     """
 
     setup: Setup
@@ -195,7 +195,7 @@ class Plan:
             yield "A step is its rollout here: --other-seconds says what else it does."
 
     def conclusions(self) -> Iterator[str]:
-        """Yields the conclusions of the plan as sentences."""
+        """Yields sentences for the end of the output: best feature, useless features, and warnings."""
         stock, *priced = self.answers
         if self.fit is not None and self.fit.error > FIT_LIMIT:
             why = "--slots and --cache-tokens say how many requests run at once and what they may take"

@@ -15,11 +15,11 @@ from rl_accel.rollout.workload import Floats, load_data
 from rl_accel.telemetry.stage_clock import ResponseTimes
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
-"""Numbers of running requests for which the seconds of a decoding step are fitted. The seconds are linear in between."""
+"""Numbers of running requests for which the seconds of a decoding step are fitted. The seconds in between are interpolated."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
 """Names of the constants of :class:`EngineModel` that are fitted in addition to ``step_seconds``."""
 _MAX_RESPONSES = 20_000
-"""Maximum number of responses in a fit, which limits its time. More are reduced to about this number at random."""
+"""Maximum number of responses in a fit, to limit its time. If there are more, about this number is chosen at random."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Fit:
 
     Attributes:
         engine: the engine model with the fitted constants.
-        error: root mean square error of the seconds of a response, relative to their mean.
+        error: root mean square error of the simulated seconds of a response, divided by the mean of the measured seconds.
         responses: number of responses in the fit.
     """
 
@@ -38,7 +38,7 @@ class Fit:
 
 
 class _Batch:
-    """Begins and ends in seconds, and numbers of tokens, of the responses of one rollout server in one training step."""
+    """Start times, end times and numbers of tokens of the responses that one rollout server generated in one training step."""
 
     def __init__(self, responses: Sequence[ResponseTimes]) -> None:
         rows = [(r.began, r.generated or r.ended, r.tokens or 0) for r in sorted(responses, key=lambda r: r.began)]
@@ -47,7 +47,7 @@ class _Batch:
     def seconds(self, cluster: Cluster) -> Floats:
         """Simulates the responses on ``cluster``. Returns the seconds that each response takes.
 
-        A response begins in the simulation once as many responses have ended as before its begin in the measured run.
+        A response begins once as many other responses have ended as had ended when it began in the measured run.
         """
         tokens = self.tokens.astype(int).tolist()
         began, ended = np.zeros(len(tokens)), np.zeros(len(tokens))
@@ -73,7 +73,7 @@ class _Batch:
 def fit_engine(
     steps: Sequence[Sequence[ResponseTimes]], prompt_tokens: int = 0, slots: int = 1024, cache_tokens: float = math.inf
 ) -> Fit:
-    """Fits the constants of an engine model to the measured seconds of the responses of ``steps``, by least squares.
+    """Fits the constants of an engine model to the measured responses of training steps, by least squares of their seconds.
 
     ``prompt_tokens`` is the number of tokens in each prompt. ``slots`` and ``cache_tokens`` are those of :class:`EngineModel`.
 
@@ -117,17 +117,19 @@ def _batches_of(steps: Sequence[Sequence[ResponseTimes]]) -> list[_Batch]:
 
 
 def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: int, **limits: Any) -> Floats:
-    """Returns the matrix [responses, constants] whose product with the constants is the seconds of the responses.
+    """Returns a matrix whose product with the constants of an engine model is the seconds of the responses.
 
-    The constants are the seconds of a decoding step with ``knots[0]`` running requests, the increase from each knot to the next,
-    and :data:`_CONSTANTS`. Column n holds the simulated seconds of the responses if constant n is 1 and all others are 0.
-    ``limits`` are the slots and the cache size of the engine.
+    Rows are responses, columns are constants: the seconds of a decoding step with ``knots[0]`` running requests, the increase of
+    these seconds from each knot to the next, and :data:`_CONSTANTS`. Column n holds the seconds that the responses take in a
+    simulation in which constant n is 1 and all others are 0. ``limits`` are the slots and the cache size of the engine.
     """
     count = len(knots)
 
     def simulated(rise: int, **constant: Any) -> Floats:
-        """Returns the simulated seconds of each response, for an engine whose decoding steps take 1 s with up to
-        ``knots[rise - 1]`` running requests, and 2 s with ``knots[rise]`` or more. ``constant``: its other constants, 0 if missing.
+        """Returns the simulated seconds of each response. ``constant`` are further constants of the engine; 0 if not given.
+
+        A decoding step takes 1 s with up to ``knots[rise - 1]`` running requests, and 2 s with ``knots[rise]`` or more. The
+        difference from a simulation with 1 s for all steps is the effect of a rise by 1 s.
         """
         paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
         engine = EngineModel(paces, **limits, **constant)
@@ -143,10 +145,10 @@ def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: 
 def engine_of_model(model: str, tp: int | None = None) -> EngineModel:
     """Returns the engine model for a replica of the language model ``model`` on ``tp`` H800 GPUs.
 
-    If ``tp`` is None, it is the TP size of RollPacker's published runs of this model.
+    ``tp`` is the tensor-parallel size. None: the size in RollPacker's published runs of this model.
 
     Raises:
-        RlAccelError: no constants are known for the model.
+        RlAccelError: the model is unknown. The message names the known models.
     """
     cluster = load_data("h800.json")
     if model not in cluster["models"]:

@@ -38,7 +38,7 @@ def flags_of_words(words: Iterable[str]) -> Flags:
 
 
 def asynchronous_mode(words: Iterable[str]) -> str:
-    """Returns the word of a verl command that turns on an asynchronous trainer mode; "" if there is none."""
+    """Returns the word of a verl command that selects an asynchronous mode of the trainer; "" if there is none."""
     mode = next((word for word in reversed([*words]) if word.lstrip("+").startswith(_MODE)), "")
     return mode if "async" in mode else ""
 
@@ -46,7 +46,7 @@ def asynchronous_mode(words: Iterable[str]) -> str:
 def words_of_run(folder: Path, run: Profile) -> list[str]:
     """Returns the words of the command that started a run, if ``rl-accel ab`` has saved it in ``folder``.
 
-    Otherwise, returns words that turn on the features that the run's log names.
+    Otherwise, returns words that turn on the features that were on according to the run's log.
     """
     kept = (folder if folder.is_dir() else folder.parent) / "run.json"
     with contextlib.suppress(OSError, *BAD_RECORD):  # no such file, or a file of another program
@@ -55,15 +55,15 @@ def words_of_run(folder: Path, run: Profile) -> list[str]:
 
 
 def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> tuple[Prediction, Floats]:
-    """Predicts the steps of a run with the rl-accel flags ``flags``, from the setup of another run.
+    """Predicts the steps of a run with the rl-accel flags ``flags``. ``setup`` describes another run, which was measured.
 
     Args:
         steps, warmup: number of steps of the predicted run, and number of first steps to leave out.
         draws: number of random draws, each of which simulates the whole run.
 
     Returns:
-        The mean prediction over all draws. The mean rollout seconds of each draw, shape [draws], with random errors like those that
-            the simulation of the other run had (``setup.uneven``).
+        The mean prediction over all draws; the mean rollout seconds of each draw, shape [draws]. These seconds are multiplied by
+            random ratios of measured to simulated seconds (``setup.uneven``), so that their spread includes the model's error.
     """
     in_rounds, limited = (flags.requested(feature) != "off" for feature in (TAIL_BATCHING, REWARD_TIMEOUT))
     poll = 0.0 if in_rounds or flags.requested(SAMPLER) != "off" else POLL_SECONDS

@@ -30,9 +30,9 @@ class Setup:
         poll_seconds: seconds between the trainer's checks whether the rollout is done; 0: the trainer notices the end at once.
         after_seconds: seconds of the stage ``gen`` after the trainer has noticed the end of the rollout.
         cluster: class of the simulated cluster.
-        uneven: measured seconds divided by simulated seconds, for each rollout of the measured run.
-        zero_shares: share of the stage ``update_actor`` that the feature skip_zero saves: first the measured share, then bootstrap
-            samples of this share. Empty: nothing is saved.
+        uneven: measured seconds divided by simulated seconds of each rollout of the measured run.
+        zero_shares: share of the stage ``update_actor`` that the feature skip_zero would save, as estimated, and then in bootstrap
+            samples of the estimate. Empty: nothing would be saved.
         is_slime: True for a run of slime, False for a run of verl.
     """
 
@@ -51,7 +51,7 @@ class Setup:
 
     @property
     def requests_each(self) -> int:
-        """Number of requests of a batch on each replica."""
+        """Number of requests on each replica when a whole batch runs at once, rounded up."""
         return ceil(self.prompts * self.responses / self.replicas)
 
     @property
@@ -61,16 +61,16 @@ class Setup:
 
     @property
     def other_seconds(self) -> float:
-        """Mean seconds per step of all stages with a fixed duration, without the rollout."""
+        """Mean seconds per step of the stages other than rollout and training. Their duration is taken as fixed."""
         return sum(self.stages.values()) - self.training_seconds
 
     def noticed(self, seconds: float) -> float:
-        """Returns the seconds of the stage ``gen``: rollout seconds, rounded up to the next poll, plus ``after_seconds``."""
+        """Returns the seconds of the stage ``gen``: rollout ``seconds``, rounded up to the next poll, plus ``after_seconds``."""
         poll = self.poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
     def skipping_zero(self, seed: int) -> "Setup":
-        """Returns the setup with a shorter stage ``update_actor``, by one of ``zero_shares`` that ``seed`` chooses."""
+        """Returns the setup with skip_zero: the stage ``update_actor`` is shorter by one of ``zero_shares``, chosen by ``seed``."""
         share = self.zero_shares[seed % len(self.zero_shares)] if self.zero_shares else 0.0
         update = self.stages.get("update_actor", 0.0) * (1 - share)
         return replace(self, stages={**self.stages, "update_actor": update})
@@ -79,7 +79,7 @@ class Setup:
 def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | None]:
     """Returns the setup of a run, and the fit of the engine model to the run's telemetry (None without telemetry).
 
-    ``options`` are those of ``rl-accel plan``, by name. They take precedence over the telemetry.
+    ``options`` are the options of ``rl-accel plan``, by name. They take precedence over the telemetry.
 
     Raises:
         RlAccelError: the run's log or telemetry lacks required data.
@@ -123,7 +123,7 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit | Non
 
 
 def _setup_of_aggregates(run: Profile, estimate: Estimate, options: Mapping[str, Any]) -> Setup:
-    """Returns the setup of a run without telemetry. Each random draw uses other lengths that fit the run's log."""
+    """Returns the setup of a run without telemetry. Its workload has alternatives that fit the run's log as well."""
     rollouts = estimate.rollouts
     responses = options.get("responses") or rollouts.group
     if responses is None:
@@ -168,8 +168,8 @@ def _measured_over_simulated(setup: Setup, step: Sequence[ResponseTimes]) -> flo
 def _lengths(steps: Sequence[Sequence[ResponseTimes]]) -> list[list[float]]:
     """Returns the number of tokens of each response, one list per prompt.
 
-    A response that was cut off gets the length of a random longer response that was completed. If responses were cut off in some
-    steps, only these steps are used: the others are long rounds of tail batching, in which prompts of earlier steps run again.
+    A response that was cut off gets the length of a random longer response that was completed. If tail batching cut responses off
+    in some steps, only these steps are used. The other steps run the same prompts again, which would count twice.
     """
     rng = np.random.default_rng(0)
     ended = np.sort([r.tokens or 1 for step in steps for r in step if r.outcome == COMPLETED])

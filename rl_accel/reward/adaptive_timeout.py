@@ -24,23 +24,27 @@ adaptive: derived from the anchor (the longest correct execution so far).
 probe: the full budget, to detect correct answers that are slower than all previous ones."""
 
 FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
-"""Default full budgets in seconds: of a grader, and of a program under test."""
+"""Default full budgets (longest limits) in seconds. For a call of a grader: verl's default timeout. For a program under test: the
+fixed timeout in published runs of RollPacker."""
 _MAX_UNPROVEN = 4
 """Maximum number of executions that get an adaptive limit before their results show that adaptive limits fit. Chosen by hand."""
 _MAX_RECENT_RECORDS = 64
-"""Number of test cases, those whose anchors rose last, that the test for slower executions leaves out. Chosen by hand."""
+"""Number of test cases that the test for slower executions leaves out: those whose anchors rose last, because the next execution is
+seldom longer still. Chosen by hand."""
 _SUSPEND_AT = 12.0
-"""Evidence for slower executions (a log likelihood ratio) at which all adaptive limits are suspended. Chance alone reaches this
-value at most once in exp(12) = 160,000 correct executions."""
+"""Evidence (a log likelihood ratio) that executions have become slower, at which all adaptive limits are suspended. Chance alone
+reaches this value at most once in exp(12) = 160,000 correct executions."""
 _EVIDENCE_BEYOND_LIMIT = 4.0
-"""Evidence for slower executions if a correct one took longer than the limit of its test case. Three of them suspend all limits."""
+"""Evidence that executions have become slower, from one correct execution that ran under the full budget and took longer than the
+learned limit of its test case. Three in succession reach ``_SUSPEND_AT``."""
 _RECORD_SHARE_WHEN_SLOWER = 0.7
-"""Assumed probability that a correct execution is the longest of its test case so far, if executions have become slower."""
+"""Assumed probability that a correct execution is the longest of its test case so far, if executions have become slower. Chosen by
+hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Wall seconds and CPU seconds of all processes (at least ``wall``) at which an execution is stopped, with their reason."""
+    """Time limits of one execution: wall seconds, CPU seconds of all its processes (at least ``wall``), and the reason for both."""
 
     wall: float
     cpu: float
@@ -48,7 +52,7 @@ class Limit:
 
 
 def longest(one: AnchorTuple, other: AnchorTuple, correct: int) -> AnchorTuple:
-    """Merges two anchors into one of the longer wall seconds, the longer CPU seconds, and ``correct`` correct executions."""
+    """Returns an anchor with the longer wall seconds and longer CPU seconds of two, and with ``correct`` correct executions."""
     return max(one[0], other[0]), max(one[1], other[1]), correct
 
 
@@ -63,8 +67,8 @@ class AdaptiveTimeout:
     then learned anew. The test counts records: correct executions that take longer than all earlier ones of their key, and more
     than half of the limit. If nothing has changed, the n-th correct execution of a key is a record with probability 1/n at most.
 
-    At first, at most four executions get an adaptive limit, so that wrong limits stop few answers. Each execution that ends by
-    itself and is no record allows two further adaptive limits.
+    Until their results are known, at most four executions get an adaptive limit, so that wrong limits stop few answers. Each
+    execution that ends by itself and is no record allows two further adaptive limits.
 
     Args:
         flags: values of the parameters above; None: the default values.
@@ -88,11 +92,15 @@ class AdaptiveTimeout:
 
     @property
     def maximum(self) -> float:
-        """Full budget in seconds, unless the caller of :meth:`limit` sets another."""
+        """Full budget (the longest limit) in seconds, unless the caller of :meth:`limit` sets another."""
         return self.flags.maximum or FULL_BUDGET
 
     def limit(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the time limits of the next execution of ``key``, which may be a probe. ``maximum``: another full budget."""
+        """Returns the time limits of the next execution of ``key``.
+
+        They may be those of a probe: the full budget, although a limit is known. ``maximum`` is the full budget in seconds; None:
+        :attr:`maximum`.
+        """
         limit, full = self.learned(key, maximum), maximum or self.maximum
         if limit.reason == "adaptive":
             self._probes_due += self.flags.probe_share
@@ -105,7 +113,7 @@ class AdaptiveTimeout:
         return limit
 
     def learned(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the time limits learned for ``key``. Unlike :meth:`limit`, never returns a probe."""
+        """Returns the limits learned for ``key``. Unlike :meth:`limit`, never gives the full budget as a probe."""
         full = maximum or self.maximum
         if key in self._anchors:
             self._anchors.move_to_end(key)
@@ -147,11 +155,14 @@ class AdaptiveTimeout:
         return suspends
 
     def forget_limit(self) -> None:
-        """Allows one more adaptive limit, because the result of an execution with such a limit says nothing about limits."""
+        """Lowers by one the number of adaptive limits whose results are still unknown.
+
+        Call this if the execution that got the limit cannot show whether adaptive limits fit, for example because it was cancelled.
+        """
         self._unproven = max(0, self._unproven - 1)
 
     def suspend(self, era: int) -> None:
-        """Gives every key the full budget until enough new correct executions are known. Keeps anchors.
+        """Gives every key the full budget until enough new correct executions are known. Keeps the durations of the anchors.
 
         ``era`` is the number of this suspension, the same in all processes.
         """

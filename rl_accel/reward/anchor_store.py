@@ -21,7 +21,7 @@ from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple, longe
 logger = logging.getLogger("rl_accel")
 
 SAVE_SECONDS = 30.0
-"""Least seconds between two saves of the store, of which one rewrites the whole file. Chosen by hand."""
+"""Least seconds between two saves by :meth:`AnchorStore.exchange`, because each save rewrites the whole file. Chosen by hand."""
 
 
 @dataclass
@@ -29,7 +29,8 @@ class AnchorDelta:
     """Changes to one process's anchors since its last exchange with the central store.
 
     Attributes:
-        incarnation, version: random id of the store process, and its version number, at the last exchange; "" and 0 before.
+        incarnation: random id of the store process at the last exchange; "" before the first exchange.
+        version: number of anchors that this store process had merged at the last exchange; 0 before the first exchange.
         learned: anchors of correct executions since then, by key (a prompt and test case).
         everything: all anchors of the process, by key, if a restarted store may have lost them; else empty.
         counts: increase of each count since then, by name, such as "timeouts".
@@ -46,7 +47,10 @@ class AnchorDelta:
 
 @dataclass
 class Update:
-    """Reply of the central store to an :class:`AnchorDelta`. ``anchors`` have changed since the version in the delta."""
+    """Reply of the central store to an :class:`AnchorDelta`.
+
+    ``anchors`` are those that have changed since ``version`` of the delta. ``era`` is the number of the last suspension of limits.
+    """
 
     incarnation: str
     version: int
@@ -55,7 +59,7 @@ class Update:
 
 
 class LocalAnchors:
-    """One process's replica of the anchors, and the changes that the central store does not have yet."""
+    """One process's copy of the anchors (longest correct executions), and the changes that the central store does not have yet."""
 
     def __init__(self, timeout: AdaptiveTimeout | None = None) -> None:
         self.timeout = AdaptiveTimeout() if timeout is None else timeout
@@ -135,7 +139,10 @@ class AnchorStore:
         return len(self._timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
-        """Merges the changes of one process, and returns the changes since its last exchange. Saves the store now and then."""
+        """Merges the changes of one process, and returns the anchors that have changed since this process's last exchange.
+
+        Saves the store if the last save is more than :data:`SAVE_SECONDS` ago.
+        """
         if delta.era > self._timeout.era:
             self._timeout.suspend(delta.era)
         if delta.era == self._timeout.era:
@@ -156,7 +163,10 @@ class AnchorStore:
         return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
     def take_counts(self) -> tuple[str, dict[str, float]]:
-        """Saves the store. Returns its id, and by name the counts since the last call and the present number of anchors."""
+        """Saves the store. Returns its random id, and the counts since the last call, by name.
+
+        The present number of anchors is added as count ``anchors``.
+        """
         self.save()
         counts, self._counts = self._counts, {}
         return self.incarnation, {**counts, "anchors": float(len(self))}

@@ -75,7 +75,7 @@ class Limits:
         return {name: getattr(self, name) for name in names}
 
     def times(self) -> tuple[float, float]:
-        """Returns the present limits of wall seconds and CPU seconds, also if they have changed since the start."""
+        """Returns the present limits of wall seconds and CPU seconds, which may have changed since the start."""
         return self.latest() if self.latest else (self.wall, self.cpu)
 
 
@@ -93,7 +93,8 @@ class ExecutionResult:
         reason: short text that names the exception or the exceeded limit; "" if there is none.
         output: beginning of the text that a program or an isolated grader printed.
         error: exception that a grader without isolation raised; None if there is none.
-        prove: None, or a function to call if the result is correct. It records that the grader's process is no longer new.
+        prove: None, or a function to call if the result is correct. It records that the grader's process has loaded what it needs,
+            and gets no extra time for this any more.
     """
 
     verdict: Verdict
@@ -115,7 +116,7 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
 
     Args:
         coroutine: the call of the grader, not yet awaited.
-        limits: resource limits, of which ``wall`` is enforced, also if it changes.
+        limits: resource limits, of which only ``wall`` is enforced, with its changes during the execution.
         name: name of the grader in the warning that it blocks the event loop.
     """
     loop = asyncio.get_running_loop()
@@ -151,7 +152,8 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
 async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:
     """Awaits all ``awaitables`` concurrently and returns their results in order.
 
-    Once ``ends(result)`` is true or one raises an exception, cancels the others, and returns the results so far or raises.
+    If ``ends(result)`` is true for one result, cancels the others and returns the results so far. If one raises an exception,
+    cancels the others and raises this exception.
     """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:

@@ -11,14 +11,15 @@ from typing import Any
 _CALLS: ContextVar[list[Future[Any]] | None] = ContextVar("rl_accel_grader_threads", default=None)
 """Calls that the current execution of a grader has submitted to the thread pool; None in code that belongs to no execution."""
 _OURS: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, GraderThreads]" = weakref.WeakKeyDictionary()
-"""Thread pool that this module has made for an event loop. Loops of uvloop, which Ray's actors use, do not show their executor."""
+"""Thread pool that this module has made, by event loop. Kept here because loops of uvloop, which Ray's actors use, do not show
+their executor."""
 
 
 class GraderThreads(ThreadPoolExecutor):
-    """Thread pool that grows by one thread for each call that still runs when its execution is stopped, until the call returns.
+    """Thread pool that replaces a thread if its call still runs when the execution that made the call is stopped.
 
-    It begins with as many threads as asyncio's own pool. A thread cannot be stopped. Without this growth, a few hung threads would
-    leave no thread for later calls.
+    The pool begins with as many threads as asyncio's own pool. A thread cannot be stopped. Without further threads, a few hung
+    calls would leave no thread for later calls. When a hung call returns, the pool shrinks again.
     """
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -43,7 +44,8 @@ class GraderThreads(ThreadPoolExecutor):
 def threads_of_execution(loop: asyncio.AbstractEventLoop) -> Iterator[Callable[[], None]]:
     """Context manager that assigns all asyncio tasks created within the block, and their calls in threads, to one execution.
 
-    Yields a function to call when the execution is stopped: :meth:`GraderThreads.replace` with the calls of the execution.
+    Yields a function to call when the execution is stopped. It adds threads in place of those in which calls of the execution
+    still run (:meth:`GraderThreads.replace`).
 
     Makes a :class:`GraderThreads` the default executor of ``loop``. If the program has set another default executor, that executor
     stays, and the yielded function does nothing.

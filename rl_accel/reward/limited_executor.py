@@ -23,10 +23,12 @@ from rl_accel.reward.sandbox import Case, Sandbox
 logger = logging.getLogger("rl_accel")
 
 _CHECKS_PER_MINIMUM, _CHECKS_PER_BUDGET, _SHORTEST_CHECK_SECONDS = 4, 8, 0.02
-"""Number of checks for a new limit of a running execution: within ``minimum`` (the shortest adaptive limit), or within the full
-budget if limits do not adapt. Then the least seconds between two checks. Chosen by hand."""
+"""The time limit of a running execution may change. It is looked up ``_CHECKS_PER_MINIMUM`` times within the shortest adaptive
+limit or, if limits do not adapt, ``_CHECKS_PER_BUDGET`` times within the full budget (the longest limit). Two checks are at least
+``_SHORTEST_CHECK_SECONDS`` apart. Chosen by hand."""
 _MOST_BUDGETS = 10
-"""Number of full budgets after which a grader that waits for others is stopped, whether others end or not. Chosen by hand."""
+"""Maximum run time of a grader that waits for a resource that others hold, as a multiple of the full budget (the longest limit).
+Chosen by hand."""
 _WARN_AFTER_EXECUTIONS = (8, 64, 512, 4096)
 """Numbers of executions after which a warning is logged if all of them have exceeded their time limits."""
 
@@ -56,12 +58,15 @@ class _Prompt:
 
     @property
     def standing(self) -> int:
-        """Number of slots that the prompt counts as holding."""
+        """Number of slots that the prompt holds, minus 2 if one of its executions is late (see :class:`FairScheduler`).
+
+        The prompt with the smallest number gets the next free slot.
+        """
         return self.held - (2 if self.late else 0)
 
 
 class FairScheduler:
-    """Scheduler that shares ``slots`` execution slots fairly among prompts. Use this class from one event loop.
+    """Scheduler that lets ``slots`` executions run at once, and shares these slots fairly among prompts. For one event loop.
 
     A free slot goes to the prompt that holds the fewest slots. Among prompts with equally many slots, the execution with the
     smallest ``expected seconds - seconds waited`` gets the slot, so that none waits forever.
@@ -81,9 +86,9 @@ class FairScheduler:
 
     @contextlib.asynccontextmanager
     async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
-        """Context manager that waits for a free slot and holds it within the block, which is to last ``expected`` seconds.
+        """Context manager that waits for a free slot and holds the slot within the block.
 
-        Yields a function that marks the execution in the block as late.
+        ``expected``: seconds that the block will probably last. Yields a function that marks the execution in the block as late.
         """
         late = 0
 
@@ -135,10 +140,10 @@ class FairScheduler:
 
 @dataclass
 class _Running:
-    """A running execution of ``key`` (a prompt and test case), which ``is_late`` marks as late.
+    """A running execution of ``key`` (a prompt and test case).
 
-    ``began`` is the time of its start on the event loop's clock. ``ended`` is the number of executions that had ended in time when
-    its limit last changed.
+    ``is_late`` is a function that marks the execution as late (see :class:`FairScheduler`). ``began`` is the start time on the
+    event loop's clock. ``ended`` is the number of executions of the executor that had ended in time when ``limit`` last changed.
     """
 
     key: str
@@ -162,8 +167,8 @@ class LimitedExecutor:
         limits: resource limits of an execution. The policy replaces the wall and CPU seconds.
         maximum: full budget in seconds; None: the full budget of the policy.
         adapts: False to give each execution the full budget, for graders whose time depends on other services.
-        queues: for ``adapts=False``: True if a grader may wait for a resource that others hold, such as one of a few connections. A
-            running execution then gets a new full budget whenever other executions have ended in time, up to ten budgets.
+        queues: for ``adapts=False``: True if a grader may wait for a resource that other graders hold, such as one of a few
+            connections. Whenever other executions have ended in time, a running execution then gets a new full budget, up to ten.
     """
 
     def __init__(
@@ -240,7 +245,7 @@ class LimitedExecutor:
         return result
 
     def _latest(self, running: _Running) -> tuple[float, float]:
-        """Returns the limits of a running execution by now: wall seconds and CPU seconds."""
+        """Updates and returns the limits (wall and CPU seconds) of a running execution. Marks the execution if it is late."""
         # Most executions that hang begin before a limit is known: all responses of a prompt are graded at about the same time.
         timeout, reason = self.anchors.timeout, running.limit.reason
         ran = asyncio.get_running_loop().time() - running.began
@@ -254,7 +259,7 @@ class LimitedExecutor:
         return running.limit.wall, running.limit.cpu
 
     def _count(self, result: ExecutionResult, limit: Limit, is_correct: bool, waited: float) -> None:
-        """Adds an ended execution to the counts. ``limit`` is its last limit, ``waited`` the seconds that it waited for a slot."""
+        """Adds an ended execution to the counts. ``limit``: time limits at its end; ``waited``: seconds of waiting for a slot."""
         timed_out = result.verdict == "timeout"
         was_early = timed_out and limit.reason == "adaptive"
         for name, amount in (
@@ -271,7 +276,7 @@ class LimitedExecutor:
             self.anchors.count(name, float(amount))
 
     def _note_end(self, result: ExecutionResult) -> None:
-        """Counts an execution as ended or timed out. Logs a warning if every execution so far has timed out."""
+        """Counts an execution as ended in time or timed out. Logs a warning if every execution so far has timed out."""
         if result.verdict != "timeout":
             self._ended += 1
             return

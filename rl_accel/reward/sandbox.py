@@ -201,7 +201,7 @@ def _logging_here() -> dict[str, Any]:
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler for values from untrusted code: refuses all but plain ones, because unpickling others can execute code."""
+    """Unpickler for values from untrusted code. Refuses all classes, because unpickling their objects can execute code."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"an isolated grader returns plain values, found {module}.{name}")

@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
 
 
 class GraderError(RlAccelError, RuntimeError):
-    """A grader ended without result and exception: its process died, or a limit other than the time limit stopped it."""
+    """A grader ended without a result and without an exception: its process died, or exceeded a limit other than the time limit."""
 
 
 @dataclass
@@ -41,10 +41,11 @@ class Scores:
     Args:
         flags: settings, of which ``correct_above``, ``timeout_score`` and ``score_errors`` are used.
         anchors: counts of this process, to which responses without a usable reward are added as ``errors`` or ``eval_errors``.
-        keys: keys that the framework reads from a dict reward. In training, a dict without the first key is unusable; in
-            evaluations, a dict without the last key is.
+        keys: keys that the framework reads from a dict reward: the first in training, the last in evaluations. A dict without this
+            key is unusable. Empty if the framework needs no key.
         number_keys: keys of a dict reward that may hold the training score. The first of these keys that the dict has is used.
-        correct_keys: keys of a dict reward that may hold the number that tells whether the answer is correct, used likewise.
+        correct_keys: keys of a dict reward that may hold the number that tells whether the answer is correct. The first of these
+            keys that the dict has is used.
         numbers_only: True if training cannot use a reward without a number.
     """
 
@@ -75,7 +76,9 @@ class Scores:
         return next((problem for reward in rewards if (problem := self._problem_of_one(reward, teach))), "")
 
     def reward_of(self, result: ExecutionResult, source: str, teach: bool, size: int | None = None) -> Any:
-        """Returns the reward in ``result``, or a stand-in (a substitute reward) with the score ``timeout_score``.
+        """Returns the reward in ``result``, or after a timeout, a stand-in: a substitute reward with the score ``timeout_score``.
+
+        With the flag ``score_errors``, also returns a stand-in after another failure.
 
         Args:
             source: name of the grader or data source.
@@ -119,7 +122,7 @@ class Scores:
         return "" if math.isfinite(number) else f"it returned {number}"
 
     def _compare(self, source: str) -> None:
-        """Logs a warning if ``timeout_score`` is higher than the lowest score of a graded answer from ``source`` so far."""
+        """Logs a warning if ``timeout_score`` exceeds the lowest score from ``source``: a timeout would beat a wrong answer."""
         worst, score = self._worst.get(source, math.inf), self.flags.timeout_score
         if score > worst:
             wrong = f"a stopped answer from {source} gets {score:g}, more than the {worst:g} of a wrong one"
@@ -142,7 +145,10 @@ class Scores:
 
 
 def _rewards(result: ExecutionResult, size: int | None) -> list[Any]:
-    """Returns the rewards in ``result``: one without ``size``, else the items of the list; [] if the grader returned no list."""
+    """Returns the rewards in ``result``: its value if ``size`` is None, else the items of the list that the grader returned.
+
+    Returns [] if the grader returned no list.
+    """
     if size is None:
         return [result.value]
     if isinstance(result.value, Collection) and not isinstance(result.value, str | bytes | Mapping):
@@ -167,7 +173,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _empty(value: Any) -> Any:
-    """Returns an empty value of the same type as ``value``, such as 0 or ""; None for user-defined types."""
+    """Returns an empty value for a stand-in, of the same type as ``value``, such as 0 or ""; None if there is no such value."""
     if type(value) in _PLAIN or isinstance(value, np.number | np.bool_):
         return type(value)()
     if isinstance(value, str):

@@ -29,18 +29,20 @@ logger = logging.getLogger("rl_accel")
 _LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
 """Exceptions that :meth:`Worker.run` raises if the worker has died or does not answer."""
 _GRACE_SECONDS = 10.0
-"""Seconds after the time limit of an execution by which the worker must have sent a message. Otherwise, the worker is killed."""
+"""Seconds after the time limit of an execution by which the worker must have sent a message. Otherwise, the worker is killed.
+Chosen by hand."""
 _END_SECONDS = 8.0
 """Seconds that :meth:`Worker.kill` waits until a worker has ended by itself. Longer than a worker's own ``END_SECONDS``."""
 _START_SECONDS = 300.0
 """Maximum seconds from the start of a worker until it is ready, including all imports of its grader. Chosen by hand."""
 _RETRY_PAUSE_SECONDS = 1.0
-"""Seconds to wait before a request whose worker died is sent to another worker."""
+"""Seconds to wait before a request whose worker died is sent to another worker, which may be dying at the same time."""
 _WAIT_SECONDS = 0.1
-"""Seconds that calls wait for a busy worker before the pool starts another one."""
+"""Seconds that calls wait for a busy worker before the pool starts another one, whose caches are empty."""
 _EARLY_FACTOR, _EARLY_PROCESSES = 2.0, 9
-"""A new process of a grader may exceed its limits by ``_EARLY_FACTOR`` times the median, over the last ``_EARLY_PROCESSES``
-processes, of their longest call up to the first correct answer. The median ignores calls that were slow for other reasons."""
+"""Extra time of a new process of a grader, which may first have to load a model: ``_EARLY_FACTOR`` times the longest call up to the
+first correct answer, as a median over the last ``_EARLY_PROCESSES`` processes. A median ignores calls that were slow for other
+reasons."""
 _SCRIPT = Path(worker_files.__file__)
 
 
@@ -166,7 +168,10 @@ class Worker:
         return cls(process, channel, *await asyncio.open_connection(sock=channel))
 
     async def fork(self) -> "Worker":
-        """Forks a new worker from this template and returns it. Raises OSError if the template has died."""
+        """Forks a new worker from this template (a worker that has imported the grader and takes no calls). Returns the new worker.
+
+        Raises OSError if the template has died.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             self._send({"fork": True})  # sent at once: a template gets no other messages, so the buffer is empty
@@ -253,7 +258,7 @@ class Worker:
         self.writer.write(encode(message, payload))
 
     def _expect_message(self, by: float) -> None:
-        """Sets :attr:`due` to :data:`_GRACE_SECONDS` after ``by``, or after the current time if ``by`` has passed."""
+        """Sets :attr:`due` to :data:`_GRACE_SECONDS` after the time ``by`` or the current time, whichever is later."""
         self.due = max(by, asyncio.get_running_loop().time()) + _GRACE_SECONDS
 
     async def _wait(self) -> tuple[ExecutionResult, bytes]:
@@ -282,8 +287,8 @@ class WorkerPool:
         size: maximum number of workers; None: number of cores that this process may use.
         start, payload: first message to each worker, and the payload of this message; see :class:`~rl_accel.reward.worker.Start`.
         readable: files and folders that bubblewrap shows read-only, in addition to the interpreter and the system's programs.
-        computing: maximum number of workers for a grader without isolation while not all of them mostly wait for something other
-            than a processor. None: ``size``.
+        computing: maximum number of workers for a grader without isolation while any of them mostly computes. If all mostly wait,
+            for example for a server, the maximum is ``size``. None: always ``size``.
 
     Attributes:
         deaths: number of workers that died, or that were killed because they did not answer.
@@ -432,7 +437,10 @@ class WorkerPool:
         return waiter.result()
 
     def _free(self, worker: Worker) -> None:
-        """Gives a worker to the call that has waited longest, or keeps it idle. First waits for its new process if it has none."""
+        """Gives a worker to the call that has waited longest, or keeps it idle.
+
+        If the worker is replacing its process, first waits until the new process is ready.
+        """
         if worker.renews:
             self._do(self._welcome(worker))
         elif self._waiting:
@@ -441,7 +449,10 @@ class WorkerPool:
             self._idle.append(worker)
 
     def _handle_failed_start(self, error: SandboxError) -> None:
-        """Stops the growth of a grader that has other workers, or raises ``error`` in the call that has waited longest."""
+        """Handles a worker that could not start. A trusted grader that has other workers continues with these only.
+
+        Otherwise, the call that has waited longest gets ``error``.
+        """
         if self._workers and not self._start.isolation:  # for example, a second import cannot bind the same port
             self.size = len(self._workers)
             message = "rl-accel: the number of grader processes stays at %d, because another cannot start: %s"
@@ -467,7 +478,7 @@ class WorkerPool:
                 self._do(self._add())
 
     async def _add(self) -> None:
-        """Starts a worker: a fork of the template if there is one, else a new process."""
+        """Starts a worker: a fork of the template (a worker that has imported the grader) if there is one, else a new process."""
         try:
             if self._template and self._template.gone:
                 await self._end(self._template)
@@ -488,7 +499,10 @@ class WorkerPool:
             self._starting -= 1
 
     async def _welcome(self, worker: Worker) -> None:
-        """Waits until a worker is ready, then adds it to the pool, or keeps it as the template, which takes no calls."""
+        """Waits until a worker is ready, then adds it to the pool or keeps it as the template.
+
+        A template takes no calls. It is forked for each further worker.
+        """
         try:
             ready = await worker.wait_ready()
         except BaseException as error:

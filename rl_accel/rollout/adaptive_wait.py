@@ -11,7 +11,7 @@ _EAGER_FRACTION = 0.25
 
 
 class AdaptiveWait:
-    """Decides the pause between two polls for finished responses. Takes times as arguments and has no clock.
+    """Decides the pause between two polls of a trainer for finished responses. Takes times as arguments and has no clock.
 
     There are two goals. Delay: a poll should find a finished response within ``max_delay_s`` seconds. CPU: polls should use at most
     ``max_cpu_share`` of one core. The duration of a poll decides which goal counts:
@@ -24,8 +24,8 @@ class AdaptiveWait:
     Over any ``t`` seconds, polls thus use at most ``max_cpu_share * (t + 10)`` seconds plus one poll. The first two polls may be
     slow by exception; the pauses after them are never longer than the framework's own pause.
 
-    Pauses are shorter near the end of a rollout. If at most an eighth of the prompts is unfinished and a poll finds a change, the
-    next pause is a quarter of ``max_delay_s``. Each poll without a change doubles the pause, up to ``max_delay_s``.
+    Pauses are shorter near the end of a rollout. If at most an eighth of the prompts is unfinished and their number has changed
+    since the last poll, the next pause is a quarter of ``max_delay_s``. Every other poll doubles the pause, up to ``max_delay_s``.
 
     Args:
         max_cpu_share: maximum share of one core for polling, in (0, 1].
@@ -61,7 +61,7 @@ class AdaptiveWait:
             poll_s: duration of the last poll in seconds.
             outstanding: number of prompts that the poll showed as unfinished.
             settled: number of prompts that the poll showed as finished or failed.
-            longest: seconds that the framework itself would pause, which the result exceeds from the third poll on at the earliest.
+            longest: seconds that the framework itself would pause. Only from the third poll on can the result be longer.
         """
         self._costs.append(max(poll_s, 0.0))
         earned = 0.0 if self._last is None else self.max_cpu_share * max(now - self._last, 0.0)

@@ -21,19 +21,20 @@ from numpy.typing import NDArray
 from rl_accel.features import BalanceFlags
 
 HOME_MARGIN = 4
-"""A response does not go to its preferred replica if this has over HOME_MARGIN requests more than another. Chosen by hand."""
+"""A response goes to its preferred replica (usually that of its last turn) unless this replica has over HOME_MARGIN requests more
+than another. Chosen by hand."""
 AHEAD_SECONDS = 0.5
-"""A response is sent to an engine if a slot is expected to be free within this many seconds, and waits in the engine. Otherwise, a
-slot would stay empty until the next response arrives. Chosen by hand."""
+"""The router sends a response to a full engine if one of its slots will probably be free within this many seconds. The response
+waits in the engine. Otherwise, the slot would stay empty until the next response arrives. Chosen by hand."""
 PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
-"""Maximum number of response lengths kept: PER_PROMPT for each of PROMPTS prompts, and the last RECENT over all prompts."""
+"""Maximum number of response lengths kept to predict others: PER_PROMPT for each of PROMPTS prompts, and the last RECENT of all."""
 PARTS, FEWEST = 512, 16
 """Maximum and minimum number of measurements to which the speed of the engines is fitted (see :class:`_Speed`)."""
 PREEMPTED_SHARE = 1 / 16
 """Maximum share of the unfinished responses that are preempted (stopped until all others have started). Chosen by hand."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
 """READ_SHARE: time to prefill a token, divided by the time to generate a token. A guess, which measurements correct.
-READ_WEIGHT: weight of this guess in the fit of the engines' speed, as a number of prefilled tokens."""
+READ_WEIGHT: weight of this guess, which counts like a measurement of this many prefilled tokens."""
 
 
 def key_of(prompt: NDArray[np.int32]) -> int:
@@ -42,7 +43,7 @@ def key_of(prompt: NDArray[np.int32]) -> int:
 
 
 class Instruction(NamedTuple):
-    """Order to start the response ``ticket`` on ``replica`` or, if ``stop`` is True, to stop the response there for a while."""
+    """Order to start the response named ``ticket`` on ``replica`` or, if ``stop`` is True, to stop it there for a while."""
 
     ticket: str
     replica: str
@@ -67,7 +68,7 @@ class _Replica:
         return len(self.running)
 
     def count(self, now: float) -> float:
-        """Brings ``area`` (see the class) up to the time ``now``, and returns it."""
+        """Updates ``area``, the total seconds that responses have run on the replica, to the time ``now``, and returns it."""
         self.area += len(self.running) * (now - self.changed)
         self.changed = now
         return self.area
@@ -92,7 +93,10 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Response:
-    """An unfinished response. ``replica`` is None while it waits. ``tokens`` and ``seconds`` do not include the current run."""
+    """An unfinished response. ``replica`` is None while it waits.
+
+    ``tokens`` (generated) and ``seconds`` (on a replica) do not include the time since the response was last started.
+    """
 
     ticket: str
     group: _Group
@@ -134,7 +138,7 @@ class _Speed:
         self._new += 1
 
     def fit(self) -> None:
-        """Fits the coefficients of the speed model by least squares, if at least an eighth of the measurements is new."""
+        """Fits the speed model by least squares, if there are enough measurements and at least an eighth is new."""
         if len(self._parts) >= FEWEST and self._new * 8 >= len(self._parts):
             self._new = 0
             prior = (-READ_SHARE * READ_WEIGHT, 0.0, 0.0, READ_WEIGHT, 0.0)
@@ -352,7 +356,7 @@ class Balance:
         return (sum(samples) + self._mean_length_above(tokens)) / (len(samples) + 1)
 
     def _mean_length_above(self, tokens: float) -> float:
-        """Returns the mean length of the recent responses longer than ``tokens``; if there are none, ``2 * tokens``."""
+        """Returns the mean length of the recent responses longer than ``tokens``; if there are none, ``2 * tokens``, a guess."""
         if self._new > len(self._ascending) // 16:
             self._ascending, self._new = sorted(self._recent), 0
             self._sums = [*accumulate(reversed(self._ascending))][::-1]
@@ -498,7 +502,14 @@ def _stop(response: _Response, replica: _Replica) -> Instruction:
 
 @dataclass(slots=True)
 class _Numbers:
-    """Counts since the last report: slot-seconds in use, by replica; complete responses with the times of their ends."""
+    """Numbers since the last report of metrics.
+
+    Attributes:
+        moves: number of times that a running response was stopped for a preemption or a migration.
+        move_seconds: estimated seconds that the restarts of stopped responses took.
+        used: seconds that responses ran on each replica, summed over its slots.
+        done: complete responses, each with the time of its end.
+    """
 
     moves: int = 0
     move_seconds: float = 0.0
@@ -533,7 +544,9 @@ class _Numbers:
 
 
 def end_bound_at_arrival(responses: Sequence[tuple[float, float]], replicas: int, slots: int) -> float:
-    """Returns the time at which the last response would have ended if each response had gone to a replica on arrival.
+    """Returns the time at which the last response would have ended without load balancing.
+
+    Each response then goes to the replica with the fewest requests as soon as it arrives, and waits there for a slot.
 
     Args:
         responses: arrival time and duration of each response in seconds, in the order of arrival.

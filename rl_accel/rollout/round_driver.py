@@ -30,7 +30,7 @@ logger = logging.getLogger("rl_accel")
 REPORT_SECONDS = 60.0
 """Seconds without an event after which a log line says which responses the driver waits for."""
 REPORT_PROMPTS = 8
-"""Maximum number of prompts that this log line names for each state of a response."""
+"""Maximum number of prompts named for each state of a response in the log line about what the driver waits for."""
 METRICS_PREFIX = "rl_accel/tail_batching/"
 
 
@@ -68,7 +68,7 @@ class Event:
 
 
 class ResponseLost(RuntimeError):
-    """Error of a response whose server or worker has died. The response is generated again, however often this happens."""
+    """Error of a response whose server or worker has died. The response is generated again, beyond ``max_retries`` if needed."""
 
 
 @contextlib.asynccontextmanager
@@ -149,7 +149,9 @@ class FailureLog:
     def event_of(
         self, response_id: int, task: "asyncio.Task[None]", tokens: int, result: Any, cancelled: bool
     ) -> Event:
-        """Returns the last event of a response whose ``task`` is done, and logs a failure. ``cancelled`` makes it ``aborted``.
+        """Returns the last event of a response whose ``task`` is done, and logs a failure.
+
+        If the response was ``cancelled``, the event is ``aborted``, whatever the outcome of the task.
 
         ``tokens`` and ``result`` are as in :class:`Event`.
         """
@@ -174,11 +176,11 @@ class PromptSupply:
         run: parameters of the run; only ``domain_quotas`` is used.
         fetch: function that returns the next data row. After the last row of an epoch, it returns the first of the next.
         rows_per_epoch: number of rows in an epoch.
-        domain_key: column that names the domain of a row. Rows without this column have the domain ``""``.
+        domain_key: column that names the domain (category) of a row. Rows without this column have the domain ``""``.
 
     Attributes:
         fetched: number of rows fetched so far, over all epochs.
-        payloads: data rows of the prompts that are not settled, by prompt id.
+        payloads: data rows of the prompts that are not yet trained, rejected or given up, by prompt id.
     """
 
     def __init__(
@@ -223,11 +225,14 @@ class PromptSupply:
         return taken
 
     def settle(self, prompt_id: str) -> Any:
-        """Forgets a settled prompt. Returns the content of the column ``index`` in its data row; None without such a column."""
+        """Forgets a prompt that was trained, rejected or given up.
+
+        Returns the content of the column ``index`` in its data row; None without such a column.
+        """
         return self.payloads.pop(prompt_id).get("index")
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
-        """Continues a saved run, which had these values of ``fetched`` and ``payloads``."""
+        """Continues from a saved run, whose attributes had the values ``fetched`` and ``payloads``."""
         self.fetched, self.payloads = fetched, dict(payloads)
 
 

@@ -34,7 +34,7 @@ from rl_accel.rollout.tail_decisions import (
 from rl_accel.rollout.workload import Floats, Lengths
 
 ENDLESS_STEPS = 2**40
-"""Number of remaining training steps that is never reached, for a training run without end."""
+"""Value of ``steps_left`` for a simulated training run without end: so large that the run never comes near its last step."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,9 @@ _by_end, _by_begin, _by_due = attrgetter("end"), attrgetter("began"), attrgetter
 class _Replica:
     """One simulated replica of the engine at the time ``time`` in seconds, after ``steps`` decoding steps.
 
-    The next event comes after ``ahead`` more steps: the key-value cache is full (``fills`` is True), or a request ends. During the
-    first ``stall`` seconds, the replica does other work than decoding. ``due`` is the time of the next event in seconds.
+    The next event comes after ``ahead`` more steps: the key-value cache is full (``fills`` is True), or a request ends. For
+    ``stall`` seconds from ``time`` on, the replica does other work than decoding, such as prefill. ``due`` is the time of the next
+    event in seconds.
     """
 
     def __init__(self, engine: EngineModel, prompt: int, pace: Sequence[float]) -> None:
@@ -321,7 +322,7 @@ class Round:
         ends: seconds from the start of the round to the last token of each completely generated response, ascending.
         peak_tokens: highest number of tokens in the key-value cache of any replica.
         preemptions: number of preemptions over all replicas.
-        unfinished: number of responses that were cancelled in an engine when the batch was complete.
+        unfinished: number of responses that were still in an engine when the batch was complete, and were cancelled.
     """
 
     metrics: RoundMetrics = field(default_factory=RoundMetrics)

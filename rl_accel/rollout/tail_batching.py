@@ -28,7 +28,7 @@ from rl_accel.rollout.tail_decisions import (
 from rl_accel.rollout.tail_ratio import CompletionTimes
 
 FIRST_RATIO = 1.25
-"""Ratio of started to trained prompts with ``prompt_ratio=auto`` until enough completion times are known. RollPacker's ratio."""
+"""Ratio of started to trained prompts with ``prompt_ratio=auto`` until enough completion times are known. RollPacker's value."""
 
 _FORMAT = "rl_accel.tail_batching"
 _VERSION = 2
@@ -69,17 +69,20 @@ class TailRun:
 
     @property
     def domain_quotas(self) -> Mapping[str, int]:
-        """Number of prompts of each domain in a batch; {} if the flag ``domain_quotas`` is not set."""
+        """Number of prompts of each domain (category of prompts) in a batch; {} if the flag ``domain_quotas`` is not set."""
         return self.flags.domain_quotas or {}
 
     @property
     def surplus_prompts(self) -> int:
-        """Number of prompts that a short round starts. Raises ValueError for ``flags.prompt_ratio="auto"``."""
+        """Number of prompts that a short round starts, to train on the first that complete.
+
+        Raises ValueError for ``flags.prompt_ratio="auto"``, which chooses the number anew before each round.
+        """
         return _scaled(self.prompts_per_step, float(self.flags.prompt_ratio))
 
     @property
     def surplus_responses(self) -> int:
-        """Number of responses that a short round starts for each prompt."""
+        """Number of responses that a short round starts for each prompt, to train on the first that finish."""
         return _scaled(self.responses_per_prompt, self.flags.response_ratio)
 
     @property
@@ -96,11 +99,11 @@ class TailRun:
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt that is not settled.
+    """A prompt that was not yet trained, rejected or given up.
 
     Attributes:
         deferrals: number of rounds that deferred the prompt.
-        deferred_in: number of the first of these rounds, counted from 1; 0 if there is none.
+        deferred_in: number of the first round that deferred the prompt, counted from 1; 0: never deferred.
     """
 
     id: str
@@ -144,7 +147,7 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Domain:
-    """Prompts of one domain, or all prompts if the flag ``domain_quotas`` is not set.
+    """Prompts of one domain (category of prompts), or all prompts if the flag ``domain_quotas`` is not set.
 
     Attributes:
         quota: number of prompts of the domain in a batch.
@@ -194,7 +197,8 @@ class TailBatching:
 
     **Long round.** Runs P0 prompts with R0 responses each and waits for all of them, once the queue holds enough prompts.
 
-    **Final round.** The same near the end of the run, in place of short rounds that would start prompts which cannot be trained.
+    **Final round.** Runs P0 prompts as a long round does. Near the end of the run, final rounds replace short rounds that would
+    start more prompts than the remaining batches can train.
 
     Every prompt is trained, rejected or reported as failed exactly once, and every batch has P0 groups of R0 responses.
 
@@ -264,7 +268,7 @@ class TailBatching:
         return self._fill(now)
 
     def offer(self, prompts: Mapping[str, str], now: float) -> list[Decision]:
-        """Adds new prompts, given as a mapping from prompt id to domain. Allowed at any time.
+        """Adds new prompts, given as a mapping from prompt id to domain (category). Allowed at any time.
 
         Raises:
             TypeError, ValueError: a prompt id is no string or is already known, or a domain has no quota. No prompt is added then.
@@ -286,7 +290,10 @@ class TailBatching:
     # Responses and groups
 
     def response_generated(self, response_id: int, tokens: int) -> list[Decision]:
-        """Records that a response is generated, with ``tokens`` tokens. If this is the R0th of its prompt, cancels the others."""
+        """Records that a response was generated, with ``tokens`` tokens.
+
+        If its prompt then has enough generated responses, cancels the prompt's other responses.
+        """
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -303,7 +310,7 @@ class TailBatching:
     def response_scored(self, response_id: int, now: float) -> list[Decision]:
         """Records that a generated response was scored at the time ``now``.
 
-        If all responses of its prompt are scored, keeps the prompt for the batch or, with a group filter, asks for a check.
+        If this completes the prompt, keeps the prompt for the batch or, with a group filter, asks the driver to check it.
         """
         attempt = self._find(response_id)
         if attempt is None:
@@ -325,8 +332,8 @@ class TailBatching:
     def response_failed(self, response_id: int, tokens: int, now: float, lost: bool = False) -> list[Decision]:
         """Records that a response failed after ``tokens`` tokens. Launches a new response in its place.
 
-        Each response is replaced at most ``max_retries`` times, not counting failures because a process died (``lost``). After
-        that, the prompt is given up if fewer than R0 responses are left.
+        Each response is replaced at most ``max_retries`` times. Failures because a process died (``lost``) do not count. After
+        that, the prompt is given up if it has too few responses left to train on.
         """
         attempt = self._find(response_id, tokens)
         if attempt is None:
@@ -350,7 +357,10 @@ class TailBatching:
         return [*cancelled, PromptFailed(attempt.prompt.id), *self._replace(attempt, now)]
 
     def response_aborted(self, response_id: int, tokens: int) -> list[Decision]:
-        """Records that a cancelled response has stopped after ``tokens`` tokens. The last one of a round ends the round."""
+        """Records that a cancelled response has stopped after ``tokens`` tokens.
+
+        Ends the round if its batch is chosen and no other cancelled response still runs.
+        """
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -376,7 +386,7 @@ class TailBatching:
     # Saving
 
     def unsettled_prompts(self) -> list[str]:
-        """Returns the ids of all offered prompts that are not trained, rejected or failed."""
+        """Returns the ids of all prompts passed to :meth:`offer` that are not yet trained, rejected or failed."""
         return list(self._unsettled)
 
     def state_dict(self) -> dict[str, Any]:
@@ -450,7 +460,7 @@ class TailBatching:
         return max(self._steps_left * domain.quota - domain.going - len(domain.fresh) - len(domain.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
-        """Starts the round if there are enough prompts. Otherwise, requests more."""
+        """Starts the round if enough prompts wait. Otherwise, asks the driver for more prompts."""
         missing = {}
         for name, domain in self._domains.items():
             available = len(domain.fresh) if self._kind == "short" else len(domain.fresh) + len(domain.queue)
@@ -470,9 +480,9 @@ class TailBatching:
         return decisions
 
     def _refill(self, now: float) -> list[Decision]:
-        """Starts new prompts in place of rejected and failed prompts, if batches up to the end of the run can train them.
+        """Starts new prompts in place of rejected and failed prompts, as far as the remaining batches of the run can train them.
 
-        Otherwise starts deferred prompts, but only if the round has too few prompts for the batch.
+        Otherwise starts deferred prompts, but only if the round has too few prompts for its batch.
         """
         decisions: list[Decision] = []
         missing = {}
@@ -509,7 +519,7 @@ class TailBatching:
         return decisions + self._train(now) if all(other.is_full for other in self._domains.values()) else decisions
 
     def _put_back(self, prompts: Sequence[_Prompt]) -> None:
-        """Makes prompts wait: those deferred ``max_deferrals`` times at the end of the queue, the others ahead of new prompts."""
+        """Lets prompts wait: those deferred ``max_deferrals`` times in the queue for long rounds, others ahead of new prompts."""
         for prompt in prompts:
             if prompt.deferrals >= self.run.flags.max_deferrals:
                 self._domain_of(prompt).queue.append(prompt)
@@ -555,7 +565,7 @@ class TailBatching:
     # Prompts and their responses
 
     def _domain_of(self, prompt: _Prompt) -> _Domain:
-        """Returns the domain of a prompt. Raises ValueError if the domain has no quota."""
+        """Returns the domain (category) of a prompt. Raises ValueError if the domain has no quota."""
         name = prompt.domain if self.run.domain_quotas else ""
         if name not in self._domains:
             raise ValueError(f"the domain of a prompt must be one of {', '.join(self._domains)}, found {name!r}")
@@ -577,7 +587,7 @@ class TailBatching:
         return Launch(attempt.prompt.id, tuple(new))
 
     def _cancel(self, attempt: _Attempt, generated: bool = False) -> list[Decision]:
-        """Cancels the responses of a prompt that are being generated and, with ``generated=True``, the generated responses."""
+        """Cancels the responses of a prompt that are being generated and, with ``generated=True``, also those already generated."""
         stopped = dict.fromkeys(attempt.generating, -1)
         attempt.generating.clear()
         response_ids = [*stopped]
@@ -611,7 +621,8 @@ class TailBatching:
     def _observe(self, attempt: _Attempt) -> None:
         """Records the completion time of a prompt for ``prompt_ratio=auto``.
 
-        Short rounds show the times of new prompts, long and final rounds those of deferred prompts. Other times are left out.
+        :class:`CompletionTimes` models a short round as new prompts and a long round as deferred prompts. Times of other prompts,
+        and those of the first round after a start, in which engines warm up, are left out.
         """
         if not self._warm:  # engines warm up in the first round
             return
@@ -624,11 +635,11 @@ class TailBatching:
             self._times.add_long(times[-1], times[max(rank, 1) - 1])
 
     def _find(self, response_id: int, tokens: int = 0) -> _Attempt | None:
-        """Checks an event, and returns the attempt to which its response belongs; None if the response has ended.
+        """Checks an event about a response, and returns the attempt (prompt in this round) of the response; None if it has ended.
 
         Raises:
-            ValueError: the response was never launched, its number of ``tokens`` is negative, or the answer to a ``CheckGroup``
-                must come before any event.
+            ValueError: the response was never launched, the event's number of ``tokens`` is negative, or the state machine must
+                first get the answer to its last ``CheckGroup``.
         """
         attempt = self._attempts.get(response_id)
         if attempt is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):

@@ -23,7 +23,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompts:
-    """Request to pass at least ``counts[domain]`` new prompts of each domain to ``TailBatching.offer``.
+    """Request to pass at least ``counts[domain]`` new prompts of each domain (category) to ``TailBatching.offer``.
 
     If the flag ``domain_quotas`` is not set, ``counts`` is ``{"": number of prompts}``.
     """
@@ -73,9 +73,9 @@ class PromptFailed:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Batch to train on: exactly P0 groups of exactly R0 responses each.
+    """Batch to train on, always with the full number of prompts and of responses per prompt.
 
-    ``number`` and ``kind`` are those of the round. From now on, ``TailBatching`` counts the prompts as trained.
+    ``number`` and ``kind`` are those of the round. From this decision on, ``TailBatching`` counts the prompts as trained.
     """
 
     number: int

@@ -25,9 +25,12 @@ class CompletionTimes:
 
     **Observations.** In a short round, a prompt either completes after ``x`` seconds or is cut off after ``c`` seconds, so that it
     takes longer than ``c``. The Kaplan-Meier estimator turns both kinds of observations into a distribution F, valid up to the
-    longest completion time ``m`` of short rounds. Beyond ``m``, F gets the shape of the completion times above ``m`` in long
-    rounds, which run deferred prompts once more. A long round starts R0 responses per prompt, a short round r responses. The
-    completion time with r responses is estimated as the time at which R0 * (R0 + 1) / (r + 1) of the R0 responses were scored.
+    longest completion time ``m`` of short rounds. The rest of F, beyond ``m``, is spread like the completion times above ``m`` in
+    long rounds, which run deferred prompts once more.
+
+    A short round starts r responses per prompt and waits for R0 of them. A long round starts only R0, so its times are converted.
+    On average, the R0-th of r random draws is at quantile R0 / (r + 1), and the k-th of R0 draws at k / (R0 + 1). Both are equal if
+    k = R0 * (R0 + 1) / (r + 1). The time at which k responses were scored is the estimate for r responses.
 
     **Objective.** A short round with n prompts lasts S(n) seconds, the mean of the P0-th smallest of n draws from F. It defers
     n - P0 prompts, and each deferred prompt costs 1/P0 of a long round. A long round lasts L seconds, the mean of the largest of P0
@@ -51,20 +54,24 @@ class CompletionTimes:
         self._long: deque[tuple[float, float]] = deque(maxlen=window)
 
     def add_short(self, seconds: float, completed: bool) -> None:
-        """Adds a prompt of a short round that was complete or, if not ``completed``, deferred ``seconds`` after its launch."""
+        """Adds a prompt of a short round, which cuts off slow prompts.
+
+        ``seconds`` after its launch, the prompt was ``completed`` or else cut off.
+        """
         self._short.append((_rounded(seconds), completed))
 
     def add_long(self, seconds: float, with_surplus: float) -> None:
         """Adds a deferred prompt that was complete in a long or final round, ``seconds`` after its launch.
 
-        ``with_surplus`` are the estimated seconds in a short round, which starts more responses and waits for R0 of them.
+        ``with_surplus`` are the estimated seconds in a short round, which starts more responses than it waits for.
         """
         self._long.append((_rounded(seconds), _rounded(with_surplus)))
 
     def full_wait(self) -> float | None:
         """Returns the expected seconds of a round that starts one batch of prompts and waits for all of them; None if unknown.
 
-        A batch of prompts of short rounds must be known and, if short rounds have deferred prompts, also a batch of long rounds.
+        Known once short rounds have shown the times of a batch of prompts. If one of these was deferred, long rounds must have
+        shown the times of a batch of prompts, too.
         """
         wanted = self.prompts_per_step
         tail_is_known = len(self._long) >= wanted or all(completed for _, completed in self._short)
@@ -75,7 +82,7 @@ class CompletionTimes:
     def best_ratio(self, default: float, limit: float = 2.0) -> float:
         """Returns the ratio of started to trained prompts, in [1, limit], with the lowest expected seconds per trained prompt.
 
-        Returns ``default`` until a batch of prompts of short rounds and a batch of prompts of long rounds are known.
+        Returns ``default`` until short rounds and long rounds have each shown the times of a batch of prompts.
         """
         wanted = self.prompts_per_step
         if min(len(self._long), len(self._short)) < wanted:
@@ -132,7 +139,7 @@ def _columns(pairs: Iterable[tuple[float, float]]) -> _Floats:
 
 
 def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) -> float:
-    """Returns the mean of the ``k``-th smallest of ``n`` draws from a distribution, given as by ``_distribution``."""
+    """Returns the mean of the ``k``-th smallest of ``n`` draws from a distribution in the form of ``_distribution``."""
     quantiles, weights = _order_statistic(k, n)
     at = np.searchsorted(cumulative, quantiles)
     return float(weights @ points[np.minimum(at, len(points) - 1)])
@@ -140,7 +147,7 @@ def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) 
 
 @lru_cache(maxsize=512)
 def _order_statistic(k: int, n: int) -> tuple[_Floats, _Floats]:
-    """Returns quantiles (0 to 1) of which the ``k``-th smallest of ``n`` random draws may be, and the probability of each."""
+    """Returns quantiles (0 to 1) at which the ``k``-th smallest of ``n`` random draws may lie, and the probability of each."""
     a, b = k, n - k + 1  # the quantile follows Beta(a, b)
     mean = a / (a + b)
     deviation = math.sqrt(mean * (1 - mean) / (a + b + 1))

@@ -2,7 +2,7 @@
 
 Each response has a score with a standard normal distribution. Its length is the quantile of all lengths that corresponds to the
 score, so that all responses together keep the given distribution of lengths. The score is the sum of a part that all responses to
-the prompt share and a part of its own. The share of the first part in the variance is the intraclass correlation ``alike`` (one-way
+the prompt share and a part of its own. The shared part's fraction of the variance is the intraclass correlation ``alike`` (one-way
 random-effects model, a Gaussian copula). A prompt with a high shared part has long responses in later rounds, too.
 """
 
@@ -26,22 +26,25 @@ from rl_accel.files import BAD_RECORD
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 PUBLISHED = {"math16k": "math", "code16k": "code", "judge16k": "judge"}
-"""Names of the published workloads, each with its domain in RollPacker (NSDI'26), Fig. 2a."""
+"""Mapping from the name of a published workload to the name of its curve in RollPacker (NSDI'26), Fig. 2a."""
 PUBLISHED_LIMIT = 16384
 _POINTS = 20_000  # number of response lengths that represent a published distribution
 _MAX_NUMBER = 1_000_000_000
-"""Largest number of tokens, or of seconds of a reward, that is accepted in a file."""
+"""Largest number of tokens, or of seconds of a reward, that is accepted in a file of response lengths."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Workload that draws random response lengths. Responses to one prompt have similar lengths (see the module's docstring).
+    """Workload that draws random response lengths.
+
+    A length follows from a random score. Responses to one prompt share a part of it, so that their lengths are similar (see the
+    module's docstring).
 
     Args:
         tokens: equally likely response lengths in tokens, ascending.
         alike: intraclass correlation of the response lengths within a prompt, from 0 (independent) to below 1.
-        known: mean and standard deviation of the shared part of the score of each observed prompt, in the order of the data,
-            shape [P, 2]; None if no prompt was observed.
+        known: for each observed prompt, mean and standard deviation of the score part that its responses share, in the order of
+            the data, shape [P, 2]; None if no prompt was observed.
         seen: number of tokens of each observed response, shape [P, R]; 0: no response. The first draw for a prompt returns these
             numbers, and draws only the responses that are missing.
         prompt_tokens: number of tokens in each prompt.
@@ -88,7 +91,8 @@ class Lengths:
     def drawn(self, seed: int | None = None) -> "Lengths":
         """Returns a copy of this workload that has drawn nothing yet.
 
-        With a ``seed``, the copy has the observed prompts in another order or, if there are ``alternatives``, is one of these.
+        With a ``seed``, the copy is a random variant: it has the observed prompts in another order or, if there are
+        ``alternatives``, is one of these.
         """
         if self.alternatives and seed is not None:
             other = self.alternatives[seed % len(self.alternatives)]
@@ -149,8 +153,9 @@ def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> 
 def published(name: str, alike: float | None = None) -> Lengths:
     """Returns the published workload ``name``, a key of :data:`PUBLISHED`.
 
-    The published figure ends at a quarter of the length limit. All lengths above are assumed equally likely. ``alike`` is the
-    intraclass correlation of the lengths within a prompt; None: the value in the data file ``h800.json``.
+    The published figure ends at a quarter of the length limit. From there to the limit, all lengths are assumed equally likely;
+    the share of responses at the limit is published. ``alike`` is the intraclass correlation of the lengths within a prompt; None:
+    the value in the data file ``h800.json``.
 
     Raises:
         RlAccelError: no published workload has this name.
@@ -232,7 +237,7 @@ def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
 
 
 def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
-    """Returns a function that counts the tokens of a text, and the unit of these counts in words."""
+    """Returns a function that counts the tokens of a text, and a phrase that names the unit of the counts, for reports."""
     if tokenizer is None:
         return len, "in characters instead of tokens (--tokenizer counts tokens)"
     from transformers import AutoTokenizer

@@ -24,23 +24,24 @@ from rl_accel.rollout.workload import PUBLISHED, PUBLISHED_LIMIT, Floats, Length
 POLL_SECONDS = 2.0
 """Seconds between two polls of verl's V1 trainer."""
 DRAWS = 36
-"""Number of draws for each estimate: each combination of a published shape with values of ``_GROUPS`` and ``_ALIKE`` once."""
+"""Number of random draws for each estimate: 3 published distributions of lengths x 3 numbers of responses per prompt x 4
+intraclass correlations of the lengths. If the log tells the number of responses, each combination is used three times."""
 LEAST_STEPS = 4
 """Minimum number of logged steps for an estimate. Chosen by hand."""
 SMALLEST_GAIN = 0.02
 """Smallest saving that is reported, as a share of a step's duration. Chosen by hand."""
 _GROUPS = (4, 8, 16)
-"""Assumed numbers of responses per prompt, used in turn if the log does not tell the number."""
+"""Assumed numbers of responses per prompt if the log does not tell the number. Each draw uses one of them."""
 _ALIKE = (0.0, 0.15, 0.3, 0.45)
-"""Assumed intraclass correlations of the response lengths within a prompt, used in turn. Measured: 0.13 to 0.30."""
+"""Assumed intraclass correlations of the response lengths within a prompt. Each draw uses one. Measured values: 0.13 to 0.30."""
 _UNEXPLAINED = 0.25
-"""Root mean square error, as a share of the mean rollout time, above which response lengths do not explain rollout times. Chosen
-by hand."""
+"""Root mean square error of the fit in :meth:`Rollouts.timed`, divided by the mean rollout time. Above it, response lengths are
+taken not to explain rollout times. Chosen by hand."""
 _SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
-"""Seconds of a very slow engine for a token of the longest response, for a token of a prompt, and for the start of a rollout. A
-longer rollout waits for something other than the engine. Chosen by hand."""
+"""Seconds that a very slow engine needs for a token of the longest response, for a token of a prompt, and to start a rollout. A
+rollout that takes longer waits for something else, such as rewards. Chosen by hand."""
 _ROUND_RESPONSES = 15_000
-"""Number of responses that :func:`in_rounds` simulates, enough for stable means. Chosen by hand."""
+"""Approximate number of responses that :func:`in_rounds` simulates, enough for stable means. Chosen by hand."""
 _FIELDS = {
     "seconds": ("timing_s/gen", 0.0),
     "mean": ("response_length/mean", 0.0),
@@ -49,11 +50,11 @@ _FIELDS = {
     "prompts": ("prompt_length/mean", 0.0),
     "generating": ("timing_s/agent_loop/generate_sequences/mean", math.nan),
 }
-"""Name of verl's metric for each array of :class:`Rollouts`, and the value for a step without this metric."""
+"""Mapping from each array of :class:`Rollouts` to verl's metric and the value for a step without this metric."""
 V1 = "training/off_policy/trajectory_"
 """Prefix of metrics that only verl's V1 trainer logs."""
 STALENESS = "training/off_policy/trajectory_staleness/mean"
-"""Name of verl's metric for the staleness of responses."""
+"""Name of verl's metric for the mean number of weight updates between the generation and the training of a response."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Range:
 
     @classmethod
     def of(cls, draws: Sequence[float] | Floats, mean: float | None = None) -> "Range":
-        """Returns the central 95% of ``draws`` as an interval, with the estimate ``mean``; None: the mean of ``draws``."""
+        """Returns the estimate ``mean`` (None: the mean of ``draws``) with the interval that holds the central 95% of ``draws``."""
         low, high = np.quantile(draws, (0.025, 0.975)).tolist()
         return cls(float(np.mean(draws)) if mean is None else mean, low, high)
 
@@ -85,7 +86,8 @@ class Rollouts:
         group: number of responses per prompt; None if unknown.
         polls: whether the trainer polls, and so notices the end of a rollout late.
         on_policy: whether all responses were generated with the weights that are trained on them.
-        limit: assumed length limit in tokens: the length of the longest response, or infinity if only one step reached this length.
+        limit: length limit in tokens. If several steps have equally long longest responses, their length is taken for the limit;
+            otherwise infinity.
     """
 
     seconds: Floats
@@ -136,7 +138,7 @@ class Rollouts:
 
     @property
     def is_measured(self) -> bool:
-        """True if the mean generation time of a response is known for every step."""
+        """True if verl logged the mean generation time of a response for every step."""
         return bool(np.isfinite(self.generating).all())
 
     def drawn(self, rng: np.random.Generator) -> "Rollouts":
@@ -147,7 +149,8 @@ class Rollouts:
     def phase(self) -> float:
         """Returns the seconds from the poll that finds a rollout done to the end of the stage ``gen``.
 
-        Returns 0 if the durations of ``gen`` modulo the interval between polls are not about equal.
+        Polls come at regular intervals from the start of ``gen``, so that this is the remainder of the duration of ``gen`` divided
+        by the interval. Returns 0 if the remainders of the steps are not about equal.
         """
         direction = np.exp(2j * np.pi * self.seconds / POLL_SECONDS).mean()
         if abs(direction) < 0.8:
@@ -157,7 +160,7 @@ class Rollouts:
         return max(float((off - np.round(off / POLL_SECONDS) * POLL_SECONDS).min() + usual), 0.0)
 
     def timed(self, phase: float, rng: np.random.Generator) -> tuple[float, float, Floats, Floats]:
-        """Fits the model ``seconds = base + pace * longest`` to the rollouts.
+        """Fits the model ``seconds = base + pace * longest`` to the rollouts; ``longest`` is the length of the longest response.
 
         If the trainer polls, the log only tells the two polls between which a rollout ended. The end is then drawn at random
         between these polls. Fits and draws alternate (data augmentation). ``phase`` is the result of :meth:`phase`.
@@ -194,7 +197,7 @@ class Rollouts:
         return float(base), float(pace) * unit, done, excess
 
     def lengths(self, shape: str, alike: float) -> Lengths:
-        """Returns the published length distribution ``shape`` (a key of PUBLISHED), stretched to fit this run's lengths.
+        """Returns the published length distribution ``shape``, such as "math16k", stretched to fit the lengths of these rollouts.
 
         ``alike`` is the intraclass correlation of the lengths within a prompt.
         """
@@ -227,17 +230,17 @@ class Rollouts:
 
 @functools.cache
 def _uncut(shape: str) -> Floats:
-    """Returns quantiles of the logarithm of the length in the published distribution ``shape``, without lengths at its limit."""
+    """Returns quantiles of the logarithm of the length in the published distribution ``shape``, without truncated responses."""
     tokens = published(shape).tokens
     free = np.log(tokens[tokens < PUBLISHED_LIMIT])
     return np.interp((np.arange(len(tokens)) + 0.5) / len(tokens), (np.arange(len(free)) + 0.5) / len(free), free)
 
 
 def in_rounds(lengths: Lengths, run: TailRun, seed: int = 0) -> tuple[float, float, float]:
-    """Compares simulated rollouts with and without tail batching. A response takes one time unit per token.
+    """Simulates rollouts with and without tail batching. Each response takes one unit of time per token.
 
-    A short round launches more prompts and responses than ``run`` trains, and ends when a batch is complete. All other prompts
-    start again in long rounds, which launch a batch and wait for all its responses.
+    A short round of tail batching launches more prompts and responses than a training step needs, and ends when enough of them are
+    complete. All other prompts start again in long rounds, which launch as many as a training step needs, and wait for all.
 
     Returns:
         Mean duration of a rollout with tail batching; mean duration without tail batching; number of trained tokens with tail
@@ -267,17 +270,18 @@ class Estimate:
     """Estimated parts of the mean rollout of a run without telemetry, in seconds, and estimated effects of features.
 
     Attributes:
-        rollouts: data from the log.
+        rollouts: the rollouts in the log, from which the estimates were made.
         lengths: distributions of response lengths that fit the log, one for each draw.
-        base, pace: fixed seconds of a rollout, and further seconds per token of the longest response.
+        base, pace: fixed seconds of a rollout, and additional seconds per token of its longest response.
         polling: seconds from the end of a rollout to the poll that finds it done; 0 if the trainer does not poll.
         storing: seconds from this poll to the end of the stage ``gen``; 0 if the trainer does not poll.
-        waiting: seconds in which only the longest tenth of the responses are still running.
+        waiting: seconds in which only the longest 10% of the responses are still running.
         unexplained: seconds that response lengths do not explain, such as slow rewards.
-        idle: idle share of the slots, if all responses begin together.
+        idle: mean share of empty slots in the engine during generation. Without ``rollouts.generating``, it is assumed that all
+            responses begin together.
         tail: seconds of generation that tail batching saves, without ``polling``; None if unknown.
         trained: number of trained tokens with tail batching, divided by the number without.
-        over: seconds of ``unexplained`` that exceed the shortest time limit of reward_timeout.
+        over: the part of ``unexplained`` beyond the shortest time limit of reward_timeout, which this feature may save.
     """
 
     rollouts: Rollouts
@@ -295,7 +299,7 @@ class Estimate:
 
 
 def estimate(rollouts: Rollouts) -> Estimate:
-    """Estimates the parts of the time of ``rollouts``, and the savings by tail_batching and reward_timeout."""
+    """Estimates where the time of ``rollouts`` went, and the savings by the features tail_batching and reward_timeout."""
     rng, phase = np.random.default_rng(0), rollouts.phase() if rollouts.polls else 0.0
     groups = [rollouts.group] if rollouts.group else [n for n in _GROUPS if n <= rollouts.responses] or [1]
     rows: list[dict[str, float]] = []

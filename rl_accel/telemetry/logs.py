@@ -23,15 +23,16 @@ _FOREIGN = re.compile(r"(?:^|\s)\[|\(\w+ pid=|(?:[A-Z][\w ]{0,80}:\s*|^|\s)\d+%\
 """Pattern of the beginning of another program's text in a line of metrics: a note of Ray, another worker, or a progress bar."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
 _NEXT_STEP = re.compile(r"(?<=[\d)\]])\s+(?=step:\d+ - )")
-"""Pattern of the space before a second step in one console line. Before it is a value, or the end of another program's text."""
+"""Pattern of the space between two steps in one console line. It follows a value, or the end of another program's text."""
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
 _VALUE = r"\s*(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?:,[^()]*)?\)?\s*"
-"""Pattern of a value, such as ``0.5``, ``np.float64(0.5)`` or ``tensor(0.5, device='cuda:0')``."""
+"""Pattern of the value of a metric, such as ``0.5``, ``np.float64(0.5)`` or ``tensor(0.5, device='cuda:0')``."""
 _METRIC = re.compile(f"(.*):{_VALUE}")
 _BEGUN = re.compile(r"[^:]*(?::\s*(?:[a-z][\w.]{0,15}(?:\([^()]*)?|[-+\d.einfa]*)\)?(?:\s+-?\s*)?)?")
 """Pattern of a whole metric, or of the first part of a metric whose rest is in the next row of a terminal."""
 _WIDEST = 1000
-"""Largest assumed width of a terminal in columns. Lines of a console with a longer line were not wrapped. Chosen by hand."""
+"""Largest assumed width of a terminal in characters. If console output has a longer line, no terminal has wrapped its lines.
+Chosen by hand."""
 _OLD_PREFIX = "timing/"
 """Prefix of the timer metrics in verl's logs of 2024, in place of ``timing_s/``."""
 
@@ -92,9 +93,10 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
     A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. All other lines are
     skipped. Lines that a terminal has wrapped are joined. If the last line has no line end, its last metric is left out.
 
-    verl's names of metrics have a slash. If any step has such a name, a line without one is part of a printed response and skipped.
+    The names of verl's metrics have a slash. If any line has such a name, lines without a slash are skipped as parts of printed
+    responses.
 
-    ``workers``, if given, receives Ray's prefix of the process that logged each step. Equal prefixes in a row count once.
+    If the list ``workers`` is given, Ray's prefix of each process that logged a step is appended, once for consecutive steps.
     """
     steps: list[_Step] = []
     is_open, longest = False, 0
@@ -138,10 +140,10 @@ class _Step:
 
     Attributes:
         text: the joined rows, without text of other programs.
-        process: Ray's prefix of the line.
+        process: Ray's prefix of the line, which names the process that wrote it; "" if there is none.
         is_ended: False if the console ends without a line end after the last row.
         rows: number of characters of each row.
-        doubtful: text of the first row, if a second row may be output of another program; else "".
+        doubtful: text of the first row, if the second row may be output of another program; otherwise "".
     """
 
     text: str
@@ -153,7 +155,7 @@ class _Step:
     def add(self, row: str, width: int, is_ended: bool) -> bool:
         """Adds the next row of the console. Returns False, and changes nothing, if the row does not belong to this line.
 
-        ``row`` is without text of other programs, ``width`` the number of characters with this text.
+        ``row`` is the row without text of other programs. ``width`` is the number of characters of the whole row.
         """
         if not row:
             self.is_ended = True
@@ -175,14 +177,14 @@ def _before_other_output(text: str) -> str:
 
 
 def _is_whole(line: str) -> bool:
-    """Returns True if ``line`` consists of metrics only, of which the last may be incomplete."""
+    """Returns True if ``line`` consists of metrics only. The last metric may be incomplete."""
     _, *parts = _SEPARATOR.split(line)
     metrics = [_METRIC.fullmatch(part) for part in parts[:-1]]
     return all(metric and ":" not in metric[1] for metric in metrics) and bool(_BEGUN.fullmatch(parts[-1]))
 
 
 def _record(line: str, is_ended: bool) -> LogRecord | None:
-    """Returns the step number and the metrics in the log line of a step; None if the line has none.
+    """Returns the step number and the metrics in the log line of a step; None if there are no metrics.
 
     If ``is_ended`` is False, leaves out the last metric, whose end may be missing.
     """

@@ -14,11 +14,11 @@ from rl_accel.switch import forget_when_off
 logger = logging.getLogger("rl_accel")
 
 Observer = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
-"""Function that gets a step number and the metrics logged for the step. Returns further metrics, by name without ``rl_accel/``."""
+"""Function that a feature runs on each step's number and logged metrics. Returns further metrics, by name without ``rl_accel/``."""
 
 
 class StopTraining(RuntimeError):
-    """Raised by an :data:`Observer` if the metrics of a step show that the run must stop."""
+    """Raised by an :data:`Observer` to stop the run, because of the metrics of a step."""
 
 
 _lock = threading.Lock()
@@ -29,7 +29,7 @@ forget_when_off.append(_values.clear)
 
 
 def add(name: str, value: float) -> None:
-    """Adds ``value`` to the metric ``name``, which begins at 0 after each :func:`drain`."""
+    """Adds ``value`` to the metric ``name``. Metrics begin at 0 after each :func:`drain`."""
     with _lock:
         _values[name] = _values.get(name, 0.0) + float(value)
 
@@ -56,7 +56,7 @@ def observer_of(feature: str) -> Observer | None:
 
 
 def drain() -> dict[str, float]:
-    """Returns all metrics set since the last call as ``{"rl_accel/<name>": value}``, and forgets them."""
+    """Returns all metrics stored since the last call as ``{"rl_accel/<name>": value}``, and deletes them."""
     with _lock:
         out = {f"rl_accel/{name}": value for name, value in _values.items()}
         _values.clear()

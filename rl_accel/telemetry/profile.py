@@ -28,7 +28,8 @@ _NEVER_ZERO = {
     "actor/entropy_loss",
     "actor/reward_kl_penalty",
 }
-"""Metrics that verl logs if training has a critic, a KL term or an entropy term. With any of these, skip_zero cannot be used."""
+"""Metrics that verl logs if training has a critic, a KL term or an entropy term. With any of these, groups with equal
+rewards change the weights, too, and skip_zero cannot be used."""
 
 PARTS = {
     "most_seconds": ("nine in ten responses", "#4878a8"),
@@ -37,7 +38,7 @@ PARTS = {
     "unexplained_seconds": ("waiting that no length explains", "#9bc0de"),
     "rest_seconds": ("noticing, storing", "#b7b7a4"),
 }
-"""Label and colour of each part of generation, by the name of its metric."""
+"""Label and colour in the report of each part of the generation stage, by the name of the part's metric."""
 
 
 @dataclass(frozen=True)
@@ -77,30 +78,30 @@ class Profile:
 
     @property
     def output_folder(self) -> Path:
-        """Folder for the picture and the plan of the run: the folder that was read, or that of the (first) file."""
+        """Folder for the picture and the plan of the run: the folder that was read, or the folder of the first file."""
         first = Path(starts_of(str(self.folder))[0])
         return first if first.is_dir() else first.parent
 
     @property
     def steps(self) -> list[int]:
-        """Numbers of the measured steps."""
+        """Numbers of the measured steps (those after the warm-up)."""
         return list(self.staged)
 
     @cached_property
     def stages(self) -> Mapping[str, float]:
-        """Mean seconds of each stage in a measured step, by name of the stage."""
+        """Mean seconds of each stage over the steps after the warm-up, by name of the stage."""
         steps = self.staged.values()
         names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in seconds for seconds in steps)]
         return {name: statistics.fmean(seconds.get(name, 0.0) for seconds in steps) for name in names}
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a measured step."""
+        """Mean duration of the steps after the warm-up."""
         return sum(self.stages.values())
 
     @property
     def last_seconds(self) -> float:
-        """Seconds of the stage ``gen`` in the last step."""
+        """Seconds of the generation stage ``gen`` in the last step."""
         return self.staged[self.steps[-1]].get("gen", 0.0)
 
     @cached_property
@@ -111,54 +112,54 @@ class Profile:
 
     @cached_property
     def noted(self) -> Mapping[int, Mapping[str, float]]:
-        """Finite metrics of the feature telemetry in each measured step, by step number and name."""
+        """Finite metrics of the feature telemetry in each step after the warm-up, by step number and name."""
         return {step: _with_prefix(TELEMETRY, self.metrics[step]) for step in self.steps}
 
     @cached_property
     def numbers(self) -> Mapping[str, float]:
-        """Means of the metrics of the feature telemetry over the measured steps, by name; {} without telemetry."""
+        """Means of the metrics of the feature telemetry over the steps after the warm-up, by name; {} without telemetry."""
         return self.table("telemetry")
 
     def table(self, feature: str) -> Mapping[str, float]:
-        """Returns the means of all metrics that ``feature`` logged over the measured steps, by name."""
+        """Returns the mean of each metric that ``feature`` logged, over the steps after the warm-up, by name."""
         of_steps = [_with_prefix(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps]
         names = dict.fromkeys(name for numbers in of_steps for name in numbers)
         return {name: statistics.fmean(numbers[name] for numbers in of_steps if name in numbers) for name in names}
 
     @cached_property
     def kept_files(self) -> Sequence[Path]:
-        """Files in which the feature telemetry stored the times of all responses. More than one are of different runs."""
+        """Files in which the feature telemetry stored the times of all responses. Several files belong to different runs."""
         return sorted((self.folder if self.folder.is_dir() else self.folder.parent).rglob(FILE_NAME))
 
     @cached_property
     def kept(self) -> Mapping[int, Sequence[ResponseTimes]]:
         """Responses of all steps, by step number, with times in seconds since the first response of the step began.
 
-        {} without telemetry, or with several ``kept_files``.
+        {} without telemetry, or unless there is exactly one of :attr:`kept_files`.
         """
         return stage_clock.read_kept(self.kept_files[0]) if self.numbers and len(self.kept_files) == 1 else {}
 
     @cached_property
     def responses(self) -> Mapping[int, Sequence[ResponseTimes]]:
-        """Responses of the measured steps, by step number. Leaves out steps whose parts of generation were not measured."""
+        """Responses of the steps after the warm-up, by step number. Leaves out steps whose parts of generation are unknown."""
         known = [step for step, numbers in self.noted.items() if "concurrency" in numbers]
         return {step: self.kept[step] for step in known if step in self.kept}
 
     @property
     def last(self) -> Sequence[ResponseTimes]:
-        """Responses of the last measured step; empty if their times are unknown."""
+        """Responses of the last step; empty if their times are unknown."""
         return self.responses.get(self.steps[-1], [])
 
     @property
     def rests(self) -> list[float]:
-        """Seconds from the last reward to the end of the stage ``gen``, for each measured step with telemetry."""
+        """Seconds from the last reward to the end of the stage ``gen``, for each step with telemetry after the warm-up."""
         return [numbers["rest_seconds"] for numbers in self.noted.values() if "rest_seconds" in numbers]
 
     @cached_property
     def estimate(self) -> Estimate | None:
-        """Parts of generation, estimated from the log.
+        """Parts of the generation stage and possible savings, estimated from the log.
 
-        None if they were measured, if rollouts run during training, if tail_batching is on, or if the log does not say enough.
+        None if the times of responses are known, rollouts run during training, tail_batching is on, or the log does not say enough.
         """
         prompts, group = self.logged.batch()
         polls = not self.on & {"sampler", "tail_batching"}
@@ -169,7 +170,7 @@ class Profile:
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """Mean seconds of each part of generation, measured or estimated, by name; {} if unknown."""
+        """Mean seconds of each part of the generation stage (a key of :data:`PARTS`), measured or estimated; {} if unknown."""
         measured = {name: self.numbers[name] for name in PARTS if name in self.numbers}
         if measured or self.estimate is None:
             return measured
@@ -183,7 +184,10 @@ class Profile:
 
     @cached_property
     def zero_groups(self) -> tuple[Sequence[float], str]:
-        """Result of :func:`_zero_shares`; ([], "") if the feature skip_zero is on or cannot be used in this run."""
+        """Estimates of the share of the text that skip_zero would leave out, and a sentence about it, from :func:`_zero_shares`.
+
+        ([], "") if skip_zero is on, cannot be used in this run, or would leave out nothing.
+        """
         names = set().union(*self.metrics.values())
         is_possible = self.folder.is_dir() and "skip_zero" not in self.on and _NEVER_ZERO.isdisjoint(names)
         return _zero_shares(self.folder) if is_possible else ([], "")
@@ -246,10 +250,10 @@ def _with_prefix(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
 
 
 def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
-    """Returns the shares of the text in prompt groups with equal rewards, and a sentence about them; ([], "") if there is none.
+    """Returns estimates of the share of a run's text that is in prompt groups with equal rewards, and a sentence about the share.
 
-    The first share is that of the run, the others are those of bootstrap samples. Text is read from the files of verl's
-    ``trainer.rollout_data_dir`` below ``folder`` and measured in characters.
+    The first estimate is the share in the run, the others are bootstrap samples. Returns ([], "") if no group has equal rewards.
+    The text is that in the files of verl's ``trainer.rollout_data_dir`` below ``folder``, measured in characters.
     """
     groups: dict[tuple[Path, str], list[tuple[Any, int]]] = defaultdict(list)  # reward and characters of each response
     for path in folder.rglob("*.jsonl"):

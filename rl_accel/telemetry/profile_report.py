@@ -17,7 +17,7 @@ from rl_accel.telemetry.savings import NOTHING_HELPS, Saving, find_savings, leve
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED
 
 _TABLES = {"drafts": "drafted", "balance": "slots_in_use", "skip_zero": "rows"}
-"""Features whose metrics the report prints as a table, each with the metric that is 0 if the feature did nothing."""
+"""Mapping from each feature whose metrics the report prints as a table to the metric that is 0 if the feature did nothing."""
 _NOT_ESTIMATED = (
     "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"
     " from the files of trainer.rollout_data_dir"
@@ -121,7 +121,7 @@ def _show(run: Profile, console: Console) -> None:
 
 
 def _conclusion(best: Saving, step_seconds: float) -> str:
-    """Returns the last sentence of the report, which names the largest possible saving."""
+    """Returns the last sentence of the report: the largest possible saving, or that no feature would help."""
     what = f"{best.name}, {format_seconds(best.seconds)} a step."
     if not best.ours or best.at_most < SMALLEST_GAIN * step_seconds:
         return NOTHING_HELPS
@@ -195,7 +195,7 @@ def _draw_bars(axes: Any, run: Profile) -> None:
 
 
 def _draw_responses(axes: Any, run: Profile) -> None:
-    """Draws a horizontal line for each response: generation, then reward. Skips some if there are too many."""
+    """Draws a horizontal line for each response: generation, then reward. If there are too many responses, draws only some."""
     responses = sorted(run.last, key=lambda r: (r.ended, r.began))
     for row, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
         end = response.ended if response.generated is None else response.generated

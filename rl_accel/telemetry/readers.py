@@ -22,36 +22,38 @@ from rl_accel.telemetry.logs import ESCAPE, PROCESS, LogRecord, merged, parse_lo
 from rl_accel.telemetry.stage_clock import OVERLAPPING
 
 _STEP_METRIC = "training/global_step"
-"""Name of verl's metric for the number of the step."""
+"""Name of the metric in which verl logs the number of the step."""
 _STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step", _STEP_METRIC)
-"""Keys that may hold the step of a log record, the most reliable first."""
+"""Keys that may hold the step number of a log record, the most reliable first."""
 _SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*)")
 _MOST_ROWS = 200
-"""Maximum number of terminal rows in a line of slime's metrics, so that a dict without an end takes little time. Chosen by hand."""
+"""Maximum number of terminal rows in a line of slime's metrics. Saves time if the end of the line is missing. Chosen by hand."""
 _OBJECT = re.compile(r"<[^<>]*>")
 """Pattern of a printed object that is no Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
-"""Constants of LevelDB's log format: bytes in a block, and the marks of a whole entry, its first part and its last part."""
+"""Constants of LevelDB's log format, which W&B uses: bytes in a block, and the marks of a whole entry, a first and a last part."""
 _TEXT_KEYS = ("log", "message", "msg", "textPayload", "line")
-"""Keys of the text in the JSON of Docker and of log collectors."""
+"""Keys under which Docker and log collectors store the text of a console line, if they write lines as JSON."""
 _PART = 4096
-"""Length in characters from which a text without a line end is taken as part of a longer line, which Docker cuts every 16 KiB."""
+"""Length in characters from which a text without a line end is taken as part of a longer line. Docker cuts lines every 16 KiB,
+which are at least 4,096 characters."""
 _JSON_LINE = re.compile(rf'\{{.*"(?:{"|".join(_TEXT_KEYS)})":')
 _KUBERNETES = re.compile(r"\d{4}-\S+ std(?:out|err) ([FP]) ")
-"""Pattern of the beginning of a line that Kubernetes has written. The group is P if the line goes on in the next one, else F."""
+"""Pattern of what Kubernetes puts before each line. The group is P if the text goes on in the next line, otherwise F."""
 _ENCODING = "utf-8-sig"
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?")
 _COMMA = re.compile(r"[-+.\d]*,\d[.,\d]*([eE][-+]?\d+)?")
-"""Pattern of a number with commas, which are decimal points or stand between thousands."""
+"""Pattern of a number with commas, either as the decimal point or between thousands."""
 _LARGE = 50_000_000
-"""Size in bytes from which a log is read with a progress bar, because it takes seconds."""
+"""Size in bytes from which reading a log takes seconds, and therefore shows a progress bar."""
 _BATCH = (
     re.compile(r"(?:train_batch_size|rollout[-_]batch[-_]size)['\"]?[ .=:]+(\d+)"),
     re.compile(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)['\"]?[ .=:]+(\d+)"),
 )
 """Patterns of the number of prompts in a batch and of the number of responses per prompt, in a launch line or configuration."""
 _MOST_CONSOLES = 8
-"""Maximum number of console files next to a log that are searched for the batch size. A folder with more holds other runs."""
+"""Maximum number of console files next to a log. If there are more, they are probably of other runs, and are not searched for the
+batch size. Chosen by hand."""
 TELEMETRY = "rl_accel/telemetry/"
 """Prefix of the metrics of the feature telemetry."""
 
@@ -61,12 +63,12 @@ class Logged:
     """Log of one run.
 
     Attributes:
-        source: kind of log, a key of :data:`_KINDS`.
+        source: kind of log, such as "TensorBoard".
         files: log files that were read.
         steps: metrics of each step, by step number.
         restarts: steps at which the run was restarted.
-        config: configuration of the run and its ``gpus``, from W&B; {} for other logs.
-        workers: Ray's prefixes of the processes that logged the steps of a console, see ``read_console``.
+        config: configuration of the run, and under ``gpus`` the number and type of its GPUs. Only for W&B; {} for other logs.
+        workers: Ray's prefixes of the processes that logged the steps, see :func:`read_console`. Only for verl's console.
         damage: number of bytes that are damaged or cut off, by log file. Only for TensorBoard and W&B.
     """
 
@@ -116,12 +118,13 @@ class Logged:
         return 2 * sum(late) > len(late) or not all(map(OVERLAPPING.isdisjoint, steps))
 
     def batch(self) -> tuple[int | None, int | None]:
-        """Returns the number of prompts in a batch and the number of responses per prompt. Each is None if it is unknown.
+        """Returns the number of prompts in a batch and the number of responses per prompt. Each number is None if it is unknown.
 
-        Each number is the first one found in W&B's configuration, the log itself, and ``run.json`` in its folder. If there is none,
-        it is taken from console files in the folder, if these agree.
+        Searches W&B's configuration, the log itself, and ``run.json`` in the log's folder, in this order. If a number is in none of
+        them, it is taken from console files in the folder, if these agree.
 
-        The launch line is in the first megabyte of a file. Only a restarted run has more launch lines, of which the last counts.
+        Only the first megabyte of a file is searched, because it holds the launch line. For a restarted run, the whole file is
+        searched, because it holds several launch lines, of which the last counts.
         """
         section: Any = self.config
         for key in ("actor_rollout_ref", "rollout", "n"):
@@ -147,7 +150,7 @@ class Logged:
 
 
 def starts_of(run: str) -> list[str]:
-    """Splits ``run`` into the paths of its starts, separated by commas. A path that exists may hold commas itself.
+    """Splits ``run`` at the commas into the paths of the logs of a run's consecutive starts. Does not split an existing path.
 
     Raises:
         RlAccelError: a path is empty.
@@ -159,11 +162,13 @@ def starts_of(run: str) -> list[str]:
 
 
 def read(*runs: str) -> Logged:
-    """Reads the metrics of one run from a folder or log file. Several paths, also joined by commas, are consecutive starts.
+    """Reads the metrics of one run from a folder or log file.
+
+    Several paths (as several arguments, or joined by commas) are the logs of consecutive starts of the run.
 
     Raises:
-        RlAccelError: a path has no log or logs of several runs, the Python package for reading a log is missing, or the log has no
-            training steps. The message names the path, the runs or the package.
+        RlAccelError: there is no log, there are logs of several runs, the Python package for reading the log is missing, or the log
+            has no training steps. The message names the path, the runs or the package.
     """
     log = Logged()
     records = [record for run in runs for path in starts_of(run) for record in _read(path, log)]
@@ -176,7 +181,7 @@ def read(*runs: str) -> Logged:
 
 
 def _read(path: str, log: Logged) -> list[LogRecord]:
-    """Returns the log records at ``path``. Adds source, files, configuration and workers to ``log``.
+    """Returns the log records at ``path``. Fills in the fields of ``log`` except ``steps`` and ``restarts``.
 
     If there are several kinds of logs, only the most detailed is read: the first in :data:`_KINDS`.
 
@@ -225,7 +230,7 @@ _DEFECTS = {
     b"\xff\xfe": "is in UTF-16",
     b"\xfe\xff": "is in UTF-16",
 }
-"""Reasons why a file is no text log, by the file's first bytes."""
+"""Mapping from the first bytes of a file to the reason why it is no text log."""
 
 
 def _defect(file: Path) -> str:
@@ -238,7 +243,7 @@ def _defect(file: Path) -> str:
 
 
 def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
-    """Opens a log, with a progress bar if it is large. The bar slows reading down."""
+    """Opens a log. Shows a progress bar only if the log is large, because the bar slows reading down."""
     if file.stat().st_size < _LARGE:
         return file.open(encoding=_ENCODING, errors="replace")
     look: dict[str, Any] = {"description": file.name, "transient": True, "console": Console(stderr=True)}
@@ -267,7 +272,7 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _chunks(file: Path, is_whole: bool) -> Iterator[str]:
-    """Yields a text file in parts of about a megabyte, in whole lines; only the first part unless ``is_whole``."""
+    """Yields parts of a text file, each about a megabyte of whole lines. Yields only the first part unless ``is_whole``."""
     with file.open(encoding=_ENCODING, errors="replace") as lines:
         while chunk := lines.readlines(1_000_000):
             yield ESCAPE.sub("", "".join(chunk))
@@ -276,7 +281,7 @@ def _chunks(file: Path, is_whole: bool) -> Iterator[str]:
 
 
 def _sizes(texts: Iterable[str]) -> list[int | None]:
-    """Returns the number of prompts in a batch and of responses per prompt that ``texts`` mention last; None if they do not."""
+    """Returns the number of prompts in a batch and of responses per prompt, as ``texts`` say last; None if they do not."""
     sizes: list[int | None] = [None, None]
     for text in texts:
         for index, pattern in enumerate(_BATCH):
@@ -329,7 +334,7 @@ def _wandb(file: Path, log: Logged, _: str) -> Iterator[LogRecord]:
 
 
 def _log_entries(file: Path, log: Logged) -> Iterator[bytes]:
-    """Yields the undamaged entries of a W&B log file. Adds the number of damaged bytes to ``log.damage``."""
+    """Yields the undamaged entries of a W&B log file. Stores the number of damaged bytes in ``log.damage``."""
     # the format of LevelDB's logs, which the wandb package itself no longer reads
     data, at, entry = file.read_bytes(), 7, b""
     log.damage[file] = 0
@@ -447,5 +452,6 @@ _KINDS: dict[str, tuple[tuple[str, ...], str, Callable[[Path, Logged, str], Iter
 }
 """Kinds of logs, the most detailed first.
 
-Values: patterns of files that are read in a folder; pattern of a file that the user names; reader; attribute of a path that all
-files of a run share. A restarted run adds a TensorBoard file to its folder, or a folder with a W&B file of the same name."""
+Values: patterns of files that are read in a folder; pattern of a file that the user names; reader; attribute of the path that
+is equal for all files of one run (``parts``: a run has one file). A restart adds a TensorBoard file to the same folder, or a W&B
+file of the same name in another folder."""

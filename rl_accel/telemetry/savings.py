@@ -23,10 +23,10 @@ NOTHING_HELPS = "Nothing of the pack would shorten a step of this run by more th
 _LIMITS = RewardTimeoutFlags()
 """Default time limits of the feature reward_timeout."""
 _TICK = 0.001
-"""Seconds that one token stands for when measured durations are simulated as response lengths, which are whole numbers."""
+"""Seconds that one token stands for when measured durations are simulated as response lengths, which must be whole numbers."""
 _LARGE_OLD_LOG_PROB, _LARGE_STAGE = 0.15, 0.5
-"""Shares of a step above which :func:`levers` gives advice: for the stage ``old_log_prob``, and for generation or training. Chosen
-by hand."""
+"""Shares of a step above which :func:`levers` gives advice: share of the stage ``old_log_prob``, and share of generation or of
+training. Chosen by hand."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Saving:
 
     @property
     def at_most(self) -> float:
-        """Estimated seconds per step that the advice would save. If unknown, the seconds of the whole part."""
+        """Estimated seconds per step that the advice would save; if these are unknown, the seconds of the whole part."""
         return self.gain.mean if self.gain else self.seconds
 
 
 def find_savings(run: Profile) -> list[Saving]:
-    """Returns the possible savings in a run: first those by features of rl-accel, then others, in both the largest first."""
+    """Returns the possible savings in a run: first those by features of rl-accel, then others. Each group has the largest first."""
     stages, gen = run.stages, run.stages.get("gen", 0.0)
     savings = []
     if "concurrency" in run.numbers:
@@ -86,9 +86,10 @@ def find_savings(run: Profile) -> list[Saving]:
         features = ("gae", "advantages") if has_critic else ("advantages", "gae")
         saving = _saving(run, "advantages", stages["adv"], (None, at_most), *features)
         if "reward" not in stages and not run.is_v1 and not run.numbers:
-            advice = f"+rl_accel.reward_timeout.enable=True, {saving.advice}"
             why = "early versions of verl time them as one, so the log does not tell which part is rewards"
-            saving = replace(saving, name="rewards and advantages", advice=advice, arithmetic=why)
+            saving = replace(saving, name="rewards and advantages", arithmetic=why)
+            if "reward_timeout" not in run.on:
+                saving = replace(saving, advice=f"+rl_accel.reward_timeout.enable=True, {saving.advice}", ours=True)
         savings.append(saving)
     shares, how = run.zero_groups
     if shares:
@@ -99,7 +100,10 @@ def find_savings(run: Profile) -> list[Saving]:
 
 
 def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, str], *features: str) -> Saving:
-    """Returns the saving in the part ``name`` of a step by the first of ``features``, unless one of them is on already."""
+    """Returns a saving that advises the first of ``features``; if one of them is on already, the saving says this instead.
+
+    ``name`` and ``seconds`` describe the part of a step. ``gain`` holds the fields ``gain`` and ``arithmetic``.
+    """
     if running := sorted(run.on.intersection(features)):
         return Saving(name, seconds, f"{', '.join(running)}: on", None, "this is what is left of it", ours=False)
     is_slime = run.logged.is_slime
@@ -197,9 +201,9 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[ResponseTimes]]) -> tuple[Ra
 
 
 def prompt_ticks(responses: Sequence[ResponseTimes]) -> list[list[float]] | None:
-    """Returns the milliseconds until each response of a step was generated, as one list per prompt.
+    """Returns the milliseconds from the start of a step's first response to the end of each response, as one list per prompt.
 
-    Time 0 is the start of the step's first response. Returns None if there are no responses, or if any was cancelled or failed.
+    Returns None if there are no responses, or if any was cancelled or failed.
     """
     if not responses or any(response.outcome != COMPLETED for response in responses):
         return None
@@ -207,7 +211,7 @@ def prompt_ticks(responses: Sequence[ResponseTimes]) -> list[list[float]] | None
 
 
 def levers(run: Profile) -> list[str]:
-    """Returns texts with advice on verl's own settings, for stages that take a large share of a step."""
+    """Returns sentences that advise on verl's own settings, for stages that take a large share of a step."""
     shares = {} if run.logged.is_slime else stage_clock.shares(run.stages)
     advice = []
     if shares.get("old_log_prob", 0.0) > _LARGE_OLD_LOG_PROB:

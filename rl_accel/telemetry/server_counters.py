@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 from rl_accel.log import warn_once
 
 ANSWER_SECONDS = 30.0
-"""Longest time for which an answer of a rollout server is awaited. Chosen by hand."""
+"""Maximum number of seconds to wait for an answer of a rollout server. Chosen by hand."""
 COUNTERS = {
     "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
     # not the gauge num_retracted_reqs, which is not cumulative
@@ -20,13 +20,13 @@ COUNTERS = {
 }
 """Possible names of the preemption counter on the page ``/metrics`` of a rollout server, by engine.
 
-vLLM shows the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or later) with metrics enabled."""
+vLLM has the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or later) with ``enable_metrics=True``."""
 _COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
-"""Mapping from a preemption counter to a second counter of the same server. SGLang shows the first only after a preemption, and the
-second from the first token on. If a page has only the second, there were no preemptions."""
+"""Mapping from SGLang's preemption counter to its token counter. The preemption counter appears after the first preemption, the
+token counter after the first token. If a page has only the token counter, there were no preemptions."""
 
 _AT_ONCE = 16
-"""Number of servers that are asked at the same time."""
+"""Maximum number of rollout servers that are asked at the same time."""
 _STARTED = "process_start_time_seconds"
 
 
@@ -46,15 +46,15 @@ class Reading:
 class Counters:
     """Computes the number of preemptions between successive readings of all rollout servers.
 
-    The first reading must be of servers that have just started. Later, the number is unknown if a server was added or removed, has
-    restarted, or gave no reading now or the last time.
+    The first reading must be of servers that have just started, whose counters began at 0. Later, the number is unknown if a server
+    was added, was removed or has restarted, or if its current or last reading is missing.
     """
 
     def __init__(self) -> None:
         self._before: Mapping[str, Reading | None] | None = None
 
     def take(self, now: Mapping[str, Reading | None]) -> int | None:
-        """Returns the number of preemptions on all servers since the last call, or at first since their start; None if unknown.
+        """Returns the number of preemptions on all servers since the last call; None if unknown. The first call counts from 0.
 
         ``now`` is the current reading of each server, by server name; None for a server that gave no reading.
         """
@@ -121,7 +121,10 @@ def fetch_page(url: str) -> str:
 
 
 def preemptions_in(text: str, names: Sequence[str]) -> Reading | None:
-    """Returns the preemption counter on a server's Prometheus page ``text``, by the first of ``names`` on it; None if unknown."""
+    """Returns the preemption counter on a server's Prometheus page ``text``; None if unknown.
+
+    ``names`` are possible names of the counter. The first one that is on the page counts.
+    """
     companions = [_COMPANIONS[name] for name in names if name in _COMPANIONS]
     wanted = (*names, *companions, _STARTED)
     # The parser is slow (it looks at each character), and a page has a thousand lines.
@@ -140,9 +143,9 @@ def preemptions_in(text: str, names: Sequence[str]) -> Reading | None:
 
 
 def _sum_over_labels(samples: Sequence[Sample]) -> float:
-    """Returns the sum of the samples of one counter, which differ in their labels; NaN if a sample is not finite.
+    """Returns the sum of the samples of one counter, which have different labels; NaN if a sample is not finite.
 
-    Samples that differ only in ranks other than ``dp_rank`` count the same events. Only the largest of them is added.
+    Samples that differ only in ranks other than ``dp_rank`` count the same events. Only the largest of these samples is added.
     """
     if not all(math.isfinite(sample.value) for sample in samples):
         return math.nan

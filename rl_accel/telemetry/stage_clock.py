@@ -37,7 +37,7 @@ STAGES = {
     "update_weights": "#5fb3b3",
     "save_checkpoint": "#b7b7a4",
 }
-"""Colour in pictures of each stage of a training step, by the name of verl's timer. Stages do not overlap."""
+"""Mapping from each stage of a training step (name of verl's timer) to its colour in pictures. Stages do not overlap."""
 
 SLIME_NAMES = {
     "perf/step_time": "timing_s/step",
@@ -73,7 +73,7 @@ class ResponseTimes:
     """Times and final state of one response. Times are in seconds of the wall clock.
 
     Attributes:
-        prompt: id of the prompt group.
+        prompt: id of the prompt, equal for all responses to it in this step.
         began: start of the agent loop.
         generated: time of the last generated token; None if generation never finished.
         rewarded: time at which the reward was ready; None if there was no reward.
@@ -96,7 +96,7 @@ class ResponseTimes:
 
     @property
     def completed_at(self) -> float:
-        """Time at which the response and its reward, if any, were ready. Only for completed responses."""
+        """Time at which the response and its reward (if any) were ready. Meaningful for completed responses only."""
         return self.ended if self.rewarded is None else self.rewarded
 
 
@@ -109,7 +109,7 @@ def by_prompt(responses: Sequence[ResponseTimes]) -> list[list[ResponseTimes]]:
 
 
 def stages(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the seconds of each stage of a training step, by verl's name, and under ``other`` the rest of the step.
+    """Returns the seconds of each stage of a training step, by verl's name of the stage, and under ``other`` the rest of the step.
 
     ``metrics`` are those that verl logs for a step, including ``timing_s/<stage>``. Returns {} if they are not of a training step,
     or if a duration is negative or not finite.
@@ -124,7 +124,7 @@ def stages(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns the share of each stage in ``seconds``, the durations of all stages of a step."""
+    """Returns the share of each stage in a step. ``seconds`` are the durations of all stages, by name."""
     whole = sum(seconds.values())
     return {stage: value / whole for stage, value in seconds.items()}
 
@@ -132,7 +132,8 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
 def completion(responses: Sequence[ResponseTimes]) -> dict[str, float]:
     """Returns metrics of the responses of a step, by name; {} without responses.
 
-    They are the numbers of responses and tokens, and quantiles of the seconds from the start of a completed response to its reward.
+    They are the numbers of responses and tokens, and quantiles and maximum of the seconds from the start of a completed response to
+    its reward.
     """
     if not responses:
         return {}
@@ -150,7 +151,9 @@ def generation(
 ) -> dict[str, float]:
     """Returns metrics of the generation stage of one step, by name. Leaves out metrics whose value is unknown.
 
-    - ``most_seconds``, ``waiting_seconds``, ``reward_seconds``, ``rest_seconds``, ``idle_share``: see the module's docstring.
+    - ``most_seconds``, ``waiting_seconds``, ``reward_seconds``, ``rest_seconds``: seconds until nine in ten completed responses are
+      generated; from then until all are; from then until the last reward; from then until the end of the stage.
+    - ``idle_share``: mean share of empty slots in the engines' batch (formula in the module's docstring).
     - ``after_half_seconds``: seconds from when half of the completed responses are generated until all are.
     - ``concurrency``: maximum number of responses in generation at the same time.
     - ``seconds_per_token``: median over completed responses.
@@ -160,7 +163,7 @@ def generation(
     Args:
         responses: responses of one step in any order, at least one response.
         seconds: duration of the generation stage in seconds, above 0.
-        slots: number of slots of all engines, if known.
+        slots: number of requests that all engines together can run at once, if known.
         began: start of the generation stage, by the clock of the responses. None: start of the first response.
     """
     start = min(response.began for response in responses) if began is None else began
@@ -224,7 +227,7 @@ def keep(path: Path, step: int, responses: Sequence[ResponseTimes]) -> None:
 def read_kept(path: Path) -> dict[int, list[ResponseTimes]]:
     """Returns the responses in a file written by :func:`keep`, by step number. Skips incomplete lines.
 
-    If a run was resumed from an earlier step, drops what it had saved of this step and later ones before.
+    If a step is in the file again, because the run was resumed, drops what the file has of this and later steps before.
 
     Raises:
         OSError: the file cannot be read.

@@ -414,6 +414,8 @@ def test_rewards_of_any_type_are_compared(run, score):
     [
         ({}, "rewards and advantages", f"{TIMEOUT}, +rl_accel.advantages.enable=True"),
         ({"timing_s/values": 1.0}, "rewards and advantages", f"{TIMEOUT}, +rl_accel.gae.enable=True"),
+        ({"rl_accel/reward_timeout/applied": 1.0}, "rewards and advantages", "+rl_accel.advantages.enable=True"),
+        ({"rl_accel/advantages/applied": 1.0}, "rewards and advantages", f"{TIMEOUT}, advantages: on"),
         ({"timing_s/reward": 1.0}, "advantages", "+rl_accel.advantages.enable=True"),
         ({"training/off_policy/trajectory_staleness/mean": 0.0}, "advantages", "+rl_accel.advantages.enable=True"),
     ],

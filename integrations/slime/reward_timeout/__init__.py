@@ -31,7 +31,7 @@ SWITCHES = (
 
 
 def check(args: Any, flags: RewardTimeoutFlags) -> None:
-    """Raises ConfigError for settings that ``reward_timeout`` does not support, named as slime's arguments."""
+    """Raises ConfigError if one of slime's arguments or a flag cannot be used together with ``reward_timeout``."""
     if not flags.enable:
         refuse(_FLAG, "--custom-rm-path", "another function", RM_HOOK, f"{_FLAG}.enable is not set")
     hooks = getattr(args, "rollout_sample_hook_path", None) or []

@@ -27,8 +27,8 @@ _NEEDED_FIELDS = ("prompt", "response", "label", "metadata", "status")
 Packed = dict[str, bytes]
 """Attributes of an object by name, each pickled separately, see :func:`pack`."""
 Graded = tuple[Any, list[dict[str, Any]], list[int]]
-"""Return value of a grader; for each sample, the fields that the grader has changed; and the indices of the samples, in the order
-in which the grader has left the list."""
+"""Result of a call of a grader: its return value; for each sample, the fields that the grader has changed, with their new values;
+and the indices of the samples in the order that the grader has given the list."""
 
 
 class NotSent:
@@ -77,7 +77,7 @@ def _sendable(value: Any, name: str) -> Any:
 
 
 def unsent_restored(changed: Any, original: Any) -> Any:
-    """Returns ``changed`` with the values of ``original`` in place of :class:`NotSent`."""
+    """Returns ``changed``, a value from a grader process, with each :class:`NotSent` replaced by the value in ``original``."""
     if isinstance(changed, NotSent):
         return original
     if isinstance(changed, dict) and isinstance(original, dict):
@@ -86,14 +86,20 @@ def unsent_restored(changed: Any, original: Any) -> Any:
 
 
 class Arguments:
-    """Packed copy of slime's arguments for grader processes that start. Later :meth:`changes` are sent with each call."""
+    """Copy of slime's arguments, packed by :func:`pack`, that each grader process gets at its start.
+
+    Each call of the grader also sends the :meth:`changes` since this copy was made.
+    """
 
     def __init__(self, args: Any) -> None:
         self._known = dict(vars(args))
         self.packed = pack(self._known, "args")
 
     def changes(self, args: Any) -> Packed:
-        """Returns the packed entries of ``args`` that differ from this copy. Looks for changes inside dicts and lists only."""
+        """Returns the entries of ``args`` that have changed since this object was created, packed by :func:`pack`.
+
+        A change inside a value is noticed only if the value is a dict or a list.
+        """
         known = self._known
         items = vars(args).items()
         new = {
@@ -103,7 +109,10 @@ class Arguments:
 
 
 def pack_sample(sample: Any, whole: bool) -> Packed:
-    """Returns a packed sample: all fields and the class if ``whole`` is True, else only :data:`_NEEDED_FIELDS`."""
+    """Returns the fields of a sample, packed by :func:`pack`.
+
+    ``whole``: True for all fields and the class, False for :data:`_NEEDED_FIELDS` only.
+    """
     fields = sample.to_dict()
     if not whole:
         return pack({name: fields[name] for name in _NEEDED_FIELDS}, "sample")
@@ -114,11 +123,14 @@ def pack_sample(sample: Any, whole: bool) -> Packed:
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     """Returns a function ``grade(samples, single, kwargs, args)``, which calls a grader in this process.
 
-    The arguments of ``grade`` are the packed samples; whether the grader gets the only sample instead of a list; further keyword
-    arguments of the grader; and slime's arguments that differ in this call, packed. It returns :data:`Graded`.
+    ``grade`` returns :data:`Graded` and takes these arguments:
+        samples: samples, each packed by :func:`pack_sample`.
+        single: True if the grader takes a sample, not a list of samples.
+        kwargs: further keyword arguments of the grader.
+        args: those of slime's arguments that have changed since :func:`make` was called, packed.
 
     Args:
-        args: slime's arguments, packed by :func:`pack`.
+        args: all of slime's arguments, packed by :func:`pack`.
         grader: dotted path of the user's grader; None: slime's own grader for the sample's ``rm_type``.
     """
     arguments = Namespace(**_unpack(args, "args"))

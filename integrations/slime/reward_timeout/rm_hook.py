@@ -42,7 +42,7 @@ from rl_accel.switch import forget_when_off
 _MOST_WORKERS = 16
 """Upper bound of the default number of grader processes. Each process takes some 250 MiB of memory."""
 _MOST_AWAITED = 1 << 20
-"""Maximum number of graders that run on slime's event loop at once: in effect unlimited, as in slime. They mostly wait."""
+"""Maximum number of graders that run on slime's event loop at once: in effect unlimited, as in slime. Such graders mostly wait."""
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """True if the current asyncio task grades an evaluation sample. :func:`mark_evaluation` sets it. slime calls :func:`grade` in the
@@ -117,7 +117,7 @@ class Grading:
         self._sandbox: Sandbox | None = None
 
     async def grade(self, args: Any, given: Any, kwargs: dict[str, Any]) -> Any:
-        """Returns the reward of the sample ``given``, or the rewards if ``given`` is a list. Stops the graders if cancelled."""
+        """Returns the reward of the sample ``given``, or the rewards if ``given`` is a list. Cancelling stops the graders."""
         self.store_client.use()
         is_list = isinstance(given, list)
         # In a list, slime calls the function in a sample's custom_rm_path for each sample.
@@ -195,7 +195,7 @@ class Grading:
         return replace(result, value=value)
 
     async def _run_program(self, prompt: str, sample: Any, teach: bool) -> ExecutionResult:
-        """Runs the program in a response on ``metadata["test_cases"]``, in the sandbox. The score is the share that passes."""
+        """Runs the program of a response on ``metadata["test_cases"]`` in the sandbox. The score is the share of passed cases."""
         try:
             cases, addition = cases_of((sample.metadata or {}).get("test_cases"))
         except ValueError as error:
@@ -221,7 +221,7 @@ class Grading:
 
 
 OPEN: dict[asyncio.AbstractEventLoop, Grading] = {}
-"""Mapping from event loop to :class:`Grading`. slime has one event loop, or two with fully asynchronous rollouts."""
+"""Grader processes, sandbox and limits of each event loop. slime has one event loop, or two with fully asynchronous rollouts."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -259,7 +259,10 @@ _collect = Collector()
 
 
 def _close_all() -> None:
-    """Forgets all :class:`Grading` objects and collected counts. The grader processes end in the background."""
+    """Ends the grading on all event loops, when the last feature is turned off. The grader processes end in the background.
+
+    Also forgets from which anchor store the last counts came.
+    """
     global _collect
     _collect = Collector()
     while OPEN:

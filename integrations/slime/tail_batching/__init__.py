@@ -73,5 +73,5 @@ def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:
 
 
 def last_rollout(args: Any, rows: int) -> int:
-    """Returns the total number of rollouts of the run over all launches. ``rows`` is the number of prompts in the data set."""
+    """Returns the total number of rollouts of the run, restarts included. ``rows`` is the number of prompts in the data set."""
     return int(args.num_rollout if args.num_rollout is not None else rows // args.rollout_batch_size * args.num_epoch)

@@ -43,8 +43,8 @@ GENERATE = f"{__name__}.generate"
 ABORT_AGAIN_SECONDS = 0.5
 """Seconds between two abort messages for the same request. The first message may reach the server before the request does."""
 INSIST_SECONDS = 5.0
-"""Seconds that a cancelled response has to end at its server. Then its asyncio task is cancelled, too. After twice this time, the
-response is reported as aborted even if the task still runs. Chosen by hand."""
+"""Seconds within which a server should end a cancelled response. Otherwise, the response's asyncio task is cancelled, too. After
+twice this time, the response is reported as aborted even if the task still runs. Chosen by hand."""
 IDLE_SECONDS = 30.0
 """Maximum seconds to wait after a rollout until no rollout server holds a request. Chosen by hand."""
 POLL_SECONDS = 0.05  # between two looks whether servers still hold requests
@@ -52,7 +52,7 @@ PING_SECONDS = 30.0
 """Timeout in seconds of a rollout server's health check. A server that is late counts as slow, not as dead. Chosen by hand."""
 LOSSES = 3
 """Maximum number of responses that one prompt may lose to dead servers in a rollout, as a multiple of ``n_samples_per_prompt``.
-Further ones count as failed, because the prompt itself may crash the servers. Chosen by hand."""
+Further losses use up the flag ``max_retries``, because the prompt itself may crash the servers. Chosen by hand."""
 RESUME = "Start again with --load from the last checkpoint; no prompt is lost by that"
 ABORT_ALL = {"abort_all": True}
 
@@ -70,7 +70,7 @@ class Session:
         deaths_before: number of dead servers when the last request was sent.
         began: time of the start of generation.
         cancelled_at: time of the cancellation; infinity if the response is not cancelled.
-        abort_again_at: earliest time of the next abort message.
+        abort_again_at: earliest time of the next abort message to the servers.
     """
 
     response_id: int
@@ -100,7 +100,7 @@ class Session:
         return request_id
 
     async def failed(self) -> None:
-        """Called when a request has failed. Lets slime send the request again, unless this method raises.
+        """Handles a failed request. Returns if slime should send the request again.
 
         Raises:
             CancelledError: the response is cancelled.
@@ -154,7 +154,7 @@ SESSION: ContextVar[Session] = ContextVar("session")
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """Generates a response as slime would, within the time limit, and reports the event ``generated`` before it is rewarded."""
+    """Generates a response as slime would, but in limited time. Reports the event ``generated`` before slime rewards it."""
     session = SESSION.get()
     sample.generate_function_path = None
     path = args.custom_generate_function_path
@@ -178,7 +178,7 @@ class Engines:
     Attributes:
         deaths: number of servers that have died so far.
         gone: reason why no server can generate any more, or ''.
-        retractions: number of preemptions that the servers reported since this was last set to None; None if they report none.
+        retractions: number of preemptions that the servers reported since the caller last set this to None; None: no report.
     """
 
     def __init__(self, args: Any) -> None:
@@ -219,7 +219,7 @@ class Engines:
     async def abort(self, *orders: dict[str, Any]) -> None:
         """Sends each of ``orders`` (JSON bodies for POST ``/abort_request``) to every rollout server.
 
-        A server ignores the order if it does not hold the request.
+        A server ignores an order for a request that it does not hold.
         """
         urls = await self._urls()  # the router has no /abort_request
         await asyncio.gather(*(_tell(url, order) for url in urls for order in orders))

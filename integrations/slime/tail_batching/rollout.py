@@ -37,7 +37,7 @@ else:
 Group = list[Any]
 
 _KEPT = 3
-"""Number of rollouts whose state is kept in memory, because slime may save a rollout when the next one has already run."""
+"""Number of latest rollouts whose state is kept in memory, because slime may save a rollout after later ones have run."""
 
 
 def generate_rollout(
@@ -159,7 +159,7 @@ class TailDataSource(RolloutDataSource):
         """Saves the state that this data source had after rollout ``rollout_id``, even if later rollouts are already complete.
 
         Raises:
-            RuntimeError: the rollout was not run in this process, or is too long ago (:data:`_KEPT`).
+            RuntimeError: the rollout was not run in this process, or is not among the last :data:`_KEPT`.
         """
         if getattr(self.args, "debug_train_only", False):
             self._remember(rollout_id)

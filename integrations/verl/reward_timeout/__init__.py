@@ -27,7 +27,8 @@ from rl_accel.telemetry.metrics import Observer
 
 MANAGER = "RewardTimeoutManager"
 MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
-"""Values of verl's configuration keys ``reward.reward_manager.name`` and ``.module.path`` with this feature."""
+"""Values with which verl loads rl-accel's reward manager: ``MANAGER`` for the configuration key ``reward.reward_manager.name``,
+``MANAGER_MODULE`` for ``reward.reward_manager.module.path``."""
 
 SECTION = "reward_timeout"
 """Name of the section of ``reward`` in verl's configuration that holds the flags, the reward manager that the user configured, and

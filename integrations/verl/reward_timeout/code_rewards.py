@@ -25,11 +25,11 @@ DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 """Names of the data sources that verl's ``default_compute_score`` scores by running code."""
 
 SCORED_CASES = 10
-"""Number of test cases in the pass rate, as in verl."""
+"""Number of test cases from which the pass rate is computed: the first ten, as in verl."""
 _ALARM_SECONDS = 3600
 """Seconds by which the alarm in verl's grading code is later than rl-accel's time limit, so that the alarm never acts first."""
-_PRIME_OUTPUT_BYTES = 64 << 20  # high, because verl does not limit stderr
-"""Maximum size of the output of one test case in bytes."""
+_PRIME_OUTPUT_BYTES = 64 << 20
+"""Maximum size of the output of one test case in bytes. High, because verl does not limit stderr."""
 _threads = ThreadPoolExecutor(64, thread_name_prefix="rl_accel_fusion")  # for requests to a remote sandbox
 
 Run = Callable[[Limits], Awaitable[ExecutionResult]]
@@ -40,9 +40,9 @@ Execute = Callable[[str, Run, Callable[[ExecutionResult], bool]], Awaitable[Exec
 async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool, arguments: Mapping[str, Any]) -> float:
     """Scores one response as ``verl.utils.reward_score.prime_code.compute_score(continuous=True)`` does, case by case.
 
-    The score is 1 if all cases pass, else the pass rate of the first ten cases. For this pass rate, a problem with a function to
-    call counts as a program that reads stdin, as in verl. Only the separate time limit of each case can make the score differ from
-    verl's. Cancelling this call kills the running executions.
+    The score is 1 if all cases pass, else the pass rate of the first ten cases. For this pass rate, the program gets the input of a
+    case as standard input, as in verl, even if the problem names a function to call. Only the separate time limit of each case can
+    make the score differ from verl's. Cancelling this call kills the running executions.
 
     Args:
         execute: runs a test case within the case's time limit.
@@ -60,7 +60,7 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
         return 0.0  # the same score as verl, which also prints the reason
 
     async def passes_of(kind: str, cases: list[dict[str, Any]], until_failure: bool) -> list[bool]:
-        """Runs ``cases`` and returns whether the program passed each. With ``until_failure``, the first failure ends the others."""
+        """Runs ``cases`` and returns whether the program passed each. With ``until_failure``, stops at the first failure."""
 
         async def passes(number: int, case: dict[str, Any]) -> list[bool]:
             async def run(limits: Limits) -> ExecutionResult:
@@ -89,7 +89,10 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
 
 
 def _passes_in(result: ExecutionResult) -> list[bool]:
-    """Returns whether the program passed, for each input of a call of verl's ``run_test``; [False] if the call did not finish."""
+    """Returns a boolean for each input of a call of verl's ``run_test``: whether the program passed.
+
+    Returns [False] if the call did not finish.
+    """
     if result.verdict != "done":
         return [False]
     passes, problem = result.value  # results by input, and a message on the first failure
@@ -110,11 +113,12 @@ async def score_fusion(
 ) -> float:
     """Scores one response as ``verl.utils.reward_score.sandbox_fusion.compute_score(continuous=True)`` does, case by case.
 
-    The score is the pass rate of the first ten cases. Cases after a compile error fail. Each case is a separate request to the
-    remote sandbox, which gets the case's time limit in whole seconds. Cancelling this call does not stop requests in the sandbox.
+    The score is the pass rate of the first ten cases, of which those after a compile error count as failed, as in verl. Each case
+    is a separate request to the remote sandbox, with the case's time limit in whole seconds, rounded up. Cancelling this call does
+    not stop requests in the sandbox.
 
-    ``options`` are verl's arguments ``sandbox_fusion_url``, ``concurrent_semaphore`` and ``memory_limit_mb``. The others are those
-    of :func:`score_prime_code`.
+    ``options`` are verl's arguments ``sandbox_fusion_url``, ``concurrent_semaphore`` and ``memory_limit_mb``. For the other
+    arguments, see :func:`score_prime_code`.
     """
     ask = functools.partial(_ask_fusion, options, arguments["solution_str"])
     cases = _single_cases(arguments["ground_truth"])
@@ -145,7 +149,10 @@ async def _ask_fusion(options: Mapping[str, Any], code: str, cases: Any, timeout
 
 
 async def _run_in_fusion(ask: Callable[[Any, int], Awaitable[Any]], case: Any, limits: Limits) -> ExecutionResult:
-    """Runs one test case in the remote sandbox. The duration of the result is the one that the sandbox reports, if any."""
+    """Runs one test case in the remote sandbox.
+
+    ``wall`` of the result is the duration that the sandbox reports, or if it reports none, the duration of the request.
+    """
     began = time.monotonic()
     score, metadata = await ask(case, math.ceil(limits.wall))
     first = metadata[0] if metadata else {}
@@ -156,7 +163,10 @@ async def _run_in_fusion(ask: Callable[[Any, int], Awaitable[Any]], case: Any, l
 
 
 def _single_cases(truth: Any) -> list[dict[str, Any]] | None:
-    """Returns the first ten test cases of a ground truth, each in the same format; None if verl would refuse the ground truth."""
+    """Splits a ground truth into its first ten test cases, each in the format of a ground truth with one case.
+
+    Returns None if verl would refuse the ground truth.
+    """
     try:
         whole = dict(truth) if isinstance(truth, dict) else json.loads(truth)
         if isinstance(whole.get("assert_case"), list):

@@ -74,14 +74,14 @@ _RESPONSE: ContextVar[_Response | None] = ContextVar("rl_accel_response", defaul
 class RewardTimeoutManager(RewardManagerBase):
     """Reward manager that runs the configured manager, with a time limit for each execution of the reward function.
 
-    The configured manager (of verl or the user) still computes the scores, with two changes. ``naive`` replaces ``remote``, because
-    the reward function runs in other processes anyway. The ``reward.timeout`` of ``rate_limited`` is only the default of the full
-    budget (the longest limit).
+    The configured manager (of verl or the user) still computes the scores, with two changes. verl's manager ``naive`` replaces its
+    manager ``remote``, because the reward function runs in other processes anyway. verl's manager ``rate_limited`` no longer stops
+    calls after ``reward.timeout`` seconds; this setting is only the default of the full budget (the longest limit).
 
     A response whose execution was stopped gets ``timeout_score``. With the flag ``score_errors``, so does a response for which the
     reward function raised an exception or returned an unusable value. Without the flag, both are passed on unchanged.
 
-    Takes the arguments of every reward manager of verl. ``given`` is for the configured manager.
+    Takes the arguments of every reward manager of verl. ``given``: further arguments, passed to the configured manager.
     """
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **given: Any) -> None:
@@ -238,7 +238,10 @@ def _is_verls_own(function: Any) -> bool:
 
 
 def _target_of(config: Any, function: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the import path of the reward ``function``, and ``reward_kwargs``, which override keyword arguments of a call."""
+    """Returns the import path of the reward ``function``, and verl's setting ``reward_kwargs``.
+
+    ``reward_kwargs`` are keyword arguments that override those of each call.
+    """
     if _is_verls_own(function):
         return _VERLS_OWN, {}
     custom = OmegaConf.select(config, "reward.custom_reward_function", default=None) or {}
@@ -263,7 +266,7 @@ def _configured_manager(config: Any, **arguments: Any) -> Any:
 
 
 def _share_of_cores(reward_workers: int) -> int:
-    """Returns the share of this node's CPU cores for each of the ``reward_workers``, which run on all nodes; at least 1."""
+    """Returns the number of this node's cores for each reward worker, with ``reward_workers`` spread over all nodes; at least 1."""
     nodes = 1
     if ray.is_initialized():
         nodes = sum(1 for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0)
@@ -271,7 +274,10 @@ def _share_of_cores(reward_workers: int) -> int:
 
 
 def _prompt_of(data_source: Any, ground_truth: Any, raw_prompt: Any, extra_info: Any) -> str:
-    """Returns the key under which time limits of a prompt are learned. ``extra_info["index"]`` stands in for an absent text."""
+    """Returns the key under which time limits of a prompt are learned.
+
+    If the prompt has no text, ``extra_info["index"]`` identifies it.
+    """
     texts = list(_texts(raw_prompt))
     index = extra_info.get("index") if isinstance(extra_info, dict) and not texts else None
     return prompt_key(str(data_source), ground_truth, texts, index)

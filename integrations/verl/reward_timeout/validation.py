@@ -12,7 +12,10 @@ _validating: ContextVar[bool] = ContextVar("rl_accel_validating", default=False)
 
 
 class ValidationTag(WorkerPart):
-    """Agent-loop worker mixin that marks validation responses for the reward workers, and that tolerates dead reward workers."""
+    """Agent-loop worker mixin that marks validation responses, because no time limits are learned from them.
+
+    Also lets another reward worker take over from one that has died.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

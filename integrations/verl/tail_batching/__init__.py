@@ -17,7 +17,7 @@ from rl_accel.rollout.tail_batching import TailRun
 
 FLAG = "rl_accel.tail_batching"
 MODE = "tail_batching"
-"""Value that rl-accel sets for verl's configuration key ``trainer.v1.trainer_mode``."""
+"""Trainer mode of tail batching: value that rl-accel sets for verl's configuration key ``trainer.v1.trainer_mode``."""
 ROLLOUT_N = "__rollout_n__"
 """Column of verl's data set with the number of responses to generate for a row."""
 WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopWorker"
@@ -25,7 +25,7 @@ WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoop
 
 
 def run_of(config: Any, data_id: str = "") -> TailRun:
-    """Returns the parameters of tail batching, read from verl's ``config`` after ``wiring.wire`` has set the keys.
+    """Returns the parameters of tail batching from verl's ``config``, into which ``wiring.wire`` has written the flags.
 
     ``data_id`` identifies the data set and the order of its rows. Raises ConfigError as :class:`TailRun`.
     """
@@ -45,7 +45,9 @@ def check_row(run: TailRun, row: Mapping[str, Any]) -> None:
 
 
 def check_data(run: TailRun, rows: int, frame: Any) -> None:
-    """Refuses a data set of ``rows`` prompts that cannot fill a batch. ``frame`` is inspected if it is a ``datasets.Dataset``.
+    """Refuses a data set of ``rows`` prompts that tail batching cannot train on.
+
+    ``frame`` is the content of the data set. It is checked only if it is a ``datasets.Dataset``.
 
     Raises:
         ConfigError: a batch needs more prompts, the data set has no column ``domain_key`` or other domains than the flag

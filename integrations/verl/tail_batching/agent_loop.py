@@ -35,11 +35,12 @@ logger = logging.getLogger("rl_accel")
 RUN = f"{secrets.token_hex(4)}/"
 """Prefix of this run's keys in TransferQueue (verl's store of trajectories), which all jobs of a Ray cluster share."""
 GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
-"""A worker waits for more events before it reports them together, so that the trainer process gets fewer messages. The wait is the
-share GATHER_SHARE of the time since the worker's round began, which hardly makes a round longer, and at most GATHER_SECONDS."""
+"""A worker collects state changes of responses for a moment and reports them together, so that the trainer process gets fewer
+messages. The moment lasts the share GATHER_SHARE of the time since the worker's round (rollout) began, which hardly makes the round
+longer, and at most GATHER_SECONDS."""
 ENGINES_STOP_SECONDS = 2.0
-"""Seconds between checks whether the engines have ended all requests after the bulk abort at the end of a round. If no request has
-ended between two checks, the remaining requests are cancelled one by one. Chosen by hand."""
+"""At the end of a round (rollout), the engines abort all requests at once. The worker then looks every ENGINES_STOP_SECONDS whether
+its requests have ended. If none has ended since the last look, it cancels the rest one by one. Chosen by hand."""
 DELIVERY_SECONDS = 5.0
 """Maximum seconds that the trainer process waits for the agent-loop workers to answer a call. They may be busy or dead."""
 
@@ -85,8 +86,8 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
     async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:
         """Starts the responses of ``jobs``, then cancels the unfinished responses whose ids are in ``cancel``.
 
-        ``engines_stop`` is True if the engines are about to abort all their requests at once. Only requests that go on after this
-        bulk abort are cancelled one by one.
+        ``engines_stop`` is True if the engines are about to abort all their requests at once. Then only requests that go on after
+        this bulk abort are cancelled one by one.
         """
         if jobs and not self._sessions:
             self._busy_since = time.monotonic()
@@ -257,7 +258,7 @@ class Workers:
             self._servers.abort()
 
     def launch(self, job: Job) -> None:
-        """Assigns the responses of ``job`` to the worker with the fewest responses. The next :meth:`wait` sends them there."""
+        """Assigns the responses of ``job`` to the worker with the fewest responses. The next :meth:`wait` sends them to it."""
         if not self._actors:
             raise RuntimeError(f"rl_accel.tail_batching: every agent-loop worker has died. {RESUME}")
         index = min(self._actors, key=lambda i: self._load[i])
@@ -290,7 +291,7 @@ class Workers:
         return events
 
     def outside_engines(self) -> list[int]:
-        """Returns the ids from all workers that answer within :data:`DELIVERY_SECONDS`."""
+        """Returns the ids of responses without a request in an engine, from workers that answer within :data:`DELIVERY_SECONDS`."""
         asked = [actor.outside_engines.remote() for actor in self._actors.values()]
         ids: list[int] = []
         for answer in ray.wait(asked, num_returns=len(asked), timeout=DELIVERY_SECONDS)[0]:

@@ -40,8 +40,8 @@ RESUME = "Resume from the last checkpoint; no prompt is lost by that"
 PING_SECONDS = 30.0
 """Maximum seconds to wait for a rollout server's answer to a ping. A server that is late counts as alive. Chosen by hand."""
 WATCH_SECONDS = 10.0
-"""Seconds between checks for dead servers during a call to all rollout servers. If a server is found dead, the call has as many
-seconds to end by itself before it is ended by force. Chosen by hand."""
+"""Seconds between checks for dead servers during a call to all rollout servers. If a server is found dead, the call is ended by
+force, unless it ends by itself within another WATCH_SECONDS. Chosen by hand."""
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ SESSION: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
 class GenerationAborted(RuntimeError):
-    """The engine has aborted a response that the trainer had not cancelled. It counts as one of the response's ``max_retries``."""
+    """The engine has aborted a response that the trainer had not cancelled. This uses up one of the response's ``max_retries``."""
 
 
 class ServerDied(ResponseLost):
@@ -217,7 +217,7 @@ class CancellableServer:
 
 @extends(interfaces.LLMServerClient)
 class TailLLMServerClient(LLMServerClient):
-    """verl's client of the rollout servers, for a sync trainer. Removes dead servers from verl's load balancer."""
+    """verl's client of the rollout servers, with cancellable requests. Removes dead servers from verl's load balancer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -240,7 +240,7 @@ class TailLLMServerClient(LLMServerClient):
         return server_id, CancellableServer(server, engine_of(self.config), self._rate, on_death)
 
     async def _remove(self, server_id: str, line: str) -> None:
-        """Removes a dead server from the load balancer. Retries would go to this server, because it has the fewest requests."""
+        """Removes a dead server from the load balancer. Otherwise, retries would go to it, because it has the fewest requests."""
         if server_id not in self._dead:
             logger.error("rl-accel: rollout server %s is dead, its requests go to the others: %s", server_id, line)
         self._dead[server_id] = line
@@ -287,7 +287,7 @@ class RolloutServers:
             _end_servers(dead)
 
     def _tell_all(self, name: str, call: Callable[[RolloutReplica], Awaitable[Any]]) -> None:
-        """Runs ``call`` for every replica. Errors of dead replicas are only logged, with ``name``."""
+        """Runs ``call`` for every replica. Errors of dead replicas are only logged; ``name`` is the name of the call in the log."""
 
         async def tell() -> list[Any]:
             calls = [call(replica) for replica in self._manager.get_replicas()]
@@ -320,7 +320,7 @@ class RolloutServers:
 
         Raises:
             ServerLost: a dead server cannot be restarted (see :meth:`revive`), or a server died during ``call``. Training workers
-                that wait for it are killed, because nothing else ends their calls.
+                that wait for the dead server are killed, because nothing else ends their calls.
             RayError: ``call`` failed although every server is alive.
         """
         self.revive()

@@ -87,7 +87,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
 
     def _fetch_row(self) -> dict[str, Any]:
-        """Returns the next data row as a dict of an agent loop's arguments."""
+        """Returns the next data row as keyword arguments for an agent loop."""
         row: dict[str, Any] = self._fetch_one_gen_batch()[0].clone().to_dict()
         check_row(self._core.run, row)
         if not self._supply.fetched:
@@ -172,7 +172,7 @@ def clear(results: Sequence[StoredKeys]) -> None:
 
 
 def varies(prompt_id: str, group: Sequence[StoredKeys]) -> bool:
-    """Returns True if a prompt ``group`` passes the group filter: its metric is not the same for all responses, or it has only one.
+    """Returns True if ``group``, a prompt's responses, passes the group filter: the metrics differ, or there is one response only.
 
     This is the rule of verl's ``_dapo_filtered_keys``.
 

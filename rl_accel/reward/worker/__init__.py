@@ -24,7 +24,7 @@ from typing import Any
 
 Message = dict[str, Any]
 SIZES = struct.Struct("!QQ")
-"""Header of a message, which is JSON text followed by raw bytes (the payload): the lengths of both in bytes."""
+"""Header of a message: the lengths in bytes of its JSON text and of the raw bytes that follow the text (the payload)."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,13 @@ class Start:
     Its payload for a grader is a pickled pair: the keyword arguments of the function that returns the grader (None if ``target`` is
     the grader itself), and the keyword arguments of the grader that are the same in all calls.
 
-    The reply of the worker has two keys, and ``forks`` if the worker is a template. ``problem`` is the reason why it cannot serve,
-    or "". ``shared`` lists what untrusted code shares with the trainer process: "network", "processes", "files".
+    The reply of the worker has the keys ``problem`` (the reason why the worker cannot serve, or "") and ``shared`` (what untrusted
+    code shares with the trainer process: "network", "processes", "files"). It also has the key ``forks`` if the worker is a
+    template, which serves no requests but is forked for each further worker.
 
     Attributes: as in :class:`rl_accel.reward.sandbox.Graders`, and
         isolation: "process" or "bubblewrap" for untrusted code; "" for a trusted grader, which has time limits only.
-        folder: for untrusted code, parent folder of its temporary folder.
+        folder: for untrusted code, folder in which the worker makes its temporary folder.
         target: "" to run programs.
         path: ``sys.path`` of the worker; None keeps the default.
         reseed: True to seed random numbers anew, so that they differ from those of earlier processes of the same grader.
@@ -95,7 +96,7 @@ class Channel:
         self.reaper = reaper
 
     def next(self) -> tuple[Message, bytes]:
-        """Returns the next message and its payload. Raises PeerClosed if the other end is closed or the reaper has ended."""
+        """Returns the next message and its payload. Raises PeerClosed if the other end is closed or ``reaper`` has ended."""
         if self.reaper in wait_for(self.descriptors):
             raise PeerClosed
         head_size, size = SIZES.unpack(self._receive(SIZES.size))
@@ -122,7 +123,10 @@ class Channel:
 
 
 def wait_for(descriptors: Iterable[int], seconds: float | None = None) -> set[int]:
-    """Waits until a file descriptor can be read or is closed by its peer. Returns all such descriptors; none after ``seconds``."""
+    """Waits until a file descriptor can be read or is closed by its peer. Returns all such descriptors.
+
+    Returns an empty set if there is none within ``seconds``.
+    """
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

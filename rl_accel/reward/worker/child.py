@@ -28,7 +28,8 @@ class Grader:
 
     Attributes:
         constants: keyword arguments of the grader that are the same in all calls, by name.
-        random_state: state of Python's random numbers after the import, which every fork but the first replaces by a new seed.
+        random_state: state of Python's random numbers after the import. The first process that serves calls begins with this state;
+            later ones use a new seed, so that they draw different numbers.
     """
 
     function: Callable[..., Any]
@@ -135,7 +136,7 @@ def _load(path: str) -> Any:
 
 
 def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], bytes]:
-    """Calls the grader. ``payload``: pickled positional arguments, keyword arguments, and names of ``grader.constants`` to add.
+    """Calls the grader. ``payload``: pickled positional and keyword arguments, and the names of ``grader.constants`` to add.
 
     Returns two values: a dict with ``verdict`` and ``reason``, and pickled bytes. The bytes hold the exception, or a pair: the
     return value, and the arguments that the grader has changed. With ``plain`` (for an isolated grader), the return value is
@@ -185,9 +186,10 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _with_text(error: Exception) -> Any:
-    """Reduces an exception that pickle cannot restore otherwise to what :mod:`copyreg` wants.
+    """Tells pickle how to restore an exception that it cannot restore by itself. For :mod:`copyreg`.
 
-    The restored exception has the same text and a subclass of the type, but lacks parts that cannot be pickled.
+    The restored exception has the same text. Its type is a subclass of the original one. Attributes that cannot be pickled are
+    dropped.
     """
     kind, text = type(error), str(error)
     state = {name: value for name, value in vars(error).items() if _survives(value)}
@@ -196,7 +198,7 @@ def _with_text(error: Exception) -> Any:
 
 
 def _survives(value: Any) -> bool:
-    """Returns whether ``value`` can be pickled and unpickled; an exception, with the same text."""
+    """Returns whether ``value`` can be pickled and unpickled; for an exception, also whether its text stays the same."""
     try:
         copy = pickle.loads(dumps(value))
     except Exception:

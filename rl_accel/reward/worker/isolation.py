@@ -36,7 +36,7 @@ def drop_capabilities() -> None:
 
 
 def pid_namespace_works() -> bool:
-    """True if :func:`enter_pid_namespace` and :func:`mount_own_proc` work on this machine, by a trial in a fork."""
+    """Returns whether :func:`enter_pid_namespace` and :func:`mount_own_proc` work on this machine. Tries them in a fork."""
     if trial := os.fork():
         return os.waitpid(trial, 0)[1] == 0
     with contextlib.suppress(BaseException):
@@ -79,8 +79,8 @@ def leave_network() -> bool:
 def let_interpreter_be_read() -> str:
     """Lets other users read the interpreter and the folders in ``sys.path``. Returns the reason why this failed, or "".
 
-    In place of a folder that is closed to other users, such as /root, this process and its children see an open one with only the
-    interpreter and the folders in ``sys.path``.
+    If one of them lies in a folder that is closed to other users, such as /root, this process and its children see an open folder
+    in its place, which contains only the interpreter and the folders in ``sys.path``.
     """
     roots = (sys.base_prefix, sys.prefix, *sys.path)
     interpreter = tuple(map(os.path.realpath, roots[:2]))

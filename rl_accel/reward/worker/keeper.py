@@ -24,8 +24,8 @@ from .isolation import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from .watch import Sink, Watch, cpu_of_ended, descendants, kill_all, seconds_waited
 
 _DECAY = 0.9
-"""Weight that earlier calls keep at each new call when wall seconds and busy seconds are summed up. Chosen by hand: the last ten
-calls decide whether a grader mostly waits."""
+"""Factor by which the sums of wall seconds and of busy seconds shrink at each new call, so that about the last ten calls decide
+whether a grader mostly waits. Chosen by hand."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Keeper:
 
     Attributes:
         start, arguments: first message to the worker, and its payload.
-        grader: imported grader if this keeper is a fork of the template; else None.
+        grader: imported grader if this keeper is a fork of the template (the process that has imported the grader); else None.
     """
 
     channel: Channel
@@ -56,9 +56,10 @@ class Keeper:
             os._exit(0)
 
     def _serve_with_one_process(self, may_be_template: bool) -> None:
-        """Starts a grader process and passes requests to it. Returns once it is stopped or dies during a call.
+        """Starts a grader process and passes requests to it. Returns when it must be replaced: it was stopped, or died in a call.
 
-        Raises PeerClosed if the trainer process or the reaper ends, if the grader cannot be imported, or if the template ends.
+        Raises PeerClosed if this keeper must end: the trainer process or the reaper (supervising process) has ended; the grader
+        cannot be imported; or the grader process became the template, which is only forked, and has ended.
         """
         ours, theirs = socket.socketpair()
         child = os.fork()
@@ -79,7 +80,10 @@ class Keeper:
         raise PeerClosed
 
     def _wait_until_ready(self, process: socket.socket, child: int) -> Message:
-        """Returns the first message of the new grader process (socket ``process``, pid ``child``)."""
+        """Returns the first message of the new grader process, which says whether the grader could be imported.
+
+        ``process`` is the socket to the grader process, ``child`` its pid.
+        """
         report, ended = Sink(process.fileno()), os.pidfd_open(child)
         try:
             while not report.whole:
@@ -112,7 +116,10 @@ class Keeper:
         return False
 
     def _run_grader_process(self, calls: Channel, may_be_template: bool) -> NoReturn:
-        """Body of the grader process: imports the grader if necessary, reports to the keeper, serves calls or forks keepers."""
+        """Body of the grader process: imports the grader if necessary and reports this to the keeper. Then serves calls.
+
+        If the process becomes the template, it serves no calls but is forked for further keepers.
+        """
         try:
             os.setsid()
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -146,7 +153,10 @@ class Keeper:
             os._exit(0)
 
     def _serve_forks(self, grader: Grader) -> None:
-        """Loop of the template: forks a keeper for each socket that the trainer process sends."""
+        """Loop of the template, the process that has imported the grader: forks a keeper for each socket that the trainer sends.
+
+        A keeper supervises the grader process of one worker. Keepers that are forks need not import the grader again.
+        """
         gc.collect()
         gc.freeze()  # garbage collection in a fork would copy every page
         start, control = self.start, self.channel.control

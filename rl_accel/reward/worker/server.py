@@ -35,7 +35,8 @@ PRELOAD = (
 )
 """Modules that programs usually import. The worker imports them once, before it forks a process for each program."""
 _REPORT = 200
-"""Lowest file descriptor for the pipe of a program's report. A program that closes low file descriptors leaves it open."""
+"""Lowest file descriptor for the pipe of a program's report. High, so that a program which closes low descriptors leaves it
+open."""
 
 
 def main(descriptor: int) -> None:
@@ -112,7 +113,8 @@ class Server:
     Attributes:
         folder: temporary folder of the worker.
         identity: user under which untrusted code runs; None: the user of the worker.
-        unseen_threads: number of threads of the worker's user outside its PID namespace. The kernel counts them as processes, too.
+        unseen_threads: number of threads of the worker's user outside its PID namespace. They count towards the
+            kernel's limit on this user's processes, too.
     """
 
     channel: Channel

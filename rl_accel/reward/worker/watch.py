@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
-"""Seconds between two checks of the limits."""
+"""Seconds between two checks of the limits. Chosen by hand."""
 WAITED_FACTOR = 10.0
-"""Maximum wall seconds of an execution as a multiple of its wall limit, which does not count waits for a processor."""
+"""Multiple of the wall limit after which an execution is stopped, even if it has waited for a processor. The wall limit itself does
+not count such waits."""
 LATE_SECONDS = 0.1
-"""Delay of a check above which the machine is taken to be busy. Such a delay does not count against the wall limit."""
+"""Delay of a check above which the machine is taken to be busy. Such a delay does not count against the wall limit. Chosen by
+hand."""
 TELL_FIRST_SECONDS, TELL_SECONDS = 0.1, 1.0
-"""Seconds after the start until the trainer process is first told that the execution still runs and whether it mostly waits, and
-maximum seconds between such messages, without which the trainer process would take this worker for dead."""
+"""The worker tells the trainer process that the execution still runs, and whether it mostly waits: first ``TELL_FIRST_SECONDS``
+after the start, then at least every ``TELL_SECONDS``. Without these messages, the trainer process would take the worker for
+dead."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -30,7 +33,7 @@ _TIMES, _RESIDENT, _STACK = slice(11, 15), 21, 25
 
 
 class Sink:
-    """Buffer for bytes from a pipe. Full as soon as more than ``most`` bytes came; keeps ``most + 1`` of them."""
+    """Buffer for at most ``most`` bytes from a pipe. Also keeps the first byte beyond them, and then counts as full."""
 
     def __init__(self, descriptor: int, most: float = math.inf) -> None:
         self.descriptor = descriptor
@@ -85,13 +88,13 @@ class Watch:
     output: Sink | None = None
     _began: float = field(default_factory=time.monotonic, init=False)
     _cpu_before: float = field(default_factory=cpu_of_ended, init=False)
-    """CPU seconds of earlier executions, and of a grader's process before this call."""
+    """CPU seconds that do not belong to this execution: those of earlier ones, and of the grader's process before this call."""
     _waited: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds that each thread of the execution has waited for a processor, by the thread's folder in /proc."""
     _waited_before: float = field(default=0.0, init=False)
-    """Sum of these seconds before this call of a grader."""
+    """Seconds that the threads of a grader had waited for a processor before this call."""
     _paused: float = field(default=0.0, init=False)
-    """Sum of the seconds by which checks of the limits came late (:data:`LATE_SECONDS`)."""
+    """Seconds by which checks of the limits came late, without delays of at most :data:`LATE_SECONDS`."""
     _looked: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -165,7 +168,10 @@ class Watch:
             os.close(ended)
 
     def _exceeded(self, child: int) -> str:
-        """Returns the name of a limit that the execution exceeds now, or "". Sends a message if one is due."""
+        """Returns the name of a limit that the execution exceeds now, or "".
+
+        Also tells the trainer process that the execution still runs, if such a message is due.
+        """
         used, now = self._use(child), time.monotonic()
         wall = now - self._began
         counted = wall - self._waited_of(wall, used["cpu"])
@@ -177,7 +183,10 @@ class Watch:
         return next((name for name, amount in used.items() if amount > self.limits.get(name, amount)), "")
 
     def _use(self, child: int) -> dict[str, float]:
-        """Returns CPU seconds, resident bytes and number of threads of the execution. Updates the waits of its threads."""
+        """Returns the CPU seconds, resident bytes and number of threads of the execution.
+
+        Also updates the seconds that each thread has waited for a processor.
+        """
         _reap_orphans(child)
         cpu, memory, count = cpu_of_ended() - self._cpu_before, 0, 0
         own = _stat(os.getpid())
@@ -227,7 +236,10 @@ def seconds_waited(folder: str) -> float:
 
 
 def descendants(spared: Collection[int] = ()) -> list[int]:
-    """Returns the pids of all descendants of this process, orphans included, except the children in ``spared`` and theirs."""
+    """Returns the pids of all descendants of this process, also of those whose parents have ended.
+
+    Leaves out the children in ``spared`` and their descendants.
+    """
     below: list[int] = []
     parents = [os.getpid()]
     while parents and len(below) < _MOST_PROCESSES:

@@ -162,6 +162,11 @@ def test_what_cannot_be_kept_is_refused_before_a_rollout(launched, feature, give
         hooks.data_source(launched([feature], **given))
 
 
+def test_a_file_that_is_named_twice_is_one_file():
+    words = ["--custom-config-path", "my.yaml", "--custom-config-path=./my.yaml"]
+    assert launch_line.read_flags(words) == {"custom_config_path": "./my.yaml"}
+
+
 FITS = r"\(rl-accel slime-config writes a file that fits the flags\)"
 
 
