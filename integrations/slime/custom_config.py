@@ -39,8 +39,7 @@ from rl_accel.runtime import is_installed
 
 SECTION = "rl_accel"
 STOPS = "train.py itself stops"
-"""Beginning of a message about an error with which slime itself would stop the run. After such a message, the command
-``rl-accel slime-config`` exits with code 1."""
+"""Beginning of a message about an error with which slime would stop the run. ``rl-accel slime-config`` then exits with code 1."""
 SLIME_ARGUMENTS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
 """Mapping from feature name to the slime arguments that the feature sets, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
 _ASSUMED_ARGUMENTS = {

@@ -63,8 +63,7 @@ def flags_of_this_job() -> dict[str, str]:
 def words_of_flags(words: Sequence[str]) -> Sequence[str]:
     """Returns the words of a launch line that follow the script, the first word that ends in ``.py``.
 
-    Words up to the last ``--`` belong to another command, such as ``ray job submit``, and are left out. Without a script, returns
-    all other words.
+    Words up to the last ``--``, as in ``ray job submit --``, are left out. Without a script, returns all other words.
 
     Raises:
         ConfigError: there is no flag, two words are joined by quotes (``"--flag value"``), or a shell has not replaced a variable

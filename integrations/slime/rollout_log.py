@@ -45,8 +45,7 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
 def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
     """Tells the enabled features that an evaluation has ended: calls the function ``after_evaluation`` of each.
 
-    slime calls this function through ``--custom-eval-rollout-log-function-path``. Returns True if slime should skip its own log,
-    because the user's log function says so.
+    slime calls this function through ``--custom-eval-rollout-log-function-path``. Returns True if slime should skip its own log.
     """
     for *_, hooks in enabled_features(flags_of(args)):
         if hooks.after_evaluation:

@@ -43,14 +43,14 @@ FLOOR = 0.2
 """Minimum estimated probability (0 to 1) that all tokens of a draft are accepted. A draft ends before the token that would bring
 this probability below FLOOR. Chosen by hand."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
-"""Assumed acceptance rates of draft tokens before any was measured: 0.5 if up to 4 of a response's last tokens were found in earlier
-text, 0.6 for up to 8 tokens, and so on. Chosen by hand: after more equal tokens, the next token is more likely to be equal, too."""
+"""Assumed acceptance rates of draft tokens before any was measured: 0.5 if up to 4 of a response's last tokens were found
+elsewhere in the index, 0.6 for up to 8, and so on. Chosen by hand: the longer two texts agree, the likelier they go on to agree."""
 PRIOR = 4.0
-"""Weight of all prompts in the acceptance rate estimated for one prompt. The rate over all prompts counts as much as PRIOR
+"""Weight of all prompts in the acceptance rate estimated for one prompt. All prompts together count as much as PRIOR
 predicted tokens of this prompt, so that a new prompt has an estimate, too. Chosen by hand."""
 REMEMBERED = 4096
-"""Maximum number of requests that the drafter remembers after they have left vLLM's batch. ``take_finished`` returns their
-responses, and vLLM may continue them later. Chosen by hand."""
+"""Maximum number of requests that are remembered after they have left vLLM's batch: ``take_finished`` returns their responses,
+and vLLM may continue them. Chosen by hand."""
 TAIL, RATES, HEAD, TAKEN, FOUND, MATCHED, SOURCE, PROPOSED = range(NUMBER + 1, NUMBER + 9)
 """Columns 6 to 13 of ``_Batch.requests``, the table of running requests. Columns 0 to 5: see ``LAST`` in ``index.py``.
 
@@ -58,10 +58,8 @@ TAIL: hash of the request's last tokens, by which the drafter recognises the req
 RATES: row of ``_Rates.own`` with the acceptance rates of the request's prompt.
 HEAD: number of prompt tokens.
 TAKEN: 1 if ``take_finished`` has returned the response, else 0.
-FOUND: number of predicted tokens.
-MATCHED: number of the request's last tokens that were found in earlier text, which goes on with the predicted tokens.
-SOURCE: index in ``SOURCES`` (see ``index.py``), which tells where this text is from.
-PROPOSED: number of predicted tokens that are proposed to vLLM as a draft."""
+FOUND, MATCHED, SOURCE: the three return values of ``predict`` in ``index.py``. FOUND is the number of predicted tokens.
+PROPOSED: number of predicted tokens that are proposed to vLLM."""
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +97,8 @@ class _Batch(NamedTuple):
 class _Rates(NamedTuple):
     """Acceptance rates of predicted tokens, from which the probability that vLLM accepts the next predicted token is estimated.
 
-    Several earlier texts vote on a predicted token (see ``predict``). The estimated probability is the acceptance rate times the
-    token's share of the votes. The rate is hits / tries. A hit is a predicted token that vLLM then sampled. Tries are the sum of
-    the shares of all predicted tokens that were compared with sampled tokens. Older hits and tries count less.
-
+    This probability is hits / tries, times the token's share of the votes (see ``predict``). Hits: number of predicted tokens that
+    were sampled. Tries: sum of the shares of all predicted tokens that were compared with sampled tokens. Older ones count less.
     Source 0: predictions from the same prompt and its responses. Source 1: predictions from other prompts.
     """
 
@@ -124,7 +120,7 @@ class Drafter:
     verifies a draft with rejection sampling, so a wrong draft costs time, never correctness. vLLM passes no request ids, so the
     drafter recognises a request by its number of tokens and its last tokens.
 
-    In a tensor-parallel group, only the first rank proposes drafts; vLLM takes no drafts from other ranks.
+    In a tensor-parallel group, only the first rank proposes drafts.
 
     Args:
         vllm_config: vLLM's configuration. ``additional_config["rl_accel_drafts"]`` has fields of
@@ -133,8 +129,7 @@ class Drafter:
 
     Raises:
         TypeError: ``additional_config`` has an unknown setting.
-        ValueError: vLLM's executor is "external_launcher", where each rank would have to propose the same drafts; or the setting
-            memory_mb is below 1.
+        ValueError: the executor is "external_launcher", where each rank must propose the same drafts; or memory_mb is below 1.
     """
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -295,7 +290,7 @@ class Drafter:
         self._running = len(new)
 
     def _leave(self, rows: Iterable[int]) -> list[Ints]:
-        """Removes the requests in ``rows`` from the drafter's batch, and keeps them in ``_gone``, because vLLM may continue them.
+        """Removes the requests in ``rows`` from the batch, and keeps them in ``_gone``, because vLLM may continue them.
 
         Returns copies of the removed rows of ``_Batch.requests``.
         """
@@ -343,8 +338,8 @@ def _tail_of(tokens: Any, end: int) -> Any:
 def _rates_of(rates: _Rates, request: Any) -> tuple[Any, Any]:
     """Returns two writable pairs (hits, tries) for the acceptance rate of the tokens predicted for ``request``, see ``_Rates``.
 
-    The first pair counts only the prompt of ``request``. The second pair counts all prompts, but only predictions that rest on a
-    similar number of equal tokens. Both count only predictions from the same source as these tokens.
+    The first pair is for the prompt of ``request``; the second for all prompts, at a similar number of equal tokens. Both count
+    only predictions from the same source as these tokens.
     """
     other, at = int(request[SOURCE] == OTHER), 0
     while request[MATCHED] > FIRST_RATES[at][0]:
@@ -360,7 +355,7 @@ def _advance(
 
     Returns ``(others, went_on, verified)``:
         others: rows that have another request in ``batch`` than in vLLM. If there are any, nothing else was done.
-        went_on: whether all new tokens are from one step. If not, the time since the last call says nothing about a step.
+        went_on: whether all new tokens are from one step, so that its duration is the time since the last call.
         verified: whether at least one draft was verified in the last step.
     """
     others, went_on, verified, rows = np.zeros(len(new), np.bool_), True, False, len(new)
@@ -449,7 +444,7 @@ class _CostModel:
         self._told = False
 
     def allows(self, rows: int) -> bool:
-        """Returns whether the next step, with ``rows`` requests, may have drafts. Call it at most once per step.
+        """Returns whether the next step, with ``rows`` requests, may have drafts.
 
         Returns False during a pause, which each call shortens by one step, and for steps that must be measured without drafts.
         """

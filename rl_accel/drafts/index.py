@@ -18,14 +18,14 @@ from rl_accel.ops.cpu import compiled
 Ints = NDArray[np.int64]
 
 BLOCK = 32
-"""Number of tokens in a block, the unit in which the index allocates memory. A response leaves half a block unused on average."""
+"""Number of tokens in a block, which the index allocates as a whole. A response leaves half a block unused on average."""
 GRAM = 3
 """Minimum number of equal tokens for a match. Fewer tokens occur in too many places to say which token comes next."""
 CONTEXT = 32
 """Maximum length of a match in tokens: only the last CONTEXT tokens of a response are compared."""
 CANDIDATES = 16
-"""Maximum number of places that are compared with a response's last tokens in each chain (list of places with the same last GRAM
-tokens), the newest first. Twice as many save only 1% of the engine steps in a replay (docs/benchmarks/drafts.md)."""
+"""Maximum number of places in the index that are compared with a response's last tokens, the newest first. Twice as many save only
+1% of the engine steps in a replay (docs/benchmarks/drafts.md)."""
 SOURCES = ("own", "sibling", "earlier", "other")
 """Sources of draft tokens: where the last tokens of a response were found again.
 
@@ -63,10 +63,7 @@ def sequence(key: int, version: int, oldest: int = 0, last: int = -1, length: in
 
 
 class Pool(NamedTuple):
-    """Memory of an index: N tokens in N / BLOCK blocks, and two hash tables of H buckets with the newest place of each chain.
-
-    A chain lists the places with the same last GRAM tokens, in one prompt and its responses, or in the whole index.
-    """
+    """Memory of an index: N tokens in N / BLOCK blocks, and two hash tables of H buckets, which find places after given tokens."""
 
     tokens: Any  # int32[N, 3]: token; offset to the older position in the prompt's and the global chain; 0: none
     blocks: Any  # int64[N / BLOCK, 6], columns: see BEFORE
@@ -126,10 +123,7 @@ def _token(pool: Pool, position: int) -> Any:
 
 @compiled
 def _previous(pool: Pool, position: int) -> int:
-    """Returns the address of a sequence's previous token; -1 if there is none, or if it is no longer in the index.
-
-    ``position`` is the address of a token that is in the index.
-    """
+    """Returns the address of the token before the stored token at ``position``; -1 if the index has no such token."""
     if position % BLOCK:
         return position - 1
     previous = _block(pool, position)[BEFORE]

@@ -22,15 +22,14 @@ MOVABLE = {
 prompt, which could change the effect of another parameter, such as ``frequency_penalty``. ``seed`` is also allowed if
 ``EngineSupport.seeds_by_position`` is True."""
 CONVERSATIONS = 100_000
-"""Maximum number of conversations whose last replica is remembered. The next turn prefers this replica, which has the earlier turns
-in its key-value cache. Chosen by hand."""
+"""Maximum number of conversations whose last replica, with the earlier turns in its cache, is remembered. Chosen by hand."""
 
 
 class ServerId(str):
     """Name of a rollout server, with the ``request`` that got a slot on this server as an attribute.
 
-    verl's client passes this name to ``release_server`` when a request has ended. The attribute tells which request it was: the
-    ``request_id`` that verl also passes is the same for all turns of a conversation.
+    verl's client passes this name to ``release_server``. The attribute tells which request has ended: ``request_id``, which verl
+    also passes, is the same for all turns of a conversation.
     """
 
     request: "BalancedServer"

@@ -24,10 +24,7 @@ TICK_SECONDS = 0.25
 @ray.remote(max_concurrency=1_000_000)  # each waiting response is a pending call of this actor
 @extends(Router)
 class BalancedRouter:
-    """Router actor: starts and stops responses on rollout servers as the policy :class:`Balance` decides.
-
-    ``servers`` are handles of the rollout servers, by name.
-    """
+    """Router actor: starts and stops responses as the policy :class:`Balance` decides. ``servers``: handles of servers by name."""
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
         self._servers = dict(servers)

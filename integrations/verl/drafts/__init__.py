@@ -43,8 +43,7 @@ SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel")
 HISTORY = "drafts.pt"
 """Name of the file in a checkpoint folder with finished responses, from which a resumed run can draft."""
 SAVING_S = 60.0
-"""Maximum seconds to wait for each rollout server's finished responses before :data:`HISTORY` is written without them. Chosen by
-hand."""
+"""Maximum seconds to wait for a server's finished responses before :data:`HISTORY` is written without them. Chosen by hand."""
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 0.05
 """Maximum mean difference between the engine's and the trainer's probabilities (0 to 1) of the sampled tokens, checked in the first
@@ -135,8 +134,7 @@ class Exchange:
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
         """Starts an exchange and returns the metrics of the previous one; {} if verl logs something other than a training step.
 
-        ``logged`` are the metrics that verl logs in step ``step``, by name. In the first CHECKED_STEPS steps, raises StopTraining
-        if :func:`check` does.
+        ``logged`` are the metrics that verl logs, by name. In the first CHECKED_STEPS steps, raises StopTraining as :func:`check`.
         """
         trainer: Trainer | None = config_intake.trainer()
         if trainer is None or "timing_s/gen" not in logged:

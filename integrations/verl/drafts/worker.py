@@ -28,8 +28,7 @@ class DraftsWorkerExtension(vLLMColocateWorkerExtension):
     def exchange_drafts(self, responses: Sequence[bytes]) -> tuple[list[bytes], Counter[str]]:
         """Adds ``responses``, which other replicas have finished, to the responses that this replica's drafter searches.
 
-        Returns a pair: the responses that this replica has finished since the last call, and the drafter's counters of steps and
-        tokens since then.
+        Returns the responses that this replica has finished, and the drafter's counters, both since the last call.
         """
         drafter = self.model_runner.drafter
         drafter.absorb(responses)

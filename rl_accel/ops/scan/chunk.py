@@ -88,10 +88,7 @@ def _ends(inputs: Inputs) -> torch.Tensor:
 
 
 def _cut(coefficients: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Returns the ``coefficients`` of :func:`reverse_scan` with 0 at the last token of each packed sequence.
-
-    Sequences then do not influence each other.
-    """
+    """Returns ``coefficients`` with 0 at the last token of each packed sequence, where :func:`reverse_scan` then starts anew."""
     return coefficients if inputs.offsets is None else coefficients.index_fill(1, _ends(inputs), 0.0)
 
 

@@ -169,7 +169,7 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 class _Tile:
     """Generates LLVM code that loads and stores a tile (8 sequences x 8 tokens) in scratch memory.
 
-    ``offset`` is the position of the tile's first token in each lane, the part of scratch memory for one sequence.
+    ``offset`` is the position of the tile's first token in each lane (sequence).
     """
 
     def __init__(self, context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> None:
@@ -216,8 +216,7 @@ def scan_tile(
 ) -> tuple[Any, Codegen]:
     """Computes GAE advantages, or discounted returns if ``values`` is None, of a tile (8 sequences x 8 tokens) in scratch memory.
 
-    ``offset`` is the position of the tile's first token in each lane, the part of scratch memory for one sequence. The state of the
-    recurrence before and after the tile is in scratch memory, too.
+    ``offset`` is the position of the tile's first token in each lane (sequence).
     """
     is_gae = not isinstance(values, types.NoneType)
 
@@ -379,7 +378,7 @@ def scan_lanes(
     decay: float,
     streamed: bool,
 ) -> bool:
-    """Computes GAE or discounted returns of groups of sequences. Returns True if the mask holds a value outside [0, 1].
+    """Computes the results of groups of sequences. Returns True if the mask holds a value outside [0, 1].
 
     With ``values``, writes GAE advantages to ``first_out`` and returns to ``second_out``.
     Without ``values``, writes discounted returns to ``first_out``.

@@ -29,10 +29,7 @@ jit: Any = triton.jit
 
 
 def scan(inputs: Inputs, *, block: int = BLOCK) -> tuple[torch.Tensor, ...]:
-    """Computes GAE, or discounted returns if ``inputs`` has no values.
-
-    ``block``: number of tokens that a GPU program processes at a time, a power of two.
-    """
+    """Computes GAE, or discounted returns if ``inputs`` has no values. ``block``: tokens processed at a time, a power of two."""
     rewards = _dense(inputs.rewards)
     outputs = [
         torch.empty_like(rewards, memory_format=torch.contiguous_format)
@@ -81,9 +78,9 @@ def _split(rate: float) -> tuple[float, float]:
 
 @jit
 def _compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
-    """Returns the map that applies map 1, then map 2. Map (a, b, c, d, e) takes the state (n, x) to (a n + b, c x + d n + e).
+    """Returns the map that applies map 1, then map 2. A map is the step over one token (see :func:`_token_map`) or several tokens.
 
-    Each token is such a map, see :func:`_token_map`. A composed map takes the state over many tokens at once.
+    Map (a, b, c, d, e) takes the state (n, x) to (a n + b, c x + d n + e).
     """
     return a2 * a1, a2 * b1 + b2, c2 * c1, c2 * d1 + d2 * a1, c2 * e1 + d2 * b1 + e2
 
@@ -143,10 +140,7 @@ def _scan_kernel(
     REPAIR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes the results of one sequence in blocks. With ``REPAIR``, recomputes results with NaN or inf token by token.
-
-    In a block, NaN may result where the token-by-token loop gives inf.
-    """
+    """Computes the results of one sequence in blocks. With ``REPAIR``, recomputes a sequence with NaN or inf token by token."""
     row = tl.program_id(0).to(tl.int64)
     gamma = tl.full((), gamma_high, ACC) + tl.full((), gamma_low, ACC)
     decay = tl.full((), decay_high, ACC) + tl.full((), decay_low, ACC)
