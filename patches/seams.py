@@ -46,7 +46,10 @@ def interface_of(*targets: str) -> Callable[[C], C]:
 
 
 def extends(interface: Any) -> Callable[[C], C]:
-    """Declares that the decorated class extends the framework class described by ``interface``, as a subclass or as a mixin."""
+    """Declares that the decorated class is a subclass of the framework class described by ``interface``, or a mixin for it.
+
+    :func:`require_members` then checks the overrides.
+    """
 
     def mark(cls: C) -> C:
         _extended[cls] = interface
@@ -63,16 +66,16 @@ class RemoteMethod(Protocol[P, R_co]):
 
 
 def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
-    """Marks an interface method as called through a Ray actor handle. The framework's method may then be async or plain."""
+    """Marks an interface method as called through a Ray actor handle. The call is async even if the framework's method is not."""
     _remote.add(method)
     return method  # type: ignore[return-value]
 
 
 def modules_of(home: str) -> list[ModuleType]:
-    """Imports the module ``home`` and its direct submodules. Returns these and the adapters that they import.
+    """Imports the module ``home`` and its direct submodules. Returns them and all modules of the same package that they import.
 
-    Adapters are the modules of the package that ``home`` is in, such as ``rl_accel.integrations.verl``. Raises PatchRefused if a
-    module cannot be imported.
+    The package is the one that contains ``home``, such as ``rl_accel.integrations.verl``. Raises PatchRefused if a module cannot be
+    imported.
     """
     try:
         modules = [importlib.import_module(home)]
@@ -88,9 +91,9 @@ def modules_of(home: str) -> list[ModuleType]:
 
 
 def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
-    """Returns the interfaces that ``modules`` use, each mapped to the classes in ``modules`` that extend it (:func:`extends`).
+    """Returns a mapping from each interface that ``modules`` use to the classes in ``modules`` that extend it (:func:`extends`).
 
-    Includes interfaces that are only the type of a member or parameter in another interface.
+    Includes interfaces that are used only as the type of a member or parameter of another interface.
     """
     users: dict[Any, list[Any]] = {}
 
@@ -118,8 +121,8 @@ def require_members(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
     """Checks that the framework has all members that ``interfaces`` declare, with suitable signatures.
 
     ``interfaces`` maps each interface to rl-accel's subclasses of the framework class, whose overrides are checked, too.
-    Raises PatchRefused if members are absent or different. The message begins with ``name`` (a feature or check) and names each
-    member, with the wanted and the found signature.
+    Raises PatchRefused if members are absent or different. The message begins with ``name`` (of a feature or check) and names each
+    such member, with the wanted and the found signature.
     """
     problems = [problem for interface, classes in interfaces.items() for problem in _differences(interface, classes)]
     if problems:
@@ -161,7 +164,7 @@ def _differences(interface: Any, classes: Iterable[Any]) -> Iterator[str]:
 
 
 def _members(interface: Any) -> dict[str, Any]:
-    """Returns a mapping from member name of an interface to the method, or to None for an attribute. Excludes inherited members."""
+    """Returns an interface's members by name: the method, or None for an attribute. Excludes inherited members."""
     own = {n: v for n, v in vars(interface).items() if getattr(v, "__module__", "") == interface.__module__}
     return {**dict.fromkeys(inspect.get_annotations(interface)), **{n: v for n, v in own.items() if callable(v)}}
 
@@ -192,7 +195,7 @@ def _plain(item: Any) -> Any:
 
 
 def _signature(function: Any, is_method: bool) -> Signature:
-    """Returns the signature of ``function`` without annotations, ``self``, and the parameter that Ray adds to actor methods."""
+    """Returns the signature of ``function`` without annotations, the ``self`` of a method, and the parameter that Ray adds."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "_ray_trace_ctx"]
     return Signature([p.replace(annotation=Parameter.empty) for p in parameters[is_method:]])
 
@@ -221,9 +224,9 @@ _passed: set[str] = set()
 
 @dataclass(frozen=True)
 class SeamCheck(Switch):
-    """Check that the framework has all members that ``interfaces`` declare. Changes nothing.
+    """Check that the framework has all members that ``interfaces`` (:func:`interface_of`) declare. Changes nothing.
 
-    It is a switch, so that it takes place when the framework is imported, and its result is part of the feature's status.
+    The check is a switch. It therefore runs when the framework is imported, and its result is part of the feature's status.
     """
 
     interfaces: tuple[Any, ...]
@@ -248,7 +251,7 @@ class Registration(Switch):
         register: function ``register(settings)`` that adds the entry. ``settings`` are the feature's flags. May raise PatchRefused.
         unregister: function without arguments that removes the entry.
         find: function without arguments that returns the object now registered under the entry's name, or None. Must not import any
-            module, because any thread may call this function under the runtime's lock.
+            module: it is called under the runtime's lock, and an import could deadlock.
         owner: name of the module that defines the object which ``register`` adds.
     """
 
@@ -274,7 +277,7 @@ class Registration(Switch):
                 raise PatchRefused(f"{self.name}: {type(error).__name__}: {error}") from error
 
     def revert(self) -> None:
-        """Removes the entry from the registry, unless other code has put another object there."""
+        """Removes the entry from the registry, unless other code has replaced the entry."""
         if self.state() is SwitchState.APPLIED:
             self.unregister()
 
@@ -285,7 +288,7 @@ def step_observer(
     """Returns a switch that passes the metrics of each training step on verl to an observer of ``feature``.
 
     ``make(flags)`` returns the observer: a function that gets the metrics and returns more of them. ``make`` and the observer must
-    be defined in the same module. For ``target`` see :class:`~rl_accel.switch.Switch`.
+    be defined in the same module, by which the switch recognises the observer. For ``target`` see :class:`~rl_accel.switch.Switch`.
     """
     return Registration(
         name=f"verl.{feature}.observer",

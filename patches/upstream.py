@@ -21,8 +21,8 @@ MARK = "__rl_accel_patch__"
 """Name of the attribute that marks a replacement function. The attribute's value is the name of the patch."""
 
 _DECORATOR_HOMES = frozenset({"torch", *sys.stdlib_module_names}) - {"unittest", "__main__"}
-"""Packages whose decorators may wrap a framework's function (``torch.no_grad``, ``functools.lru_cache``). Decorators of other
-packages count as foreign patches."""
+"""Packages whose decorators may wrap a framework's function (``torch.no_grad``, ``functools.lru_cache``). A function that another
+package has wrapped counts as patched by that package."""
 
 _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(\[(?P<key>[^\[\]]+)\])?")
 
@@ -52,7 +52,7 @@ class Location:
             setattr(self.owner, self.name, value)
 
     def is_live(self) -> bool:
-        """Returns whether ``where`` still leads to this ``owner``. False if the module was unloaded or imported again."""
+        """Returns whether ``where`` still leads to ``owner``. False after the framework's module was unloaded or imported again."""
         try:
             return _locate(self.where).owner is self.owner
         except PatchRefused:

@@ -44,8 +44,8 @@ _EXTRAS = {
 class _LazyGroup(click.Group):
     """A click group that imports the module of a command on first use.
 
-    ``lazy`` is a mapping such as :data:`_LAZY`. ``prefix`` is the beginning of the functions' names: with ``bench_``, the command
-    ``x-y`` is the function ``bench_x_y``.
+    ``lazy`` maps each command to its module below ``rl_accel`` and its help text. ``prefix`` begins the functions' names: with
+    ``bench_``, the command ``x-y`` is the function ``bench_x_y``.
     """
 
     def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], prefix: str = "", **kwargs: Any) -> None:
@@ -143,7 +143,7 @@ def flags() -> None:
 
 
 def main() -> None:
-    """Runs the command ``rl-accel``. An RlAccelError, a missing optional package or a file error is one line and exit code 2."""
+    """Runs the command ``rl-accel``. Prints an RlAccelError, missing package or file error as one line, and exits with code 2."""
     sys.stdout = sys.stdout or io.StringIO()  # None if the caller has closed standard output
     with contextlib.suppress(AttributeError, OSError):  # another kind of stream, or its file was replaced
         # a terminal's encoding may lack characters of a path or a table

@@ -66,7 +66,7 @@ def refuse_idle_options(mode: str, *options: str) -> None:
 
 
 def finite(_context: Any, _parameter: Any, value: float | None) -> float | None:
-    """Callback of an option with a number: raises click.UsageError for NaN and infinities, which click accepts."""
+    """Callback of a click option that takes a number: raises click.UsageError for NaN and infinities, which click accepts."""
     import click
 
     if value is not None and not math.isfinite(value):

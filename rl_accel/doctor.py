@@ -29,7 +29,7 @@ DISTRIBUTIONS = ("torch", "numba", "triton", "ray", "verl", "TransferQueue", "sl
 
 
 def diagnose() -> dict[str, Any]:
-    """Diagnoses this Python environment. Imports the installed frameworks, and applies and reverts each switch.
+    """Diagnoses this Python environment. Imports the installed frameworks, and applies and reverts each change to them (switch).
 
     Returns:
         A nested dict that ``json.dumps`` accepts, with the versions of rl-accel and Python, and:

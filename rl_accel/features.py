@@ -53,7 +53,7 @@ class SlimeHooks:
 
 @dataclass
 class ByNameFlags:
-    """Flag ``enable`` of a feature that is on only by its own name."""
+    """Flag ``enable`` of a feature that must be turned on by name: the flag ``auto`` leaves it off."""
 
     enable: bool | None = flag(None, "True: on, and an error if it cannot be; False or null: off")
 
@@ -121,7 +121,7 @@ ADVANTAGES = Feature(
     },
     slime=SlimeHooks(SLIME_MEGATRON, estimators=("reinforce_plus_plus",)),
 )
-"""Speeds up REINFORCE++ and whitening, the last step of several estimators."""
+"""Speeds up REINFORCE++ and whitening, the last step of several advantage estimators."""
 
 
 @dataclass
@@ -283,7 +283,7 @@ TELEMETRY = Feature(
     switches={"verl": ("rl_accel.integrations.verl.telemetry",)},
     verl="rl_accel.integrations.verl.telemetry",
 )
-"""Writes the times of responses and of the parts of each training step to a file."""
+"""Writes the times of each response to a file, and logs the share of each part of a training step."""
 
 
 @dataclass
@@ -364,7 +364,7 @@ DRAFTS = Feature(
 class BalanceFlags(ByNameFlags):
     """Flags of the feature ``balance``, which routes requests to rollout replicas.
 
-    Requests wait for a free slot of a replica. Long requests start first. Running requests may be preempted or migrate.
+    Requests wait until a replica has room for one more. Long requests start first. Running requests may be preempted or migrate.
     """
 
     slots: int | None = flag(None, "number of requests that a replica runs at once; null: its max_num_seqs", minimum=1)
@@ -396,8 +396,8 @@ FEATURES: tuple[Feature[Any], ...] = (
 """All features, in the order in which they are listed and configured."""
 
 FLAG_READER = "rl_accel.patches.verl.config_intake"
-"""Module whose switches read flags from verl's configuration. They are applied even while no feature is on, because only they see
-the flags that turn features on."""
+"""Module whose switches (changes to verl) read flags from verl's configuration. They are applied even if no feature is on, because
+only they see the flags that turn features on."""
 
 METRICS_LOGGER = "rl_accel.patches.verl.trainer_metrics"
-"""Module whose switches add rl-accel's metrics to verl's log. They are applied while any feature is on."""
+"""Module whose switches (changes to verl) add rl-accel's metrics to verl's log. They are applied while any feature is on."""

@@ -18,7 +18,7 @@ _UNKILLABLE_S = 10.0
 
 
 def become_subreaper() -> None:
-    """Makes the calling process the new parent of its orphaned descendants."""
+    """Makes the calling process the new parent of its orphaned descendants, so that :func:`descendants` finds them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -40,7 +40,7 @@ def end_with_parent(parent: int) -> Callable[[], None]:
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
-    """Returns all living descendants of the process ``pid``, by default of the calling process, whose ended children it reaps."""
+    """Returns all living descendants of the process ``pid``, by default of the calling process. Reaps ended children."""
     return [process for process in psutil.Process(pid).children(recursive=True) if not has_ended(process)]
 
 
@@ -58,7 +58,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float = 2.0) -> list[str]:
-    """Sends SIGTERM to the processes that ``find`` returns and, after ``grace_s`` seconds, SIGKILL to those that it still returns.
+    """Sends SIGTERM to the processes that ``find`` returns, and SIGKILL to those that it returns ``grace_s`` seconds later.
 
     Returns the names of the processes that the first call of ``find`` returned. Processes that survive SIGKILL for 10 seconds are
     added with the suffix ``(still alive)``.
@@ -81,7 +81,7 @@ def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float = 2.0) 
 
 
 def end_descendants(leave_s: float) -> list[str]:
-    """Waits up to ``leave_s`` seconds for all descendants of this process to end. Ends the others and returns their names."""
+    """Waits up to ``leave_s`` seconds for all descendants of this process to end. Then ends the rest and returns their names."""
     deadline = time.monotonic() + leave_s
     while descendants() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -42,7 +42,8 @@ class Launches:
     def run(self) -> int:
         """Runs the command, and runs it again after each request for a restart. Returns the exit code of the last launch.
 
-        The exit code is 128 + n if signal n ended the launch. Must run in the main thread of a process without other tasks.
+        The exit code is 128 + n if signal n ended the launch. Must run in the main thread of a process of its own, whose
+        descendants it ends.
         """
         become_subreaper()
         for number in heeded(*_PASSED_ON):

@@ -74,7 +74,7 @@ P = ParamSpec("P")
 
 
 def _retried(method: Callable[P, None]) -> Callable[P, None]:
-    """Wraps ``method`` so that :class:`_ImportFirst` imports the missing module and calls ``method`` again."""
+    """Wraps ``method``. If it raises :class:`_ImportFirst`, imports the missing module and calls ``method`` again."""
 
     @functools.wraps(method)
     def retrying(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -119,11 +119,11 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Applies the flags of the run to which this process belongs. From then on, the framework's configuration is read, too.
+        """Applies the flags of the Ray job to which this process belongs. The framework's configuration counts from then on, too.
 
-        Does nothing after :func:`disable`. ``payload`` holds the flags of the Ray job's driver process, by source, as JSON.
-        ``null``: the driver process has called :func:`disable`. None or ``{}``: the driver process has no flags. For a source that
-        is missing here, this process's own environment counts.
+        Does nothing after :func:`disable`. ``payload`` holds the flags of the job's driver process, by source, as JSON. ``null``
+        means that the driver process has called :func:`disable`, None or ``{}`` that it has no flags. For a source that is not in
+        ``payload``, this process's own environment variables count.
         """
         with self._lock:
             if self._sources is None:
@@ -145,7 +145,7 @@ class Runtime:
 
     @_retried
     def restore(self, sources: FlagSources) -> None:
-        """Sets the flags of all sources to an earlier result of :meth:`sources`. None turns all features off."""
+        """Replaces all flags by ``sources``, an earlier result of :meth:`sources`. None turns all features off."""
         with self._lock:
             self._replace_sources(sources, publish=True)
 
@@ -260,7 +260,7 @@ def _environment(known: Container[str] = ()) -> dict[str, dict[str, Any]]:
 
 
 def _received(payload: str) -> FlagSources:
-    """Returns the flags in ``payload``, as the driver process published them.
+    """Returns the flags in ``payload``, the JSON text from the driver process, by source.
 
     Raises ConfigError if ``payload`` is damaged, or comes from another version of rl-accel.
     """
@@ -277,7 +277,7 @@ def _received(payload: str) -> FlagSources:
 
 
 def _imported_switches(*modules: str) -> Iterator[Switch]:
-    """Yields what :func:`switches_of` returns, but imports nothing: raises :class:`_ImportFirst` for a module not imported yet."""
+    """Like :func:`switches_of`, but imports nothing: raises :class:`_ImportFirst` for a module that is not imported yet."""
     for module in modules:
         switches: tuple[Switch, ...] | None = getattr(sys.modules.get(module), "SWITCHES", None)
         if switches is None:  # not imported, or only half
@@ -337,7 +337,7 @@ def disable() -> Status:
     configuration turns them on.
 
     Raises:
-        PatchRefused: other code has wrapped a function that we had patched, so that the original cannot be restored.
+        PatchRefused: other code has wrapped a function that rl-accel had patched, so that the original cannot be restored.
     """
     RUNTIME.restore(None)
     return RUNTIME.status()

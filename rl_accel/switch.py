@@ -9,7 +9,7 @@ from rl_accel import __version__
 from rl_accel.console import aligned
 
 forget_when_off: list[Callable[[], object]] = []
-"""Functions to call when the last enabled feature is turned off. Each clears global variables of a module."""
+"""Functions to call when the last enabled feature is turned off. Each clears what a module has collected in global variables."""
 
 
 class SwitchState(enum.Enum):
@@ -17,7 +17,7 @@ class SwitchState(enum.Enum):
 
     WAITING: not applied, for example because the framework's module is not imported yet.
     APPLIED: in force.
-    FOREIGN: other code has wrapped or replaced our object, or uses the name under which we register it.
+    FOREIGN: other code has wrapped or replaced rl-accel's object, or uses the name under which rl-accel registers it.
     """
 
     WAITING = "waiting"
@@ -54,7 +54,7 @@ class Switch:
         raise NotImplementedError
 
     def revert(self) -> None:
-        """Puts the original objects back. Raises PatchRefused if other code has wrapped our object."""
+        """Undoes the change. Raises PatchRefused if other code has wrapped the object that rl-accel put in place."""
         raise NotImplementedError
 
 
@@ -82,7 +82,7 @@ class FeatureStatus:
 
     @property
     def applied(self) -> bool:
-        """True if a switch of the feature is applied, and none is refused or foreign."""
+        """True if a switch of the feature is applied, and none is refused or changed by other code (foreign)."""
         states = {switch.state for switch in self.switches}
         return "applied" in states and not states & {"refused", "foreign"}
 
@@ -96,7 +96,7 @@ class Status:
         sources: names of the sources that set flags; a later source overrides the earlier ones.
         features: status of every feature.
         flag_readers: status of the switches that read flags from a framework's configuration.
-        loggers: status of the switches that add our metrics to a framework's log.
+        loggers: status of the switches that add rl-accel's metrics to a framework's log.
     """
 
     pid: int

@@ -21,7 +21,7 @@ else:
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 MANAGER, LEGACY_MANAGER = f"{__name__}.AgentLoops", f"{__name__}.LegacyAgentLoops"
-"""Values of verl's configuration key :data:`KEY` with the V1 trainer, and with all other trainers."""
+"""Agent-loop manager classes that rl-accel enters in verl's configuration: for the V1 trainer, and for all other trainers."""
 
 PARTS = "trainer.rl_accel_agent_loop_parts"
 """Configuration key for the full names of the enabled :class:`WorkerPart` mixins, in alphabetical order."""
@@ -29,21 +29,21 @@ PARTS = "trainer.rl_accel_agent_loop_parts"
 
 @extends(AgentLoopWorker)
 class WorkerPart(_Worker):
-    """Mixin with one feature's additions to verl's agent-loop worker."""
+    """Mixin through which one feature extends verl's agent-loop worker, which generates responses."""
 
     outermost = False  # True places this mixin before all others; the order is alphabetical otherwise
 
     def tokens_so_far(self) -> int | None:
-        """Returns the number of tokens so far of the response that the current asyncio task generates; None if unknown."""
+        """Returns the number of tokens that the current asyncio task has generated so far for its response; None if unknown."""
         return None
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Called in the trainer process when the workers have started, so that the mixin's feature can be set up there."""
+        """Sets up the mixin's feature in the trainer process. Called when the workers of ``manager`` have started."""
 
 
 def check(run: VerlRun, flag: str, reason: str) -> None:
-    """Raises ConfigError if an agent-loop manager of the user is configured: rl-accel cannot add mixins to its workers.
+    """Raises ConfigError if an agent-loop manager of the user is configured. rl-accel cannot extend its workers.
 
     The message names ``flag`` (of the feature) and ``reason`` (why the feature needs a mixin).
     """
@@ -59,7 +59,7 @@ def choose(run: VerlRun, part: str) -> None:
 
 
 class AgentLoops:
-    """Agent-loop manager class that verl's configuration names for the V1 trainer."""
+    """Class that verl's configuration names as agent-loop manager for the V1 trainer, in place of verl's own class."""
 
     @staticmethod
     def create(config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class AgentLoops:
 
 
 class LegacyAgentLoops(AgentLoops):
-    """:class:`AgentLoops` under another name, which verl's configuration has for all trainers except V1."""
+    """Like :class:`AgentLoops`, for all trainers except V1, which have another manager class in verl (:func:`manager_class`)."""
 
 
 def manager_class(config: Any) -> Any:

@@ -19,8 +19,8 @@ logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 ReadCounters = Callable[[Sequence[str]], Mapping[str, Reading | None]]
-"""Function that takes names of rollout servers, as in verl's load balancer, and returns the preemption counter of each server by
-name; None for a server that reports no counter."""
+"""Function that reads the preemption counters of rollout servers, by the names that the servers have in verl's load balancer. The
+counter of a server that reports none is None."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class EngineSupport:
     Functions that take ``server`` are called in the process of that rollout server.
 
     Attributes:
-        aborts_by_id: True if the servers' method ``abort_request`` works. ``generate`` then returns the tokens so far.
+        aborts_by_id: True if a server's method ``abort_request`` works. A request's ``generate`` then returns the tokens so far.
         restarts_in_run: True if a dead server can be restarted during a run, after the training workers have dropped their handles
             of that server.
         death_errors: class names of exceptions with which a living server reports that its engine is dead.
@@ -73,7 +73,7 @@ def _cache_of_vllm(server: Any) -> int | None:
 
 
 def _in_loop_of(task: Any, work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Starts ``work`` in the event loop of the asyncio ``task``. Must be called in another thread than the loop's."""
+    """Starts ``work`` in the event loop of ``task``, from another thread. Returns a future of the result."""
     return asyncio.run_coroutine_threadsafe(work, task.get_loop())
 
 
@@ -93,7 +93,7 @@ def _pause_vllm(server: Any) -> None:
 
 
 def _lacks(manager: Any) -> bool:
-    """Returns True if SGLang's tokenizer ``manager`` lacks an attribute that this module uses."""
+    """Returns True if SGLang's tokenizer ``manager`` lacks an attribute that the functions of this module need."""
     names = ("is_pause", "is_pause_cond", "model_update_lock", "rid_to_state")
     return not all(hasattr(manager, name) for name in names)
 
@@ -111,10 +111,10 @@ def _abort_in_sglang(server: Any, request_id: str) -> bool:
 
 
 def _pause_sglang(server: Any) -> None:
-    """Ends all requests and holds back later ones, as SGLang's ``pause_generation`` in mode "abort" does, but returns earlier.
+    """Ends all requests and holds back later ones, like SGLang's ``pause_generation`` in mode "abort", but with less delay.
 
-    SGLang checks once a second whether all requests have ended. This function checks at shorter intervals. It calls verl's
-    ``abort_all_requests`` if SGLang lacks an attribute, see :func:`_lacks`.
+    SGLang checks once a second whether all requests have ended. This function checks at shorter intervals. If SGLang lacks an
+    attribute that the function needs, verl's ``abort_all_requests`` is called instead.
     """
     manager = server.tokenizer_manager
 

@@ -10,9 +10,9 @@ SETUP = f"{__name__}:prepare"
 
 
 def prepare(environment: Mapping[str, str]) -> None:
-    """Connects the process to the job's Ray cluster when needed, and imports verl if it then imports modules of the user.
+    """Makes a later call of ``ray.init`` in this process join the Ray job, and lets verl import modules of the user.
 
-    Such a module (``VERL_USE_EXTERNAL_MODULES``) may change what the grader uses, for example a registry.
+    ``VERL_USE_EXTERNAL_MODULES`` names these modules. A grader may need them, for example because they add to a registry.
     """
     grader_cluster.connect_when_needed(environment)
     if os.environ.get("VERL_USE_EXTERNAL_MODULES"):

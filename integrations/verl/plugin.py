@@ -11,7 +11,7 @@ import logging
 
 
 def _warn_of_unread_flags() -> None:
-    """Logs a warning at the end of a program, such as verl's main_eval, if nothing in its Ray job has read its flags."""
+    """Logs a warning if nothing in the Ray job has read the flags on the command line, as with verl's main_eval. Runs at exit."""
     flags = config_intake.unread_flags()
     if flags and propagate.is_connected():
         with contextlib.suppress(Exception):  # the cluster may have ended

@@ -29,12 +29,12 @@ _STOP_SECONDS = 30.0
 """Maximum seconds to wait for the end of a remote call after its cancellation. Chosen by hand."""
 
 SUCCESSOR = "_successor_"
-"""Part of the name of an actor that replaces a dead reward worker, such as ``reward_loop_worker_2_successor_3_<job id>``, the third
+"""Part of the name of an actor that replaces a dead reward worker. ``reward_loop_worker_2_successor_3_<job id>`` is the third
 replacement of worker 2."""
 
 
 class Method:
-    """Imitation of a method of a Ray actor. ``remote(...)`` starts the async ``function`` in this process and returns its task."""
+    """Stands in for a method of a Ray actor: ``remote(...)`` starts the async ``function`` in this process and returns its task."""
 
     def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._function = function
@@ -44,7 +44,7 @@ class Method:
 
 
 async def cancel(call: Awaitable[T]) -> T | None:
-    """Cancels ``call`` (of an async Ray actor or a :class:`Method`) and waits for its end. Returns as :func:`outcome`."""
+    """Cancels ``call``, a running call of an async Ray actor or a :class:`Method`, and returns its :func:`outcome`."""
     call.cancel() if hasattr(call, "cancel") else ray.cancel(call)
     return await outcome(call)
 
@@ -62,9 +62,10 @@ async def outcome(call: Awaitable[T]) -> T | None:
 
 
 class RewardWorkerProxy:
-    """Proxy of ``worker``, the handle of a reward worker. Only ``compute_score`` does not go directly to the worker.
+    """Proxy of a reward worker. Replaces the worker when a call of ``compute_score`` finds it dead.
 
-    ``successor`` takes the number of deaths so far and returns the handle of the next worker.
+    All other attributes are those of ``worker``, the worker's handle. ``successor(n)`` returns the handle of the worker that takes
+    over after the n-th death.
     """
 
     def __init__(self, worker: RewardLoopWorker, successor: Callable[[int], RewardLoopWorker]) -> None:
@@ -77,7 +78,7 @@ class RewardWorkerProxy:
         return getattr(self._worker, name)
 
     async def _compute_score(self, data: Any) -> Any:
-        """Returns the score of ``data``. If the worker dies, its successor computes it. Cancelling also cancels the remote call.
+        """Computes the score of ``data``, on another worker if the worker dies. A cancellation also cancels the remote call.
 
         Raises:
             RayActorError: the worker was dead or unavailable in all :data:`ATTEMPTS` attempts.
@@ -102,10 +103,10 @@ class RewardWorkerProxy:
 
 
 def proxies(workers: Sequence[Any] | None, config: Any) -> list[RewardWorkerProxy] | None:
-    """Returns a proxy for each of a job's reward workers (handles of actors, or proxies, which are kept). None for None.
+    """Returns a proxy for each of ``workers``, the handles of a job's reward workers. Proxies and None are returned unchanged.
 
     A dead worker is replaced by a new actor, which all agent-loop workers share. With a reward model, another existing worker takes
-    over instead.
+    over instead, because a new actor would not know the model's address.
     """
     if workers is None:
         return None

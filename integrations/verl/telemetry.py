@@ -79,7 +79,7 @@ class RecordingWorker(agent_loop.WorkerPart):
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Has a :class:`TelemetryObserver` of the manager's workers compute metrics in the trainer process, if telemetry is on."""
+        """Registers a :class:`TelemetryObserver` of the manager's workers in the trainer process, if telemetry is on."""
         if metrics.observer_of("telemetry") is not None:
             observer = TelemetryObserver(manager.config, manager.agent_loop_workers, manager.llm_client)
             metrics.set_observer("telemetry", observer)
@@ -134,7 +134,8 @@ def _note_server(original: Any, _flags: Any) -> Any:
 def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
     """Returns the share of each stage in the duration of a training step, as metrics ``telemetry/share/<stage>``.
 
-    Reads verl's own timers in ``logged``, the metrics that verl logs. Returns {} if these are not of a training step.
+    A stage is a part of a step that verl times, such as ``gen``. Returns {} if ``logged``, the metrics that verl logs, are not of a
+    training step.
     """
     shares = stage_clock.shares(stage_clock.stages(logged))
     return {f"telemetry/share/{stage}": share for stage, share in shares.items()}
@@ -143,7 +144,7 @@ def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
 class TelemetryObserver:
     """Computes the telemetry metrics of each logged training step from the records of ``workers`` (:class:`RecordingWorker`).
 
-    ``config`` is verl's configuration. The load balancer of ``client``, verl's rollout client, lists the rollout servers.
+    ``config`` is verl's configuration. ``client`` is verl's rollout client, which knows the rollout servers.
     """
 
     def __init__(self, config: Any, workers: Sequence[Any], client: ObservedClient) -> None:
@@ -157,7 +158,7 @@ class TelemetryObserver:
         self._window_known = VerlRun(config, config_intake.trainer()).generates_within_stage
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the telemetry metrics of a step by name, such as ``telemetry/idle_share``. Arguments: :func:`observe_stages`."""
+        """Returns telemetry metrics, such as ``telemetry/idle_share``. ``logged``: the metrics that verl logs for ``step``."""
         began = time.perf_counter()
         numbers = observe_stages(step, logged)
         if not numbers:
@@ -200,7 +201,7 @@ class TelemetryObserver:
         return []
 
     def _preempted(self, servers: list[str]) -> int | None:
-        """Returns the number of preemptions since the last call, at first since the servers' start; None if unknown."""
+        """Returns the number of preemptions on ``servers`` since the last call, or at first since their start; None if unknown."""
         if not servers or self._silent_steps == ATTEMPTS:
             return None
         preemptions = self._counters.take(read_servers(self._engine, servers))

@@ -41,7 +41,7 @@ _STEP = "training/global_step"
 def wire(run: VerlRun, flags: TpReplanFlags) -> None:
     """Checks the configuration of ``run`` and makes the rollout servers count preemptions. Idempotent.
 
-    With the flag ``action=restart``, also prepares this driver process to exit with the code that requests a new launch.
+    With the flag ``action=restart``, also arranges that this driver process can ask ``rl-accel run`` for a restart.
 
     Raises:
         ConfigError: a setting conflicts with this feature, or no tensor-parallel size is possible.
@@ -64,7 +64,7 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
 
 
 def _check_appended(run: VerlRun) -> None:
-    """Refuses a restarted run whose command ignores the TP size that ``rl-accel run`` has appended. It would restart forever."""
+    """Raises ConfigError if a restarted run has the old tensor-parallel size, because its command ignores appended overrides."""
     for override in json.loads(os.environ.get(OVERRIDES_VAR, "[]")):
         key, _, wanted = override.partition("=")
         if key == TP_KEY and wanted != str(run.get(TP_KEY)):
@@ -129,11 +129,13 @@ class StepObserver:
         self._run: PlannedRun
 
     def __call__(self, _step: int, data: Mapping[str, Any]) -> dict[str, float]:
-        """Passes the metrics ``data`` of a logged step to the planner, without preemptions during a validation.
+        """Passes the metrics ``data`` of a logged step to the planner.
+
+        In a step with a validation, preemptions count as unknown, because some may be of the validation.
 
         Returns:
             The metrics ``tp_replan/tp`` (current size), ``wanted_tp`` (advised size), ``changes`` (number of changes so far), and
-            ``preemptions`` if known. {} for a validation (no ``training/global_step`` in ``data``) or without a trainer.
+            ``preemptions`` if known. {} without ``training/global_step`` in ``data`` (a validation only), or without a trainer.
         """
         trainer = self._find_trainer()
         if trainer is None:
@@ -173,9 +175,9 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
 
 
 def restart(trainer: Trainer, step: int, decision: TPDecision) -> None:
-    """Saves a checkpoint of ``step`` and ends this launch after ``step``. The next launch has another tensor-parallel size.
+    """Saves a checkpoint and ends the run after ``step``, so that ``rl-accel run`` resumes it with another tensor-parallel size.
 
-    Call it when the metrics of ``step`` are logged. If ``step`` is the last step or saving fails, it only logs a warning.
+    Must be called when the metrics of ``step`` are logged. If ``step`` is the last step or saving fails, only logs a warning.
     """
     if step >= min(trainer.total_training_steps, trainer.steps_per_epoch * trainer.config.trainer.total_epochs):
         logger.warning("rl-accel: tp_replan: step %d is the last, nothing is restarted", step)
@@ -194,7 +196,7 @@ def restart(trainer: Trainer, step: int, decision: TPDecision) -> None:
 
 
 def _overrides(trainer: Trainer, tp: int) -> list[str]:
-    """Returns the configuration overrides with which the next launch resumes this run with the tensor-parallel size ``tp``."""
+    """Returns the overrides of verl's configuration that resume this run with the tensor-parallel size ``tp``."""
     # Named, because the name of the folder may depend on the time of the launch.
     folder = os.path.abspath(trainer.config.trainer.default_local_dir).replace("\\", "\\\\").replace("'", "\\'")
     return [

@@ -15,7 +15,7 @@ from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 
 FIRST_SLEEP = 0.05
-"""Seconds before a server is asked for its load a second time: about the time of one token. Chosen by hand."""
+"""Seconds of the first sleep after an abort: about the time of one token, after which requests have ended. Chosen by hand."""
 
 
 def _make(original: Any, _settings: Any) -> Any:
@@ -36,7 +36,7 @@ def _make(original: Any, _settings: Any) -> Any:
 
 
 def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
-    """Raises PatchRefused unless slime sleeps at one place, for ``retry_interval`` seconds, by default above ``FIRST_SLEEP``."""
+    """Raises PatchRefused unless slime's function has one sleep, of ``retry_interval`` seconds, by default over ``FIRST_SLEEP``."""
     nodes = ast.walk(ast.parse(inspect.getsource(original.__code__)))
     calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
     sleeps = [call for call in calls if "sleep" in call.partition("(")[0]]

@@ -28,7 +28,7 @@ def packed_gae(
     lambd: float,
     settings: Any,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Computes the GAE of responses, each cut to its ``lengths[i]`` first tokens. Returns the pair (advantages, returns)."""
+    """Computes the GAE of responses, of each of which the first ``lengths[i]`` tokens count. Returns (advantages, returns)."""
     return gae_of_lists(
         [reward[:length] for reward, length in zip(rewards, lengths, strict=True)],
         [value[:length] for value, length in zip(values, lengths, strict=True)],

@@ -9,7 +9,7 @@ from rl_accel.errors import PatchRefused
 from rl_accel.patches.parity import require_agreement
 
 LOSS = "slime.backends.megatron_utils.loss"
-"""Module of slime that has imported the functions to replace by name, so that they must be replaced in it, too."""
+"""Module of slime that calls the functions to replace. It imports them with ``from``, so that they must be replaced in it, too."""
 PPO_UTILS = "slime.utils.ppo_utils"
 
 
@@ -42,7 +42,7 @@ def on_whole_responses(
 
 
 PROBE_LENGTHS = (130, 1, 57, 128, 3)
-"""Lengths in tokens of the sequences that are compared with slime. Some lengths are near 128, the chunk length of slime's scans."""
+"""Lengths in tokens of the sequences for the comparison with slime. Some are near 128, the chunk length of slime's scans."""
 
 
 def require_equal_scan(
@@ -52,11 +52,12 @@ def require_equal_scan(
     ours: Callable[..., list[torch.Tensor]],
     arguments: Sequence[Mapping[str, float]],
 ) -> None:
-    """Compares rl-accel's computation ``ours(**arguments)`` with the scan that slime's ``function`` calls by the name ``scan``.
+    """Checks that ``ours`` computes the same as slime's scan, the function with the name ``scan`` that slime's ``function`` calls.
 
-    slime's scan gets, before the arguments, each item of ``rows``: sequences of the lengths ``PROBE_LENGTHS``, here padded with
-    zeros to [B, T]. ``ours`` returns each of the scan's outputs as one tensor without padding. Raises PatchRefused if slime has no
-    such scan, or if outputs differ by more than 1e-4, which leaves room for the rounding of float32.
+    Both get each item of ``arguments``, such as ``{"gamma": 0.99}``. slime's scan also gets the ``rows``, padded with zeros to
+    [B, T]; each item of ``rows`` has sequences of the lengths ``PROBE_LENGTHS``. ``ours`` returns each output of the scan as one
+    tensor without padding. Raises PatchRefused if slime has no such scan, or if outputs differ by more than 1e-4, the room for the
+    rounding of float32.
     """
     if (stock_scan := function.__globals__.get(scan)) is None:
         raise PatchRefused(f"{PPO_UTILS} has no {scan} to compare with")

@@ -26,7 +26,7 @@ class RequestWatcher(Protocol):
 
 
 WATCHER: ContextVar[RequestWatcher | None] = ContextVar("watcher", default=None)
-"""Watcher of the current asyncio task; None: slime's requests stay unchanged."""
+"""Watcher of the requests of the current asyncio task; None: the requests stay unchanged."""
 
 
 def _make(original: Any, _settings: Any) -> Any:

@@ -2,7 +2,8 @@
 
 In the driver process, ``validate_config`` is wrapped, so that a misspelt key stops the run before a cluster starts. ``run_ppo`` is
 wrapped as well, for the entry points in ``verl.experimental``. In the trainer process, the trainer's constructor is wrapped,
-because the trainer that is really built decides which features may be on. Recipes may not call RayPPOTrainer's constructor.
+because the trainer that is really built decides which features may be on. Subclasses of RayPPOTrainer are wrapped, too, because
+their constructors need not call that of RayPPOTrainer.
 All trainers construct verl's logger, which refuses flags that none of these functions has read.
 
 A feature that uses verl's extension points names a module in :attr:`~rl_accel.features.Feature.verl`, which has two functions.
@@ -45,7 +46,7 @@ logger = logging.getLogger("rl_accel")
 
 SECTION = "rl_accel"
 _SECTION_LIKE = re.compile("rl[_-]?accel(?![a-z])", re.IGNORECASE)
-"""Beginning of a misspelt key that was meant for the section ``rl_accel``, such as ``rl_accel_auto=True``."""
+"""Pattern for a configuration key that is probably the section ``rl_accel`` misspelt, such as ``rl_accel_auto=True``."""
 
 _is_read = False  # whether flags were looked for in a configuration
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
@@ -57,14 +58,14 @@ def trainer() -> Any:
 
 
 def unread_flags() -> list[str]:
-    """Returns the ``rl_accel`` flags on the command line; [] if this process has read verl's configuration."""
+    """Returns the ``rl_accel`` flags on the command line; [] if this process has read them or disabled all features."""
     if _is_read or RUNTIME.sources() is None:
         return []
     return [word for word in sys.argv if word.lstrip("+").startswith(f"{SECTION}.")]
 
 
 def resumed_checkpoint(trainer: Trainer) -> Path | None:
-    """Returns the checkpoint folder from which ``trainer`` has resumed, or None. Call this before the first training step."""
+    """Returns the checkpoint folder from which ``trainer`` has resumed, or None. Must be called before the first training step."""
     config, step = trainer.config.trainer, trainer.global_steps
     if config.resume_mode == "resume_path":
         return Path(config.resume_from_path)
@@ -133,8 +134,10 @@ def in_trainer(config: Any, trainer: Any = None) -> None:
 def _require_section_name(config: Any) -> None:
     """Raises ConfigError for a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread.
 
-    A user's own section is accepted if its name is similar but no key resembles the name of a feature. A section with the name of a
-    feature is accepted if it has no ``enable``, or a key that resembles no flag of this feature.
+    Two kinds of sections are taken for the user's own and accepted:
+
+    - The name resembles ``rl_accel``, but no key resembles the name of a feature.
+    - The name is that of a feature, but the key ``enable`` is absent, or a key resembles no flag of this feature.
     """
     flags = {feature.name: {flag.name for flag in fields(feature.flags)} for feature in FEATURES}
 
@@ -196,7 +199,7 @@ def _take_in(config: Any, trainer: Any = None, in_driver: bool = False) -> None:
 
 
 def take_in_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Applies the flags in the argument ``config`` of a call of ``function``: a trainer's constructor or a driver's function."""
+    """Applies the flags in the argument ``config`` of a call of ``function`` (of a trainer's constructor, for example)."""
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     if function.__name__ != "__init__":
         in_driver(arguments["config"])
@@ -219,7 +222,7 @@ def _after_flags(original: Any, _settings: Any = None) -> Any:
 
 
 def _refusing_unread_flags(original: Any, _settings: Any) -> Any:
-    """Returns a wrapper of the constructor of verl's logger. It ends the program if flags of rl-accel in ``config`` went unread.
+    """Returns a wrapper of the constructor of verl's logger, which ends the program if nothing has read the flags in ``config``.
 
     An example is verl's SFT trainer, which no other patch of this module reaches.
     """

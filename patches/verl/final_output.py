@@ -13,7 +13,7 @@ from typing import Any
 from rl_accel.patches.patch import Patch
 
 NEVER = 1 << 30
-"""Value for vLLM's ``stream_interval``, in tokens: longer than any response, so that no output is sent in between."""
+"""Value for vLLM's ``stream_interval``, the number of tokens between two outputs: more than any response has."""
 
 
 def _at_the_end(original: Any, _settings: Any) -> Any:
@@ -38,7 +38,7 @@ def _at_the_end(original: Any, _settings: Any) -> Any:
 
 
 class _View:
-    """Object with the attributes of ``base``, except those in ``instead``. Attributes are set on ``base``."""
+    """Proxy of ``base``. Reading an attribute named in ``instead`` gives the value in ``instead``. Writes go to ``base``."""
 
     def __init__(self, base: Any, **instead: Any) -> None:
         vars(self).update(instead, _base=base)
@@ -52,9 +52,9 @@ class _View:
 
 @contextlib.contextmanager
 def _never_between(processor: Any) -> Iterator[None]:
-    """Sets the ``stream_interval`` of an engine's output processor to ``NEVER`` until the last of overlapping blocks has ended.
+    """Sets the ``stream_interval`` of an engine's output ``processor`` to ``NEVER`` inside the ``with`` block.
 
-    vLLM before 0.27 has one interval for all requests.
+    For vLLM before 0.27, where all requests share one interval. If blocks overlap, the end of the last block restores the interval.
     """
     running, interval = getattr(processor, "_rl_accel_blocks", (0, processor.stream_interval))
     processor._rl_accel_blocks, processor.stream_interval = (running + 1, interval), NEVER

@@ -18,13 +18,13 @@ from rl_accel.telemetry import metrics
 
 _MODULE = "verl.trainer.ppo.core_algos"
 _TIMED_COLUMNS = 32
-"""Number of token columns on which verl's loop is timed. A column takes about as long as any other; chosen by hand."""
+"""Number of token columns on which verl's loop is timed. Few are enough, because all take about the same time. Chosen by hand."""
 _EXACT_KERNELS = ("naive", "numba")
 _PARAMS = ("token_level_rewards", "values", "response_mask", "gamma", "lam")
 
 
 def _require_proven(rewards: Any, values: Any, mask: Any, gamma: Any, lam: Any) -> None:
-    """Raises ValueError for empty tensors, and for a type, dtype or device for which the scan is not known to equal verl's."""
+    """Raises ValueError for empty tensors, and for types, dtypes and devices for which rl-accel may not compute what verl does."""
     if any(type(x) is not torch.Tensor for x in (rewards, values, mask)):
         raise ValueError("an argument is not a plain tensor")
     if rewards.numel() == 0 or rewards.dtype not in (torch.float32, torch.float64):
@@ -74,8 +74,8 @@ def _make(original: Any, settings: Any) -> Any:
 def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[int, str], float]) -> float | None:
     """Estimates the seconds that verl's loop over tokens would take for a batch; None if the batch is too small to be timed.
 
-    Times the loop on the first token columns only. ``known`` caches the seconds per column, by (bit length of B, device).
-    ``arguments``: rewards, values and mask [B, T], gamma and lambda.
+    Times the loop on the first token columns only. ``known`` caches the seconds per column, by (bit length of B, device). Batches
+    of similar size share an entry. ``arguments``: rewards, values and mask [B, T], gamma and lambda.
     """
     rows, tokens = arguments[0].shape
     key = rows.bit_length(), str(arguments[0].device)

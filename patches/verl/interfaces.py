@@ -22,7 +22,7 @@ class TokenOutput(Protocol):
 
 
 class RolloutServer(Protocol):
-    """Ray actor handle of a rollout server. Not compared with verl, because the class of the server depends on the engine."""
+    """Ray actor handle of a rollout server. Not compared with the installed verl, because each engine has another server class."""
 
     __ray_call__: Any
 
@@ -215,7 +215,7 @@ class CheckpointManager(Protocol):
 
 @interface_of("verl.trainer.ppo.v1.trainer_base:PPOTrainer")
 class Trainer(Protocol):
-    """Members of verl's V1 trainer (``PPOTrainer``) in every mode."""
+    """Members of verl's V1 trainer (``PPOTrainer``) that rl-accel uses and that exist in every mode."""
 
     config: Any
     global_steps: int

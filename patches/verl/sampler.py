@@ -1,12 +1,13 @@
 """Adaptive waits between polls for finished rollouts in verl's V1 replay buffer, instead of a fixed 2 seconds.
 
-The original method still runs and logs, with a changed ``poll_interval`` that is restored right after the call. The wait is
-unchanged if the times of polls affect more than the delay. With a group filter, they decide which prompts replace dropped groups.
-In asynchronous modes, and perhaps in a custom buffer, they decide which responses are in a batch; there the patch acts only if the
-feature is enabled by name.
+The original method still runs and logs, with a changed ``poll_interval`` that is restored right after the call.
 
-``separate_async`` counts a step as idle if the wait was longer than the configured ``poll_interval``. With the patch, shorter
-waits, which verl rounds up to an interval, no longer count.
+The times of polls may affect more than the delay. With a group filter, they decide which prompts replace dropped groups: the wait
+is then unchanged. In asynchronous modes, and perhaps with a custom buffer, they decide which responses are in a batch: the wait is
+then changed only if the feature is enabled by name.
+
+verl's mode ``separate_async`` counts a step as idle if the wait was longer than the configured ``poll_interval``. verl itself
+always waits whole intervals. With the patch, a step with a shorter wait no longer counts.
 """
 
 import math
@@ -20,7 +21,7 @@ from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
 _CPU_PER_SECOND = 1.25
-"""Upper bound of the CPU seconds per second of a poll. Above 1, because two processes work in parallel."""
+"""Upper bound of the CPU seconds per second of a poll. Above 1, because TransferQueue's process works part of that time, too."""
 
 
 @dataclass

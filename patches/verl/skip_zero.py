@@ -23,12 +23,12 @@ from rl_accel.patches import upstream
 from rl_accel.patches.patch import Patch
 
 _LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
-"""Lengths in tokens of the 8 random responses with which :func:`find_influence` tests a policy loss. Short and long, by hand."""
+"""Lengths in tokens of the 8 random responses with which :func:`find_influence` tests a policy loss. Chosen by hand."""
 _ZERO_ROWS = (0, 3, 7)
 """Indices in ``_LENGTHS`` of the responses that get advantage 0: the first, one in the middle, and the last."""
 _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
-"""Standard deviation of the differences between old and new log-probabilities, for each batch of :func:`find_influence`. None: both
-are drawn independently. Large differences make losses clip; small differences keep losses from dropping rows."""
+"""Standard deviations of old minus new log-probabilities, one for each batch of :func:`find_influence`. None: both are drawn
+independently, and differ so much that losses clip. With small differences, fewer losses drop rows."""
 _PROMPT = 3  # tokens of each random prompt
 _ACTOR = "actor_rollout_ref.actor"
 _LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
@@ -43,8 +43,10 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
     """Returns the reason why rows (responses) with advantage 0 influence training with ``loss_function``, or "" if they do not.
 
     Computes gradients for random batches of 8 rows, of which 3 have advantage 0. The gradients of these 3 must be 0, and those of
-    the other 5 the same with and without these 3. A loss that drops rows of every batch cannot be tested, which is a reason, too.
-    ``loss_function`` is verl's, with its configuration: ``loss_function(model_output=..., data=..., dp_group=...)``.
+    the other 5 the same with and without these 3. A loss that drops rows of every batch is refused, too,
+    because dropped rows have gradient 0 whatever their advantage.
+
+    ``loss_function`` is verl's, with its configuration, and takes ``model_output``, ``data`` and ``dp_group``.
     """
     every = range(len(_LENGTHS))
     others, keeps_every_row = [row for row in every if row not in _ZERO_ROWS], False
@@ -68,8 +70,8 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
 def _random_batch(random: torch.Generator, distance: float | None) -> dict[str, list[torch.Tensor]]:
     """Returns a random batch, as a mapping from field name to a list with one tensor per row (response).
 
-    Shapes are [_PROMPT + T] for the model's outputs ``log_probs`` and ``entropy``, [_PROMPT] for ``prompts``, and [T] for other
-    fields. For ``distance`` see :data:`_DISTANCES`.
+    Shapes for a response of T tokens: [_PROMPT + T] for the model's outputs ``log_probs`` and ``entropy``, [_PROMPT] for
+    ``prompts``, and [T] for other fields. For ``distance`` see :data:`_DISTANCES`.
     """
     batch: dict[str, list[torch.Tensor]] = {}
     for row, length in enumerate(_LENGTHS):
@@ -96,9 +98,10 @@ def _random_batch(random: torch.Generator, distance: float | None) -> dict[str, 
 
 
 def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: Any) -> dict[int, torch.Tensor]:
-    """Returns the gradients of the loss of ``rows`` with respect to the model's outputs ``log_probs`` and ``entropy``.
+    """Returns the gradients of the loss of ``rows`` with respect to the model's outputs ``log_probs`` and ``entropy``, by row.
 
-    The gradients of a row are a tensor [2, _PROMPT + T]. The loss is normalised by the size of the whole ``batch``.
+    The gradients of a row with T response tokens are a tensor [2, _PROMPT + T]. The loss is normalised by the size of ``batch``,
+    not by that of ``rows``.
     """
     from verl.utils import tensordict_utils as tu
 
@@ -125,7 +128,7 @@ def require_silent(loss_function: Callable[..., Any]) -> None:
 
 
 def _config_and_mode(loss_function: Any) -> tuple[Any, Any]:
-    """Returns the actor's configuration and the ``loss_mode`` of verl's ``loss_function``; None where unknown."""
+    """Returns the actor's configuration and ``loss_mode`` that verl's ``loss_function`` uses; None where unknown."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return config, getattr(getattr(config, "policy_loss", None), "loss_mode", None)
 
@@ -175,7 +178,7 @@ def _random_parts(model: torch.nn.Module) -> Iterator[str]:
 def _find_zero_rows(data: Any) -> list[bool]:
     """Returns for each row (response) of the mini-batch ``data`` whether the gradient of the row is certainly 0.
 
-    This is so if all advantages of trained tokens are 0, and all other factors of the loss are finite.
+    This is so if all advantages of trained tokens are 0, and all other factors of the loss are finite: 0 times infinity is not 0.
     """
     factors = [data[name].unbind() for name in ("old_log_probs", "rollout_is_weights") if name in data]
     rows = zip(data["response_mask"].bool().unbind(), data["advantages"].unbind(), *factors, strict=True)
@@ -221,7 +224,7 @@ def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[
 
 
 def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
-    """Returns an empty counter of skipped rows; None, after a log line, if rows must not be skipped.
+    """Returns an empty counter for skipped rows. Logs a warning and returns None if rows must not be skipped.
 
     Raises ConfigError instead of returning None if the feature is enabled by name.
     """
@@ -238,10 +241,10 @@ def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) ->
 
 
 def _train_rows(original: Any, engine: Any, data: Any, loss_function: Any, skipped: Counter[str]) -> Any:
-    """Calls verl's function with only the rows that must be trained. Adds to ``skipped`` what this saves.
+    """Calls verl's function ``original`` with only the rows that must be trained. Adds the savings to ``skipped``.
 
-    Keys are ``rows`` (of all ranks), ``tokens`` (of this rank, times the number of ranks) and ``seconds_saved`` (estimate for this
-    rank).
+    Savings are ``rows`` (on all ranks together), ``tokens`` (on this rank, times the number of ranks, because verl logs the mean
+    over ranks) and ``seconds_saved`` (estimate for this rank).
     """
     from verl.utils import tensordict_utils as tu
 

@@ -28,7 +28,7 @@ trainer in any mode. Features that are not listed work with all trainers."""
 ENGINES = {"final_output": "vllm", "drafts": "vllm"}
 """Mapping from feature to the only rollout engine that the feature supports. Features that are not listed work with all engines."""
 WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""verl's advantage estimators that end with ``masked_whiten``. The feature ``advantages`` has no effect with other estimators."""
+"""verl's advantage estimators that call ``masked_whiten`` at the end. The feature ``advantages`` has no effect with others."""
 
 _IDLE_WITH_GROUP_FILTER = {
     "sampler": "which prompts are launched depends on when verl looks",
@@ -107,12 +107,12 @@ class VerlRun:
 
     @property
     def has_critic(self) -> bool:
-        """True if verl trains a critic (verl's ``need_critic``)."""
+        """True if verl trains a critic."""
         return bool(self.get("critic.enable", self.get("algorithm.adv_estimator") == "gae"))
 
     @property
     def filters_groups(self) -> bool:
-        """True if verl's group filter (DAPO) is on."""
+        """True if verl's group filter (DAPO) is on, which drops prompts whose responses all score the same."""
         return bool(self.get("algorithm.filter_groups.enable", False))
 
     @property
@@ -133,7 +133,7 @@ class VerlRun:
 
     @property
     def gpus_besides_tp(self) -> int:
-        """Data-parallel times pipeline-parallel size of a rollout replica: its number of GPUs divided by its TP size."""
+        """Data-parallel times pipeline-parallel size of a rollout replica: its GPUs divided by its tensor-parallel size."""
         return self._number(f"{ROLLOUT}.data_parallel_size") * self._number(f"{ROLLOUT}.pipeline_model_parallel_size")
 
     @property
@@ -159,7 +159,7 @@ class VerlRun:
     def require_chosen(self, flag: str, key: str, value: Any) -> None:
         """Raises ConfigError in the trainer process if ``key`` of verl's configuration is not ``value``, which a feature needs.
 
-        rl-accel sets the key in the driver process, if the driver calls verl's ``validate_config``.
+        rl-accel sets the key in the driver process, inside verl's ``validate_config``, which some drivers do not call.
         """
         if not self.in_driver and self.get(key) != value:
             reason = "verl's validate_config sets it, which the driver must call before the trainer starts"
