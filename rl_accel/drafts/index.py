@@ -215,8 +215,9 @@ def _best_positions(
 def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -> tuple[int, int, int]:
     """Predicts the next tokens of a sequence: the tokens that followed where its last tokens were found in the index.
 
-    Compares the newest CANDIDATES places in the same prompt and its responses, and as many in the whole index. The places with the
-    most equal tokens vote on one next token after another. Newer places have more weight. A place that is outvoted no longer votes.
+    Tries the newest CANDIDATES places in the same prompt and its responses, and as many in the whole index. The places with the
+    longest match (number of equal tokens before the place) vote on one next token after another. Newer places have more weight. A
+    place that is outvoted no longer votes.
 
     Args:
         pool: the index.
@@ -226,8 +227,8 @@ def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -
         shares: receives each predicted token's share of the votes, float64[L].
 
     Returns:
-        Number of predicted tokens, 0 if no place was found; number of equal tokens at the places that voted; index in SOURCES of
-        the newest of these places.
+        Number of predicted tokens, 0 if no place was found; length of the longest match; index in SOURCES of the newest place
+        with this match.
     """
     end, key, oldest = sequence[LENGTH], sequence[KEY], sequence[OLDEST]
     limit, count = min(len(tokens), len(context) - 1 - end), 0
