@@ -39,9 +39,9 @@ from rl_accel.runtime import is_installed
 
 SECTION = "rl_accel"
 STOPS = "train.py itself stops"
-"""Beginning of a message about an error with which slime itself would stop the run. The command then exits with code 1."""
+"""Beginning of a message about an error with which slime would stop the run. ``rl-accel slime-config`` then exits with code 1."""
 SLIME_ARGUMENTS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
-"""Mapping from feature name to slime's arguments that the feature sets, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
+"""Mapping from feature name to the slime arguments that the feature sets, see :attr:`~rl_accel.features.SlimeHooks.arguments`."""
 _ASSUMED_ARGUMENTS = {
     **STOCK,
     "advantage_estimator": "grpo",
@@ -50,12 +50,12 @@ _ASSUMED_ARGUMENTS = {
     **dict.fromkeys(("over_sampling_batch_size", "rollout_batch_size", "buffer_filter_path")),
     "debug_train_only": True,  # without a launch line, engine settings are unknown
 }
-"""Values of the arguments that the check reads, for a YAML file that is checked without a launch line."""
+"""Values of slime's arguments that :func:`check` assumes if it gets no launch line, which would set them."""
 _MISSPELT_ABOVE = 0.92
-"""Similarity (0 to 1) to a flag of slime above which an unknown flag counts as misspelt. Flags of Megatron-LM, which slime's parser
-does not know, have at most 0.86."""
+"""Similarity (0 to 1) to a flag of slime from which on an unknown flag counts as misspelt. The correct flags of Megatron-LM, which
+slime's parser does not know either, have at most 0.86."""
 _FLAG = re.compile("[-\N{EN DASH}\N{EM DASH}]+(?=[A-Za-z])")
-"""Pattern of the dashes before a flag. Text editors may replace them by long dashes."""
+"""Pattern of the dashes before a flag. Long dashes match, too, because text editors may put one in place of ``--``."""
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -84,12 +84,13 @@ def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None = None) -> list[str]:
-    """Checks a YAML file. Returns the messages that a run would log, and a warning for each key that is not a flag of slime.
+    """Checks ``path``, the YAML file for slime's ``--custom-config-path``.
+
+    Returns the messages that a run with this file would log, and a warning for each key that is not a flag of slime.
 
     Args:
-        path: path of the YAML file.
         slime_root: checkout of slime in which the keys are looked up; None: keys are not looked up.
-        line: words of a launch line that is checked together with the file, by slime's own parser; None for no launch line.
+        line: words of the launch line, which slime's own parser then checks together with the file; None for no launch line.
 
     Raises:
         ConfigError: the file cannot be read or lacks a value that a feature needs, a flag of rl-accel is wrong, or the launch line
@@ -130,7 +131,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the content of a YAML file as slime reads it. Raises ConfigError if the file is no mapping in YAML."""
+    """Returns the content of a YAML file as slime reads it. Raises ConfigError if the file is not a mapping, or repeats a key."""
     try:
         text = path.read_text(encoding="utf-8")
         OmegaConf.create(text)  # refuses a key that appears twice, of which slime takes the last
@@ -143,9 +144,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _inits_of_roles(args: Any) -> list[str]:
-    """Returns a message for each role (actor, critic) in the file ``--megatron-config-path`` that names another init function.
+    """Returns a message for each role (actor, critic) whose init function in ``--megatron-config-path`` is not rl-accel's.
 
-    Features that rl-accel's init function turns on would stay off there. A file that cannot be read also gives a message.
+    Features that rl-accel's init function turns on would stay off in this role. If the file cannot be read, the message says so.
     """
     ((key, ours),) = SLIME_MEGATRON.items()
     if (path := args.megatron_config_path) is None:
@@ -192,12 +193,12 @@ def flags_unknown_to_parsers() -> Iterator[Callable[[], list[str]]]:
 def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Parses a launch line with slime's own parser. Returns slime's arguments and a list of messages.
 
-    A message names a flag that slime would skip, or an error of slime's own checks. Without Megatron-LM, whose flags are then
-    unknown, only a flag that resembles a flag of slime causes a message. A value that slime's parser refuses ends this process.
+    A message names a flag that slime would skip, or an error of slime's own checks. If Megatron-LM is not installed, its flags are
+    unknown, and only a flag that resembles a flag of slime causes a message. A value that slime's parser refuses ends this process.
 
     Args:
         line: words of the launch line, including ``--custom-config-path``.
-        content: content of the YAML file, which slime itself reads before its checks. Used if slime's checks fail.
+        content: content of the YAML file. slime reads the file itself; ``content`` is used only if slime's checks fail.
 
     Raises:
         ConfigError: slime or SGLang cannot be imported.
@@ -237,7 +238,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
 
 
 def arguments_of(slime_root: Path) -> set[str]:
-    """Returns the names of slime's flags as keys of the YAML file, such as ``rollout_batch_size``.
+    """Returns the names of slime's flags in the form that they have in the YAML file, such as ``rollout_batch_size``.
 
     Reads slime's source files, because importing slime needs packages that may be absent. If SGLang is installed, its flags, such
     as ``sglang_tp_size``, are included. Raises ConfigError if ``slime_root`` is no checkout of slime.

@@ -16,7 +16,7 @@ logger = logging.getLogger("rl_accel")
 def flags_of(args: Any) -> Flags:
     """Applies the rl-accel flags in slime's ``args.rl_accel`` to this process. Returns all rl-accel flags in force.
 
-    Flags in ``args.rl_accel`` count even after :func:`rl_accel.disable`: they belong to a later run.
+    An earlier call of :func:`rl_accel.disable` does not matter, because ``args`` belongs to a run that began later.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -39,10 +39,10 @@ def require_values(flags: Flags) -> None:
 
 
 def require_file(args: Any, flags: Flags) -> None:
-    """Raises ConfigError if slime's YAML file lacks an argument that a feature needs which is enabled by name.
+    """Raises ConfigError if slime's YAML file lacks an argument that a feature needs, or has a wrong value for SGLang.
 
-    A setting of SGLang must also have the right value. slime reads these arguments before it calls rl-accel, so rl-accel cannot set
-    them itself.
+    slime reads these arguments before it calls rl-accel, so rl-accel cannot set them itself. Checks only features that are enabled
+    by name.
     """
     for feature, section, hooks in launch_line.enabled_features(flags):
         engine = hooks.engine(section)

@@ -29,14 +29,14 @@ STOCK = {
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
 }
-"""slime's defaults of the arguments that features set, by argument name, unless the default is None."""
+"""slime's own defaults of the arguments that features set, by argument name. Arguments with the default None are left out."""
 _QUOTED_FLAG = re.compile(r"--[\w-]+\s")
-"""Pattern of the beginning of a word such as ``"--flag value"`` (in quotes): the flag and one white space."""
+"""Pattern of a flag and white space within one word, as in ``"--flag value"``: quotes have joined two words by mistake."""
 _UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
-"""Pattern of a variable that holds several words, such as ``$@`` or ``${ARGS[@]}``."""
+"""Pattern of a shell variable that holds several words, such as ``$@`` or ``${ARGS[@]}``."""
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
-"""slime's arguments with the user's log function for rollouts, and for evaluations."""
+"""Names of slime's arguments that hold the user's log functions: for rollouts, and for evaluations."""
 
 
 def flags_of_this_job() -> dict[str, str]:
@@ -61,13 +61,13 @@ def flags_of_this_job() -> dict[str, str]:
 
 
 def words_of_flags(words: Sequence[str]) -> Sequence[str]:
-    """Returns the words of a launch line that follow the script. Words up to the last ``--`` are left out.
+    """Returns the words of a launch line that follow the script, the first word that ends in ``.py``.
 
-    The script is the first word that ends in ``.py``. Without a script, returns all words.
+    Words up to the last ``--``, as in ``ray job submit --``, are left out. Without a script, returns all other words.
 
     Raises:
-        ConfigError: there is no flag, a quoted word holds several words (``"--flag value"``), or a word such as ``${ARGS[@]}`` is
-            not expanded by a shell.
+        ConfigError: there is no flag, two words are joined by quotes (``"--flag value"``), or a shell has not replaced a variable
+            such as ``${ARGS[@]}``.
     """
     command = max((n for n, word in enumerate(words, 1) if word == "--"), default=0)
     has_flags = any(word.startswith("--") for word in words[command:])
@@ -107,7 +107,7 @@ def read_flags(words: Sequence[str]) -> dict[str, str]:
 
 
 def enabled_features(flags: Flags) -> Iterator[tuple[str, Any, SlimeHooks]]:
-    """Yields ``(name, flags, slime hooks)`` of each feature that is turned on and supports slime."""
+    """Yields the name, the flags and the :class:`SlimeHooks` of each feature that is turned on and supports slime."""
     for feature in FEATURES:
         if feature.slime and flags.requested(feature) != "off":
             yield feature.name, flags[feature], feature.slime
@@ -142,8 +142,8 @@ def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]
     ``line`` is the result of :func:`read_flags`.
 
     Returns:
-        Log lines. Each names a flag without effect, a function of the user that rl-accel's function now calls, or an automatic
-        feature that this call turns off.
+        Log lines. Each names a flag without effect, a function of the user that rl-accel's function now calls, or a feature that
+        stays off, because it does not fit the launch line and is not enabled by name.
 
     Raises:
         ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.

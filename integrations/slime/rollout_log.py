@@ -9,7 +9,7 @@ from rl_accel.integrations.slime.interfaces import LoggingUtils, MetricUtils, Ro
 from rl_accel.integrations.slime.launch_line import LOG_FUNCTIONS, enabled_features, function_at
 
 LOG_INTERFACES = (RolloutMetrics, LoggingUtils, MetricUtils)
-"""Protocols of the parts of slime that call :func:`log`, or that :func:`log` calls."""
+"""Protocols of the parts of slime that call :func:`log`, or that it calls. They are compared with the installed slime."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
 
 
 def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
-    """Calls the function ``after_evaluation`` of each enabled feature that has one.
+    """Tells the enabled features that an evaluation has ended: calls the function ``after_evaluation`` of each.
 
-    slime calls this function through ``--custom-eval-rollout-log-function-path``. Returns as :func:`log`.
+    slime calls this function through ``--custom-eval-rollout-log-function-path``. Returns True if slime should skip its own log.
     """
     for *_, hooks in enabled_features(flags_of(args)):
         if hooks.after_evaluation:

@@ -92,7 +92,8 @@ def numbers_of(rollout: LoggedRollout) -> dict[str, float]:
 
     Returns:
         Metrics with the prefix ``rl_accel/tp_replan/``; {} if the run has no engines. ``tp``: current TP size. ``wanted_tp``:
-        advised TP size. ``changes``: number of advised changes so far. ``preemptions`` (if known): number during this rollout.
+        advised TP size. ``changes``: number of changes advised so far. ``preemptions``: number of preemptions during this
+        rollout, absent if unknown.
     """
     if not _generates(rollout.args):
         return {}
@@ -135,9 +136,9 @@ def _refuse(wanted: str, found: Any, reason: str) -> NoReturn:
 
 
 def _reader(args: Any) -> _Read:
-    """Returns a function that reads the preemption counter of each rollout server behind slime's router.
+    """Returns a function that reads the preemption counter of each rollout server that slime's router knows.
 
-    The function returns a mapping from ``"<id> <address>"`` of a server to its counter, {} if the router does not answer.
+    This function returns a mapping from a server's ``"<id> <address>"`` to the server's counter; {} if the router does not answer.
     """
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
 

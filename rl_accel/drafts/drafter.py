@@ -40,38 +40,38 @@ from rl_accel.rollout.balance import key_of
 SETTINGS = "rl_accel_drafts"
 """Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration."""
 FLOOR = 0.2
-"""Minimum estimated probability that all tokens of a draft are accepted. A draft ends before a token with which the probability
-would be lower. Chosen by hand."""
+"""Minimum estimated probability (0 to 1) that all tokens of a draft are accepted. A draft ends before the token that would bring
+this probability below FLOOR. Chosen by hand."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
-"""Acceptance rates of draft tokens before any was measured: 0.5 for matches of up to 4 tokens, 0.6 for up to 8 tokens, and so on.
-Chosen by hand: a longer match is more likely to go on."""
+"""Assumed acceptance rates of draft tokens before any was measured: 0.5 if up to 4 of a response's last tokens were found
+elsewhere in the index, 0.6 for up to 8, and so on. Chosen by hand: the longer two texts agree, the likelier they go on to agree."""
 PRIOR = 4.0
-"""Weight of the acceptance rate over all prompts in the estimate for one prompt: it counts as much as this number of predicted
-tokens of the prompt. Chosen by hand."""
+"""Weight of all prompts in the acceptance rate estimated for one prompt. All prompts together count as much as PRIOR
+predicted tokens of this prompt, so that a new prompt has an estimate, too. Chosen by hand."""
 REMEMBERED = 4096
-"""Maximum number of requests that are remembered after they have left the batch, for ``take_finished`` and in case they return.
-Chosen by hand."""
+"""Maximum number of requests that are remembered after they have left vLLM's batch: ``take_finished`` returns their responses,
+and vLLM may continue them. Chosen by hand."""
 TAIL, RATES, HEAD, TAKEN, FOUND, MATCHED, SOURCE, PROPOSED = range(NUMBER + 1, NUMBER + 9)
-"""Columns 6 to 13 of ``_Batch.requests``. Columns 0 to 5: see ``LAST`` in ``index.py``.
+"""Columns 6 to 13 of ``_Batch.requests``, the table of running requests. Columns 0 to 5: see ``LAST`` in ``index.py``.
 
-TAIL: hash of the request's last tokens, see ``_tail_of``.
+TAIL: hash of the request's last tokens, by which the drafter recognises the request.
 RATES: row of ``_Rates.own`` with the acceptance rates of the request's prompt.
 HEAD: number of prompt tokens.
 TAKEN: 1 if ``take_finished`` has returned the response, else 0.
-FOUND, MATCHED, SOURCE: result of ``predict`` in ``index.py``. FOUND is 0 if nothing was predicted.
-PROPOSED: number of predicted tokens that are the request's draft."""
+FOUND, MATCHED, SOURCE: the three return values of ``predict`` in ``index.py``. FOUND is the number of predicted tokens.
+PROPOSED: number of predicted tokens that are proposed to vLLM."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt in the index.
+    """A prompt whose tokens are in the index.
 
     Attributes:
-        sequence: the prompt as a sequence of the index, int64[6], columns: see ``LAST`` in ``index.py``.
+        sequence: description of the prompt for the index, int64[6], columns: see ``LAST`` in ``index.py``.
         rates_row: row of ``_Rates.own`` with the acceptance rates of this prompt.
-        versions: versions of the weights that generated responses to the prompt, the latest version last.
+        versions: last versions of the weights that generated responses to the prompt, the latest version last.
     """
 
     sequence: Ints
@@ -80,7 +80,7 @@ class _Prompt:
 
 
 class _Batch(NamedTuple):
-    """Running requests as arrays with R rows, the same rows as in vLLM. The length is -1 in a row without a request."""
+    """Running requests as arrays with R rows. Each request has the same row as in vLLM; a row without a request has length -1."""
 
     requests: Any  # int64[R, 14], columns: see LAST and TAIL
     tokens: Any  # int32[R, L]: predicted tokens
@@ -95,11 +95,11 @@ class _Batch(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """Statistics of predicted tokens, from which the probability that the next predicted token is accepted is estimated.
+    """Acceptance rates of predicted tokens, from which the probability that vLLM accepts the next predicted token is estimated.
 
-    A try is a predicted token that was compared with a sampled token. It counts as the token's share of the votes (see
-    ``predict``). A hit is a try with equal tokens, and counts as 1. Hits / tries is the acceptance rate. Older hits and tries count
-    less. Source 0: predictions from the same prompt and its responses. Source 1: predictions from other prompts.
+    This probability is hits / tries, times the token's share of the votes (see ``predict``). Hits: number of predicted tokens that
+    were sampled. Tries: sum of the shares of all predicted tokens that were compared with sampled tokens. Older ones count less.
+    Source 0: predictions from the same prompt and its responses. Source 1: predictions from other prompts.
     """
 
     own: Any  # float64[P, 2, 2]: prompt, source, (hits, tries)
@@ -107,7 +107,7 @@ class _Rates(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """Counters since the last call of ``take_counts``."""
+    """Counters of tokens since the last call of ``take_counts``."""
 
     by_source: Any  # int64[len(SOURCES), 2]: drafted and accepted tokens
     by_length: Any  # int64[32, 2]: sampled tokens, row steps (see take_counts), by bit length of the response's length
@@ -117,19 +117,19 @@ class Drafter:
     """Drafter for speculative decoding in vLLM.
 
     Searches finished and running responses for the last tokens of each request, and proposes the tokens that followed there. vLLM
-    verifies a draft with rejection sampling, so a wrong draft costs time, never correctness. vLLM passes no request ids: the
-    drafter recognises the request in a row by its length and last tokens.
+    verifies a draft with rejection sampling, so a wrong draft costs time, never correctness. vLLM passes no request ids, so the
+    drafter recognises a request by its number of tokens and its last tokens.
 
     In a tensor-parallel group, only the first rank proposes drafts.
 
     Args:
         vllm_config: vLLM's configuration. ``additional_config["rl_accel_drafts"]`` has fields of
             :class:`~rl_accel.features.DraftsFlags`.
-        clock: function that returns the time in seconds, by which steps with and without drafts are compared.
+        clock: function that returns the time in seconds. Drafting pauses if steps with drafts take more time per token.
 
     Raises:
-        TypeError: a setting is unknown.
-        ValueError: the executor is "external_launcher", where each rank would need the same drafts; or memory_mb is below 1.
+        TypeError: ``additional_config`` has an unknown setting.
+        ValueError: the executor is "external_launcher", where each rank must propose the same drafts; or memory_mb is below 1.
     """
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -166,7 +166,7 @@ class Drafter:
         self._counts = _Counts(np.zeros((len(SOURCES), 2), np.int64), np.zeros((32, 2), np.int64))
 
     def load_model(self, *_: Any) -> None:
-        """Does nothing: vLLM calls this method of every drafter, and this one has no model to load."""
+        """Does nothing: vLLM calls this method of every drafter, and this drafter has no model to load."""
 
     def propose(
         self,
@@ -179,8 +179,8 @@ class Drafter:
 
         Args:
             sampled_token_ids: tokens accepted or sampled in the last step, for each row; empty for an incomplete prefill.
-            num_tokens_no_spec: number of tokens of each row, including ``sampled_token_ids``.
-            token_ids_cpu: tokens of each row, int32, shape (rows, max_model_len).
+            num_tokens_no_spec: number of prompt and response tokens of each row, including ``sampled_token_ids``.
+            token_ids_cpu: prompt and response tokens of each row, int32, shape (rows, max_model_len).
             slot_mappings: unused.
 
         Raises:
@@ -240,18 +240,18 @@ class Drafter:
         return counter
 
     def new_weights(self) -> None:
-        """Tells the drafter that the engine has new weights. Responses then count as generated with these weights.
+        """Tells the drafter that the engine has new weights. Responses that begin later count as generated with these weights.
 
-        All running requests leave the drafter's batch. If vLLM continues a request, :meth:`propose` recognises it by its tokens.
+        Running requests count as ended. If vLLM continues one of them, :meth:`propose` recognises the request by its tokens.
         """
         self._leave(range(self._running))
         self._running, self._called = 0, None
         self._version += 1
 
     def take_finished(self) -> list[bytes]:
-        """Returns the responses that ended since the last call, one item per response, as input of :meth:`absorb` elsewhere.
+        """Returns the responses that ended since the last call. Another replica, or a later run, adds them by :meth:`absorb`.
 
-        A preempted or aborted request that has not continued counts as ended, with its tokens so far.
+        Each response is encoded as bytes. A response that was preempted or aborted, and has not continued, counts as ended.
         """
         finished = []
         for request, *_ in self._gone.values():
@@ -262,7 +262,7 @@ class Drafter:
         return finished
 
     def absorb(self, responses: Iterable[bytes]) -> None:
-        """Adds responses to the index that :meth:`take_finished` returned in another replica or an earlier run."""
+        """Adds ``responses`` to the index. :meth:`take_finished` has returned them in another replica or an earlier run."""
         for response in responses if not self._idle else ():
             numbers = np.array(np.frombuffer(response, np.int32))  # a copy: kernels are compiled for writable arrays
             (version, length), tokens = numbers[:2].tolist(), numbers[2:]
@@ -270,10 +270,10 @@ class Drafter:
             extend(self._pool, self._request(tokens, length, version)[None], tokens[None], np.array([len(tokens)]))
 
     def _follow(self, others: list[int], new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
-        """Updates ``_batch`` after requests have started, ended or changed rows in vLLM.
+        """Updates ``_batch``, the drafter's copy of vLLM's batch, after requests have started, ended or changed rows.
 
-        ``others``: rows with another request than in the last call. A row for which vLLM sampled no token, as during an incomplete
-        prefill, becomes empty.
+        ``others``: rows that hold another request than in the last call. If vLLM sampled no token for such a row, as during an
+        incomplete prefill, the row becomes empty.
         """
         left = self._leave([*others, *range(len(new), self._running)])
         for row in others:
@@ -290,9 +290,9 @@ class Drafter:
         self._running = len(new)
 
     def _leave(self, rows: Iterable[int]) -> list[Ints]:
-        """Removes the requests in ``rows`` from the batch, and keeps them in ``_gone`` in case they return.
+        """Removes the requests in ``rows`` from the batch, and keeps them in ``_gone``, because vLLM may continue them.
 
-        Returns the kept rows of ``_Batch.requests``.
+        Returns copies of the removed rows of ``_Batch.requests``.
         """
         left = []
         for row in rows:
@@ -330,16 +330,16 @@ class Drafter:
 
 @compiled
 def _tail_of(tokens: Any, end: int) -> Any:
-    """Returns a hash of the last CONTEXT tokens of ``tokens[:end]``. The drafter recognises a request by it and the length."""
+    """Returns a hash of the last CONTEXT tokens of ``tokens[:end]``. Hash and length together identify a request."""
     return hash_of(tokens, max(0, end - CONTEXT), end, 0)
 
 
 @compiled
 def _rates_of(rates: _Rates, request: Any) -> tuple[Any, Any]:
-    """Returns two pairs (hits, tries) for the acceptance rate of a prediction for ``request``, as views of ``rates``.
+    """Returns two writable pairs (hits, tries) for the acceptance rate of the tokens predicted for ``request``, see ``_Rates``.
 
-    The first pair is for the prompt of ``request``, the second for all prompts at a similar match length. Both are for the source
-    of the prediction (see ``_Rates``).
+    The first pair is for the prompt of ``request``; the second for all prompts, at a similar number of equal tokens. Both count
+    only predictions from the same source as these tokens.
     """
     other, at = int(request[SOURCE] == OTHER), 0
     while request[MATCHED] > FIRST_RATES[at][0]:
@@ -351,12 +351,12 @@ def _rates_of(rates: _Rates, request: Any) -> tuple[Any, Any]:
 def _advance(
     pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: Any, new: Any, ends: Any
 ) -> tuple[Any, bool, bool]:
-    """Compares the predicted tokens with the new tokens, updates the acceptance rates, and adds the new tokens to the index.
+    """Compares the predicted tokens with the tokens that vLLM has sampled, updates the acceptance rates, and extends the index.
 
-    Returns:
-        Rows that have another request in ``batch`` than in vLLM. If there are any, nothing else was done.
-        True if the drafter knew all tokens before the last step, because each row was in all steps.
-        True if at least one draft was verified in the last step.
+    Returns ``(others, went_on, verified)``:
+        others: rows that have another request in ``batch`` than in vLLM. If there are any, nothing else was done.
+        went_on: whether all new tokens are from one step, so that its duration is the time since the last call.
+        verified: whether at least one draft was verified in the last step.
     """
     others, went_on, verified, rows = np.zeros(len(new), np.bool_), True, False, len(new)
     for row in range(rows):
@@ -402,9 +402,9 @@ def _advance(
 
 @compiled
 def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) -> float:
-    """Predicts the next tokens of each request, and writes into the column ``PROPOSED`` how many of them to propose.
+    """Predicts the next tokens of each request, and writes the number of tokens to propose into the column ``PROPOSED``.
 
-    Returns the expected number of accepted draft tokens in the next step, summed over requests.
+    Returns the number of draft tokens that are expected to be accepted in the next step, summed over requests.
     """
     expected = 0.0
     for row in range(rows):
@@ -427,11 +427,11 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
 class _CostModel:
     """Decides whether drafting saves time. Compares the seconds per token of steps with and without drafts, at similar batch sizes.
 
-    The numbers are chosen by hand, so that comparing costs about 3% of the drafts:
+    The constants are chosen by hand:
 
-    - ``WITHOUT``: one step in WITHOUT steps has no drafts.
-    - ``LEAST``, ``TRIED``: numbers of steps without drafts, and with drafts, that a comparison needs.
-    - ``WINDOW``: a measured step counts only 1 / e after this number of further steps.
+    - ``WITHOUT``: one step in WITHOUT steps has no drafts, only for the comparison. This costs about 3% of the drafts.
+    - ``LEAST``, ``TRIED``: minimum numbers of steps without drafts, and with drafts, for a comparison.
+    - ``WINDOW``: the weight of a measured step falls to 1 / e after WINDOW further steps.
     - ``PAUSE``: number of steps without drafts after a comparison in which drafting did not save time.
     """
 
@@ -446,7 +446,7 @@ class _CostModel:
     def allows(self, rows: int) -> bool:
         """Returns whether the next step, with ``rows`` requests, may have drafts.
 
-        Returns False during a pause, which each call shortens by one step, and if a step without drafts must be measured.
+        Returns False during a pause, which each call shortens by one step, and for steps that must be measured without drafts.
         """
         size = _about(rows)
         if self._paused[size] > 0:
@@ -456,18 +456,18 @@ class _CostModel:
         return without >= self.LEAST and without * self.WITHOUT >= verified
 
     def pays(self, rows: int, expected: float) -> bool:
-        """Returns whether the next step is expected to take fewer seconds per token with drafts than without.
+        """Returns whether the next step, with ``rows`` requests, should take no more seconds per token with drafts than without.
 
-        Returns True until TRIED steps with drafts were measured. ``rows``: number of requests. ``expected``: expected number of
-        accepted draft tokens of all requests.
+        Returns True until TRIED steps with drafts were measured. ``expected``: expected number of accepted draft tokens in the
+        step.
         """
         (plain_steps, plain, _), (steps, spent, _) = self._sizes[_about(rows)]
         return steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected)
 
     def add(self, rows: int, verified: bool, seconds: float, tokens: int) -> bool:
-        """Adds a measured step of ``rows`` requests. Returns True if a pause begins now, because drafting does not save time.
+        """Adds the duration of a step of ``rows`` requests. Returns True if drafting costs time, so that a pause begins now.
 
-        ``verified``: whether the step had drafts. ``seconds``: its duration. ``tokens``: number of tokens sampled in it.
+        ``verified``: whether the step had drafts. ``seconds``: duration of the step. ``tokens``: number of tokens sampled in it.
         """
         size = _about(rows)
         seen = self._sizes[size]
@@ -491,6 +491,6 @@ class _CostModel:
 
 
 def _about(rows: int) -> int:
-    """Returns the number of requests ``rows``, rounded down to four binary digits, so that similar batch sizes count as one."""
+    """Returns the batch size ``rows`` with all but its four highest binary digits set to 0, so that similar sizes count as one."""
     shift = max(0, rows.bit_length() - 4)
     return rows >> shift << shift

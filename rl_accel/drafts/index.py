@@ -18,52 +18,52 @@ from rl_accel.ops.cpu import compiled
 Ints = NDArray[np.int64]
 
 BLOCK = 32
-"""Number of tokens in a block of the index. A response wastes half a block on average."""
+"""Number of tokens in a block, which the index allocates as a whole. A response leaves half a block unused on average."""
 GRAM = 3
-"""Minimum length of a match in tokens. Shorter contexts are in too many places to say which token comes next."""
+"""Minimum number of equal tokens for a match. Fewer tokens occur in too many places to say which token comes next."""
 CONTEXT = 32
-"""Maximum length of a match in tokens: only the last CONTEXT tokens of a context are compared."""
+"""Maximum length of a match in tokens: only the last CONTEXT tokens of a response are compared."""
 CANDIDATES = 16
-"""Maximum number of positions in a chain that are compared with a context, the newest first. Twice as many save 1% of the
-engine steps in a replay (docs/benchmarks/drafts.md)."""
+"""Maximum number of places in the index that are compared with a response's last tokens, the newest first. Twice as many save only
+1% of the engine steps in a replay (docs/benchmarks/drafts.md)."""
 SOURCES = ("own", "sibling", "earlier", "other")
-"""Sources of a match: where the matching tokens were found.
+"""Sources of draft tokens: where the last tokens of a response were found again.
 
-own: the request itself or its prompt.
+own: the response itself or its prompt.
 sibling: another response to the same prompt, generated with the same weights.
 earlier: a response to the same prompt, generated with other weights.
-other: another prompt or a response to another prompt."""
+other: another prompt or a response to it."""
 OTHER = SOURCES.index("other")
 PROMPT = 2**62
-"""Value of the column VERSION for prompts: larger than every version of the weights, so that a prompt is never too old."""
+"""Value of the column VERSION for prompts: larger than every version number of the weights, so that a prompt is never too old."""
 
 
 LAST, LENGTH, OLDEST, KEY, VERSION, NUMBER = range(6)
-"""Columns of a stored sequence (a prompt or a response), int64[6 or more]. A position is the address of a token in the index.
+"""Columns of the int64 array that describes a sequence: a prompt, or a prompt with its response.
 
-LAST: position of the last token of prompt and response; -1 for none.
-LENGTH: number of tokens of prompt and response.
-OLDEST: oldest version of the weights whose responses may be used to predict tokens of this sequence.
+LAST: position (address in the index) of the last token; -1 for none.
+LENGTH: number of tokens.
+OLDEST: version of the weights. Responses of earlier weights are not used to predict tokens of this sequence.
 KEY: hash of the prompt, see ``key_of`` in ``rollout/balance.py``.
 VERSION: version of the weights that generate the response; PROMPT for a prompt.
 NUMBER: unique number of the sequence."""
 BEFORE, AFTER, COUNT = range(3)
-"""Columns of ``Pool.blocks``. A block holds up to BLOCK tokens of one sequence. Columns 3 to 5: KEY, VERSION, NUMBER of the
-sequence.
+"""Columns 0 to 2 of ``Pool.blocks``. A block holds up to BLOCK tokens of one sequence. Columns 3 to 5 are the sequence's KEY,
+VERSION and NUMBER.
 
-BEFORE: position of the sequence's token before the block; -1 for none.
+BEFORE: position (address in the index) of the sequence's last token before this block; -1 for none.
 AFTER: number of the sequence's next block; -1 for none.
 COUNT: number of tokens in the block."""
 _numbers = itertools.count(1)
 
 
 def sequence(key: int, version: int, oldest: int = 0, last: int = -1, length: int = 0) -> Ints:
-    """Returns the columns of a new sequence (a prompt or a response), int64[6]; see LAST for their meaning."""
+    """Returns the array int64[6] that describes a new sequence; for its columns see LAST."""
     return np.array([last, length, oldest, key, version, next(_numbers)])
 
 
 class Pool(NamedTuple):
-    """Arrays of an index: N tokens in N / BLOCK blocks, and H hash buckets for each of the two kinds of chains."""
+    """Memory of an index: N tokens in N / BLOCK blocks, and two hash tables of H buckets, which find places after given tokens."""
 
     tokens: Any  # int32[N, 3]: token; offset to the older position in the prompt's and the global chain; 0: none
     blocks: Any  # int64[N / BLOCK, 6], columns: see BEFORE
@@ -72,7 +72,7 @@ class Pool(NamedTuple):
 
 
 def make_pool(memory_mb: float) -> Pool:
-    """Returns the arrays of an empty index. They take ``memory_mb`` MiB and never grow: new tokens replace the oldest tokens.
+    """Returns an empty index. It takes ``memory_mb`` MiB and never grows: new tokens replace the oldest tokens.
 
     Raises ValueError if ``memory_mb`` is less than 1.
     """
@@ -87,7 +87,7 @@ def make_pool(memory_mb: float) -> Pool:
 
 @compiled
 def hash_of(tokens: Any, begin: int, end: int, start: int) -> Any:
-    """Returns a 64-bit hash of ``tokens[begin:end]``. Another ``start`` gives another hash function."""
+    """Returns a 64-bit hash of ``tokens[begin:end]``. Each value of ``start`` gives a different hash function."""
     mixed = np.uint64(start)
     for at in range(begin, end):
         mixed = (mixed ^ np.uint64(tokens[at])) * np.uint64(0x9E3779B97F4A7C15)
@@ -97,17 +97,17 @@ def hash_of(tokens: Any, begin: int, end: int, start: int) -> Any:
 
 @compiled
 def bucket_of(chain: int, key: int, tokens: Any, end: int, buckets: int) -> Any:
-    """Returns the index in the hash table of the chain of positions after the tokens ``tokens[end - GRAM : end]``.
+    """Returns the hash bucket of the chain that lists the places after the tokens ``tokens[end - GRAM : end]``.
 
-    ``chain``: 0 for the chain of the prompt with the hash ``key``, 1 for the global chain. ``buckets``: number of hash buckets for
-    each kind of chain, a power of two.
+    ``chain``: 0 for places in the prompt with the hash ``key`` and responses to it, 1 for places in the whole index. ``buckets``:
+    number of buckets in a hash table, a power of two.
     """
     return hash_of(tokens, end - GRAM, end, 0 if chain else key) & (buckets - 1)
 
 
 @compiled
 def is_live(pool: Pool, position: int) -> bool:
-    """Returns whether the token at ``position`` is still stored in the pool; False for position -1."""
+    """Returns whether the token at the address ``position`` is still in the index; False for -1. Newer tokens replace old ones."""
     return position >= 0 and pool.used[0] - len(pool.blocks) <= position // BLOCK
 
 
@@ -123,7 +123,7 @@ def _token(pool: Pool, position: int) -> Any:
 
 @compiled
 def _previous(pool: Pool, position: int) -> int:
-    """Returns the position of the token before ``position``, which must be stored; -1 if the token before it is not stored."""
+    """Returns the address of the token before the stored token at ``position``; -1 if the index has no such token."""
     if position % BLOCK:
         return position - 1
     previous = _block(pool, position)[BEFORE]
@@ -141,10 +141,10 @@ def _next(pool: Pool, position: int) -> int:
 
 @compiled
 def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
-    """Appends new tokens to sequences (prompts or responses) in the index.
+    """Appends new tokens to sequences (prompts, or prompts with their responses) in the index.
 
     Args:
-        pool: arrays of the index.
+        pool: the index.
         sequences: sequences to extend, int64[S, 6 or more], columns: see LAST. A sequence of length -1 is skipped.
         tokens: all tokens of each sequence, from the first prompt token on, int32[S, ...].
         ends: new length of each sequence in tokens, int64[S]. The tokens from the old length up to the new length are added.
@@ -180,12 +180,14 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
 def _best_positions(
     pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, least: int
 ) -> tuple[Any, int, int]:
-    """Finds the stored positions that follow the longest match with the last tokens of ``context[:end]``.
+    """Finds the last tokens of ``context[:end]`` again in the index, as many as possible (the longest match).
 
-    Searches the chain of the prompt ``key`` (``chain`` 0), or the global chain without this prompt's positions (``chain`` 1).
+    Searches the prompt with the hash ``key`` and its responses (``chain`` 0), or all other prompts and responses (``chain`` 1).
     Ignores matches of fewer than ``least`` tokens, and responses of weights before version ``oldest``.
 
-    Returns an array int64[CANDIDATES] that begins with the positions found; their number; and the length of their match in tokens.
+    Returns:
+        Array int64[CANDIDATES] that begins with the positions after the longest matches, the newest first; number of these
+        positions; and length of the match in tokens.
     """
     positions = np.zeros(CANDIDATES, np.int64)
     position = pool.buckets[chain, bucket_of(chain, key, context, end, pool.buckets.shape[1])] - 1
@@ -211,21 +213,22 @@ def _best_positions(
 
 @compiled
 def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -> tuple[int, int, int]:
-    """Predicts the next tokens of a sequence: the tokens that followed the longest matches with its last tokens.
+    """Predicts the next tokens of a sequence: the tokens that followed where its last tokens were found in the index.
 
-    Compares the newest CANDIDATES positions of the prompt's chain and of the global chain (see the module's docstring). The
-    positions with the longest match vote on one next token after another. Newer positions have more weight. A position that is
-    outvoted no longer votes.
+    Tries the newest CANDIDATES places in the same prompt and its responses, and as many in the whole index. The places with the
+    longest match (number of equal tokens before the place) vote on one next token after another. Newer places have more weight. A
+    place that is outvoted no longer votes.
 
     Args:
-        pool: arrays of the index.
-        sequence: a row of ``sequences`` in :func:`extend`.
+        pool: the index.
+        sequence: the sequence, a row of ``sequences`` in :func:`extend`.
         context: all tokens of the sequence, then free columns. Fewer tokens are predicted than there are free columns.
         tokens: receives the predicted tokens, int32[L]; at most L tokens are predicted.
         shares: receives each predicted token's share of the votes, float64[L].
 
     Returns:
-        Number of predicted tokens, 0 for no match; length of the match in tokens; index in SOURCES of the newest match.
+        Number of predicted tokens, 0 if no place was found; length of the longest match; index in SOURCES of the newest place
+        with this match.
     """
     end, key, oldest = sequence[LENGTH], sequence[KEY], sequence[OLDEST]
     limit, count = min(len(tokens), len(context) - 1 - end), 0
@@ -269,7 +272,7 @@ def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -
 
 @compiled
 def tokens_of(pool: Pool, sequence: Any) -> NDArray[np.int32] | None:
-    """Returns the tokens of a sequence and its prompt, int32[T]; None if some of these tokens were dropped."""
+    """Returns all tokens of a sequence, int32[T]; None if newer tokens have replaced some of them in the index."""
     tokens = np.zeros(sequence[LENGTH], np.int32)
     position = sequence[LAST] if is_live(pool, sequence[LAST]) else -1
     for at in range(len(tokens) - 1, -1, -1):

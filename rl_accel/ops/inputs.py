@@ -125,7 +125,7 @@ def usable_cores() -> int:
 
 
 def default_threads() -> int:
-    """Returns the default number of threads of a kernel: one per usable core, at most 16, which use up the memory bandwidth."""
+    """Returns the default number of threads of a kernel: one per usable core, at most 16, which use all of the memory bandwidth."""
     return min(usable_cores(), 16)
 
 
@@ -138,8 +138,7 @@ def is_binary(mask: torch.Tensor) -> bool:
 
 
 def check_mask_values(mask: torch.Tensor | None) -> None:
-    """Raises ValueError if a mask on the CPU holds NaN or a value outside [0, 1]. Does not check a mask on an accelerator."""
-    # on an accelerator, reading the result would stall the device's queue
+    """Raises ValueError if a mask holds NaN or a value outside [0, 1]. Does nothing on an accelerator, whose queue would stall."""
     if mask is None or mask.device.type != "cpu" or mask.dtype is torch.bool or mask.numel() == 0:
         return
     low, high = torch.aminmax(mask)

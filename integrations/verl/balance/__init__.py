@@ -37,7 +37,7 @@ _refuse = functools.partial(refuse, _FLAG)
 
 
 def wire(run: VerlRun, flags: BalanceFlags) -> None:
-    """Sets rl-accel's router and its mixin for agent-loop workers in the configuration of ``run``. Idempotent.
+    """Selects rl-accel's router and :class:`BalancingWorker` in the configuration of the verl run ``run``. Idempotent.
 
     Raises ConfigError if a setting conflicts with balanced rollouts.
     """
@@ -53,7 +53,7 @@ def wire(run: VerlRun, flags: BalanceFlags) -> None:
 
 
 class BalancingWorker(agent_loop.WorkerPart):
-    """Agent-loop worker mixin that puts ``client.Servers`` in place of verl's load balancer, so that responses can migrate."""
+    """Mixin of verl's agent-loop workers that replaces their load balancer by ``client.Servers``, so that responses can migrate."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,7 +66,7 @@ class BalancingWorker(agent_loop.WorkerPart):
         client._load_balancer = Servers(client._load_balancer, self.config, handle)
 
     async def stay_alive(self) -> None:
-        """Never returns. The router awaits this call, which fails when this worker dies."""
+        """Never returns. The router awaits this call to learn of the death of this worker, which makes the call fail."""
         await asyncio.Event().wait()
 
     @classmethod
@@ -90,15 +90,15 @@ class BalancingWorker(agent_loop.WorkerPart):
 
 
 class BalanceObserver:
-    """Observer that returns the router's metrics, and adds the router's response lengths to verl's checkpoints in ``folder``."""
+    """Observer that adds the router's metrics to the log of each step, and response lengths to verl's checkpoints in ``folder``."""
 
     def __init__(self, router: Any, folder: Path) -> None:
         self._router, self._folder = router, folder
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the router's metrics ``balance/<name>``; {} outside a training step.
+        """Returns the router's metrics ``balance/<name>``; {} if verl logs something other than a training step.
 
-        ``logged`` are the metrics that verl logs, by name. :meth:`~rl_accel.rollout.balance.Balance.take_numbers` lists the names.
+        ``logged`` are the metrics that verl logs in step ``step``, by name. Raises an error of Ray if the router does not answer.
         """
         import ray
 

@@ -18,17 +18,18 @@ MOVABLE = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"),
     *("ignore_eos", "stop_token_ids"),
 }
-"""Names of the sampling parameters with which a response may migrate. Any other parameter could have another effect on the next
-server, which gets the tokens so far as a part of the prompt. ``seed`` is also allowed if ``EngineSupport.seeds_by_position`` is
-True."""
+"""Names of the sampling parameters with which a response may migrate. The next server gets the tokens so far as a part of the
+prompt, which could change the effect of another parameter, such as ``frequency_penalty``. ``seed`` is also allowed if
+``EngineSupport.seeds_by_position`` is True."""
 CONVERSATIONS = 100_000
-"""Maximum number of conversations whose last replica is remembered, where the next turn finds its cache. Chosen by hand."""
+"""Maximum number of conversations whose last replica, with the earlier turns in its cache, is remembered. Chosen by hand."""
 
 
 class ServerId(str):
-    """Name of a rollout server, with the ``request`` that got a slot on this server.
+    """Name of a rollout server, with the ``request`` that got a slot on this server as an attribute.
 
-    verl's client passes this name to ``release_server`` when the request has ended, and no other identity of the request.
+    verl's client passes this name to ``release_server``. The attribute tells which request has ended: ``request_id``, which verl
+    also passes, is the same for all turns of a conversation.
     """
 
     request: "BalancedServer"
@@ -83,7 +84,7 @@ class BalancedServer:
 
     Attributes:
         ticket: unique id of the request.
-        name: name of the last server of the request.
+        name: name of the request's present server or, at the end, its last server.
         tokens: number of tokens that the last server generated; None before the response is complete.
     """
 
@@ -100,7 +101,7 @@ class BalancedServer:
         return await self._server.__ray_call__.remote(function, self.ticket)
 
     async def _generate(self, **request: Any) -> TokenOutput:
-        """Generates the response, on several servers if it migrates or a server dies. Returns the whole response."""
+        """Generates the response and returns all of it. Goes on with another server if the response migrates or a server dies."""
         whole, router = None, self._servers.router
         prompt, sampling = list(request["prompt_ids"]), request["sampling_params"]
         limit_key = "max_new_tokens" if "max_new_tokens" in sampling else "max_tokens"

@@ -18,13 +18,13 @@ from rl_accel.rollout.balance import Balance, Instruction
 logger = logging.getLogger("rl_accel")
 
 TICK_SECONDS = 0.25
-"""Seconds between two decisions of the policy about moving responses. Chosen by hand."""
+"""Seconds between two checks of whether a running response should be stopped or moved to another server. Chosen by hand."""
 
 
 @ray.remote(max_concurrency=1_000_000)  # each waiting response is a pending call of this actor
 @extends(Router)
 class BalancedRouter:
-    """Router actor that carries out the instructions of the policy :class:`Balance`. ``servers``: handles of servers by name."""
+    """Router actor: starts and stops responses as the policy :class:`Balance` decides. ``servers``: handles of servers by name."""
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
         self._servers = dict(servers)
@@ -99,7 +99,7 @@ class BalancedRouter:
             )
 
     async def again(self, ticket: str, tokens: int | None) -> tuple[str, Any] | None:
-        """Waits until a server has a slot for the rest of a response, which was stopped or whose server has died.
+        """Waits until a server has a slot for the rest of a response that was stopped, or whose server has died.
 
         Args:
             ticket: unique id of the response.

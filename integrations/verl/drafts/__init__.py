@@ -33,21 +33,22 @@ from rl_accel.telemetry import metrics
 logger = logging.getLogger("rl_accel")
 
 TRIED = ("0.24.0", "0.29.0")
-"""Tested versions of vLLM, oldest first. Older and newer versions are refused: vLLM's drafter interface is unstable, and 0.30.0
+"""Tested versions of vLLM, oldest first. Versions outside this range are refused: vLLM's drafter interface is unstable, and 0.30.0
 fails with any speculative decoding on a CPU."""
 ROUTER = Path(__file__).with_name("router.yaml")
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Full name of vLLM's executor for a single device, which needs no further process. With verl's choice ``mp``, each decoding step
-would send a request for drafts to another process."""
+"""Full name of vLLM's executor that runs one device in the engine's own process. With verl's choice ``mp``, each decoding step
+would ask another process for drafts."""
 SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel")
 HISTORY = "drafts.pt"
 """Name of the file in a checkpoint folder with finished responses, from which a resumed run can draft."""
 SAVING_S = 60.0
-"""Maximum seconds to wait for each rollout server's finished responses before :data:`HISTORY` is written without them."""
+"""Maximum seconds to wait for a server's finished responses before :data:`HISTORY` is written without them. Chosen by hand."""
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 0.05
-"""Maximum mean difference between the engine's and the trainer's probabilities (0 to 1) of sampled tokens, in the first
-CHECKED_STEPS steps. With bfloat16, 0.01 is usual. A larger difference shows that the engine's speculative decoding is wrong."""
+"""Maximum mean difference between the engine's and the trainer's probabilities (0 to 1) of the sampled tokens, checked in the first
+CHECKED_STEPS steps of a run. With bfloat16, 0.01 is usual. A difference above the maximum shows that the engine's speculative
+decoding is wrong."""
 _FLAG = "rl_accel.drafts"
 _VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 _WORKER = "rl_accel.integrations.verl.drafts.worker.DraftsWorkerExtension"
@@ -58,7 +59,7 @@ _refuse = functools.partial(refuse, _FLAG)
 
 
 def wire(run: VerlRun, flags: DraftsFlags) -> None:
-    """Sets up drafts (speculative decoding from other responses) in the configuration of ``run``. Idempotent.
+    """Sets up drafts (speculative decoding from other responses) in the configuration of the verl run ``run``. Idempotent.
 
     Raises:
         ConfigError: a setting conflicts with drafts, or vLLM is absent, or older or newer than the tested versions.
@@ -120,8 +121,8 @@ def _vllm_version() -> str | None:
 class Exchange:
     """Sends every rollout replica, after each training step, the responses that the other replicas have finished.
 
-    The servers' answers are collected after the next step, so that no step waits. The metrics of a step are therefore those of the
-    previous exchange. Only to save :data:`HISTORY` with a checkpoint, the trainer process waits for the answers.
+    Each server answers with its finished responses and the drafter's counters. The answers are collected after the next step, so
+    that no step waits; metrics are logged one step late. The trainer process waits for answers only to save :data:`HISTORY`.
     """
 
     def __init__(self, flags: DraftsFlags) -> None:
@@ -131,9 +132,9 @@ class Exchange:
         self._history: deque[bytes] = deque()
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Starts an exchange and returns the metrics of the previous exchange by name; {} outside a training step.
+        """Starts an exchange and returns the metrics of the previous one; {} if verl logs something other than a training step.
 
-        ``logged`` are the metrics that verl logs, by name. Raises StopTraining as :func:`check`, in one of the first steps.
+        ``logged`` are the metrics that verl logs, by name. In the first CHECKED_STEPS steps, raises StopTraining as :func:`check`.
         """
         trainer: Trainer | None = config_intake.trainer()
         if trainer is None or "timing_s/gen" not in logged:
@@ -163,9 +164,9 @@ class Exchange:
         return numbers(counted)
 
     def _take_answers(self, wait_s: float) -> Counter[str]:
-        """Collects the servers' finished responses and their drafters' counts. Returns the sums of the counts.
+        """Collects the finished responses of all servers that have answered. Returns their drafters' counters, summed by name.
 
-        Waits up to ``wait_s`` seconds for each server.
+        Waits up to ``wait_s`` seconds for the answer of each server.
         """
         import ray
 
@@ -190,7 +191,7 @@ class Exchange:
 def check(logged: Mapping[str, Any]) -> None:
     """Raises StopTraining if engine and trainer disagree on the probabilities of sampled tokens, see :data:`LARGEST_DIFFERENCE`.
 
-    Checks nothing if verl does not log the mean difference.
+    ``logged`` are verl's metrics, by name. Checks nothing if the mean difference is not among them.
     """
     difference = logged.get("training/rollout_probs_diff_mean")
     if difference is not None and not difference <= LARGEST_DIFFERENCE:
@@ -203,7 +204,7 @@ def check(logged: Mapping[str, Any]) -> None:
 def numbers(counted: Counter[str]) -> dict[str, float]:
     """Returns the metrics ``drafts/<name>``, such as ``drafts/acceptance`` (accepted share of the drafted tokens).
 
-    ``counted`` are sums over drafters, see :meth:`~rl_accel.drafts.drafter.Drafter.take_counts`.
+    ``counted`` maps the names in :meth:`~rl_accel.drafts.drafter.Drafter.take_counts` to sums over all drafters.
     """
     values: dict[str, float] = {"stopped": counted["stopped"]}
     for source in ("", *(f"_{name}" for name in SOURCES)):

@@ -17,9 +17,9 @@ else:
 
 @extends(StickyRouter)
 class SiblingRouter(GlobalRequestLoadBalancer):
-    """verl's load balancer, extended to send all requests of a prompt to the same replica.
+    """verl's load balancer, extended to send all responses to a prompt to the same replica, where they help to draft each other.
 
-    If this replica has over ``HOME_MARGIN`` more running requests than the replica with the fewest, verl chooses another.
+    If this replica has over ``HOME_MARGIN`` more running requests than the replica with the fewest, verl chooses the replica.
     """
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:

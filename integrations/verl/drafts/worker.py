@@ -26,9 +26,9 @@ class DraftsWorkerExtension(vLLMColocateWorkerExtension):
         return result
 
     def exchange_drafts(self, responses: Sequence[bytes]) -> tuple[list[bytes], Counter[str]]:
-        """Adds ``responses``, which other replicas have finished, to the history of this replica's drafter.
+        """Adds ``responses``, which other replicas have finished, to the responses that this replica's drafter searches.
 
-        Returns a pair: the responses that this replica has finished, and the drafter's counts, both since the last call.
+        Returns the responses that this replica has finished, and the drafter's counters, both since the last call.
         """
         drafter = self.model_runner.drafter
         drafter.absorb(responses)

@@ -104,7 +104,7 @@ def discounted_returns(
 
 
 def cu_seqlens_of(lengths: Sequence[int]) -> torch.Tensor:
-    """Returns the boundaries [S + 1] of packed sequences with these ``lengths``, as a tensor on the CPU."""
+    """Returns the boundaries [S + 1] of packed sequences with these ``lengths`` [S], as a tensor on the CPU."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
 
 
@@ -149,7 +149,7 @@ def available_backends() -> dict[str, str | None]:
 
 
 def resolve_backend(backend: str, device: torch.device | str) -> str:
-    """Returns the name of the backend that computes tensors on ``device`` if a caller passes ``backend``, which may be "auto".
+    """Returns the name of the backend that is used for tensors on ``device`` if a caller asks for ``backend``, which may be "auto".
 
     Raises:
         ValueError: no backend has this name, or the backend does not support this device.

@@ -18,7 +18,7 @@ DEFAULT_CHUNK = 64
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Computes the scan (see the package). Half-precision inputs are computed in float32."""
+    """Computes GAE, or discounted returns if ``inputs`` has no values. Half-precision inputs are computed in float32."""
     gamma, lam, chunk_size = inputs.gamma, inputs.lam, inputs.chunk_size
     rewards = _rows(inputs.rewards, inputs)
     mask = torch.ones_like(rewards) if inputs.mask is None else _rows(inputs.mask, inputs)
@@ -44,7 +44,8 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
     """Returns y with y[:, t] = terms[:, t] + coefficients[:, t] * y[:, t + 1] and y[:, T] = 0, for [B, T] tensors.
 
-    Longer sequences than ``chunk_size`` are cut into chunks; the pass from chunk to chunk is this function on a shorter sequence.
+    If T > ``chunk_size``, solves all chunks of tokens at once, each from state 0. The states at the starts of the chunks follow a
+    recurrence of the same form, which this function solves by calling itself.
     """
     chunk = DEFAULT_CHUNK if chunk_size is None else max(chunk_size, 2)
     batch, tokens = terms.shape
@@ -66,8 +67,8 @@ def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: in
 def _walk(decay: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Computes local[i] += decay[i] * local[i + 1] in place, from the last index i of dim 0 to the first. Returns ``local``.
 
-    Also replaces each decay[i] in place by the product decay[i] * ... * decay[-1]: the factor with which the state that enters a
-    chunk acts on position i.
+    Also replaces each decay[i] in place by the product decay[i] * ... * decay[-1]. If a state s, not 0, enters a chunk at its end,
+    this product times s must be added to local[i].
     """
     for position in range(len(local) - 2, -1, -1):
         local[position].addcmul_(decay[position], local[position + 1])
@@ -87,7 +88,7 @@ def _ends(inputs: Inputs) -> torch.Tensor:
 
 
 def _cut(coefficients: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Returns the coefficients with 0 at the last token of each packed sequence, so that sequences do not influence each other."""
+    """Returns ``coefficients`` with 0 at the last token of each packed sequence, where :func:`reverse_scan` then starts anew."""
     return coefficients if inputs.offsets is None else coefficients.index_fill(1, _ends(inputs), 0.0)
 
 
@@ -98,7 +99,7 @@ def _shift(states: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def _not_finite(results: torch.Tensor, inputs: Inputs) -> list[tuple[int, int, int]]:
-    """Returns ``(row, first token, end)`` of each sequence whose results contain NaN or inf."""
+    """Returns ``(row, first token, end)`` of each sequence with NaN or inf in its results, which must be recomputed."""
     segments = [(first, first + length) for first, length in inputs.segments() if length]
     if not segments:
         return []

@@ -29,7 +29,7 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def gae_rows(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
-    """Returns the GAE advantages of [B, T] tensors. Tokens with mask 0 leave the next value and the running advantage unchanged."""
+    """Returns the GAE advantages of [B, T] tensors. A token with mask 0 gets the advantage of the token after it."""
     next_values = torch.zeros_like(rewards[:, :0].sum(1))
     last = torch.zeros_like(next_values)
     reversed_advantages = []
@@ -43,7 +43,7 @@ def gae_rows(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, ga
 
 
 def returns_rows(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Returns the discounted returns of [B, T] tensors. Tokens with mask 0 get 0 and leave the running return unchanged."""
+    """Returns the discounted returns of [B, T] tensors. Tokens with mask 0 get 0 and do not change the returns before them."""
     running = torch.zeros_like(rewards[:, :0].sum(1))
     reversed_returns = []
     for t in reversed(range(rewards.shape[1])):

@@ -29,21 +29,21 @@ from rl_accel.ops.inputs import OUTSIDE, Inputs, default_threads
 Array = npt.NDArray[Any]
 
 REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
-"""Columns of the table of sequences: index of a sequence's first token in the flat arrays of rewards, values, mask and outputs, and
-number of its tokens."""
+"""Columns of a table with one row per sequence: index of the sequence's first token in the flat arrays of rewards, values, mask and
+outputs, and number of tokens of the sequence."""
 STREAM_BYTES = 32 << 20
-"""Total size of the results in bytes above which stores bypass the caches, into which the results would not fit."""
+"""Total size of the results in bytes above which stores bypass the processor's caches, where the results would not fit."""
 SMALL_TOKENS = 1 << 18
-"""Number of tokens below which one thread is faster than several: about 300,000, measured on two cores."""
+"""Number of tokens below which one thread does all the work. On two cores, one thread was faster up to about 300,000 tokens."""
 SHARES_PER_THREAD = 4
-"""Number of shares of the work for each thread, so that a fast thread can take over. Chosen by hand."""
+"""Number of shares into which the work is cut, for each thread. A fast thread can then process more shares. Chosen by hand."""
 
 LANES = 8
 BLOCK = 2048
-"""Number of tokens of each sequence that are in scratch memory at a time. Scratch memory then fits into a level-2 cache."""
+"""Number of tokens of each sequence that are in scratch memory at a time. Scratch memory of this size fits into a level-2 cache."""
 PITCH = BLOCK + 16
-"""Number of elements in scratch memory from the start of one lane (sequence) to the start of the next. With a power of two, the
-lanes would compete for the same cache sets."""
+"""Number of elements in scratch memory from the start of one lane (sequence) to the start of the next. If this were a power of two,
+the lanes would compete for the same few places in the cache."""
 PLANE = LANES * PITCH
 REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
 OUT = REWARD
@@ -54,7 +54,7 @@ SCRATCH = STATE + 2 * LANES
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Computes the scan (see the package). Half-precision inputs are computed in float32."""
+    """Computes GAE, or discounted returns if ``inputs`` has no values. Half-precision inputs are computed in float32."""
     rewards, reward_starts = _flat(inputs.rewards, inputs)
     values, value_starts = (None, reward_starts) if inputs.values is None else _flat(inputs.values, inputs)
     mask, mask_starts = (None, reward_starts) if inputs.mask is None else _flat(inputs.mask, inputs)
@@ -102,7 +102,7 @@ def _flat(tensor: torch.Tensor, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _aligned(tokens: int, dtype: Any) -> Array:
-    """Returns an uninitialised array that starts on a 64-byte boundary, which stores that bypass the caches need."""
+    """Returns an uninitialised array that starts on a 64-byte boundary, as required by stores that bypass the caches."""
     # numpy requests huge pages from the operating system, torch does not. Without them, the page faults of large outputs would cost
     # more than the whole scan.
     spare = 64 // dtype.itemsize
@@ -114,8 +114,8 @@ def _aligned(tokens: int, dtype: Any) -> Array:
 def deal(lengths: Array, threads: int) -> list[Array]:
     """Divides the sequences with ``lengths`` [S] into shares of about equal work, a few shares for each thread.
 
-    A share is an array [G, LANES] of groups. A group holds the indices of up to eight sequences of similar length, which are
-    scanned side by side. The longest comes first; -1 marks a lane without a sequence.
+    A share is an array [G, LANES] with G groups. A group holds the indices of up to eight sequences of similar length, which are
+    scanned side by side. In a group, the longest sequence comes first; -1 stands for no sequence.
     """
     rows = np.flatnonzero(lengths)
     if not len(rows):
@@ -214,9 +214,9 @@ Codegen = Callable[[Any, Any, Any, Any], Any]
 def scan_tile(
     typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: Any, values: Any
 ) -> tuple[Any, Codegen]:
-    """Scans a tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first.
+    """Computes GAE advantages, or discounted returns if ``values`` is None, of a tile (8 sequences x 8 tokens) in scratch memory.
 
-    Computes discounted returns if ``values`` is None, else GAE advantages.
+    ``offset`` is the position of the tile's first token in each lane (sequence).
     """
     is_gae = not isinstance(values, types.NoneType)
 
@@ -263,7 +263,7 @@ def stream(typing_context: Any, target: Any, to: Any, source: Any, at: Any) -> t
 
 @intrinsic
 def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Codegen]:
-    """Prefetches the cache line of array[index]. ``index`` may be out of bounds."""
+    """Loads the memory around array[index] into the cache, for later use. ``index`` may be out of bounds."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         at = _address(context, b, signature.args[0], arguments[0], arguments[1], ir.IntType(8))
@@ -345,7 +345,7 @@ def clear(target: Array, to: int, count: int) -> None:
 
 @compiled
 def accumulate(target: Array, to: int, at: int, count: int) -> None:
-    """Adds elements of ``target`` to others: target[to:to+count] += target[at:at+count]."""
+    """Adds ``count`` elements of ``target`` to other elements of it: target[to:to+count] += target[at:at+count]."""
     targets, sources = target[to : to + count], target[at : at + count]
     for i in range(count):
         targets[i] += sources[i]
@@ -378,7 +378,7 @@ def scan_lanes(
     decay: float,
     streamed: bool,
 ) -> bool:
-    """Scans groups of sequences. Returns True if the mask holds a value outside [0, 1].
+    """Computes the results of groups of sequences. Returns True if the mask holds a value outside [0, 1].
 
     With ``values``, writes GAE advantages to ``first_out`` and returns to ``second_out``.
     Without ``values``, writes discounted returns to ``first_out``.

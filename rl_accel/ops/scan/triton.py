@@ -23,13 +23,13 @@ from rl_accel.ops.inputs import Inputs
 INTERPRETED = bool(triton.knobs.runtime.interpret) if hasattr(triton, "knobs") else False
 BLOCK = 2048
 WARPS = 8
-"""Number of warps (groups of 32 threads) that process a block. Chosen by hand, as BLOCK."""
+"""Number of warps (groups of 32 GPU threads) that process a block of BLOCK tokens. Both numbers are chosen by hand."""
 
 jit: Any = triton.jit
 
 
 def scan(inputs: Inputs, *, block: int = BLOCK) -> tuple[torch.Tensor, ...]:
-    """Computes the scan (see the package). ``block``: number of tokens that a GPU program processes at a time, a power of two."""
+    """Computes GAE, or discounted returns if ``inputs`` has no values. ``block``: tokens processed at a time, a power of two."""
     rewards = _dense(inputs.rewards)
     outputs = [
         torch.empty_like(rewards, memory_format=torch.contiguous_format)
@@ -78,16 +78,19 @@ def _split(rate: float) -> tuple[float, float]:
 
 @jit
 def _compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
-    """Returns the map that applies map 1, then map 2. Map (a, b, c, d, e) takes the state (n, x) to (a n + b, c x + d n + e)."""
+    """Returns the map that applies map 1, then map 2. A map is the step over one token (see :func:`_token_map`) or several tokens.
+
+    Map (a, b, c, d, e) takes the state (n, x) to (a n + b, c x + d n + e).
+    """
     return a2 * a1, a2 * b1 + b2, c2 * c1, c2 * d1 + d2 * a1, c2 * e1 + d2 * b1 + e2
 
 
 @jit
 def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
-    """Returns the map (see ``_compose``) from the state at the next token to the state at this token.
+    """Returns the map (see ``_compose``) from the state at the next token to the state at this token. ``m``: mask of this token.
 
-    The state is the pair (next value, advantage) for GAE. For discounted returns it is (running return, result of the token): at a
-    token with mask 0, the running return is carried on while the result is 0. With ``m`` 0 and zeros, the map changes no state.
+    The state is the pair (value, advantage) for GAE; a token with mask 0 does not change it. For discounted returns, the state is
+    (running return, result of the token); a token with mask 0 keeps the running return, but has the result 0.
     """
     keep = 1 - m
     if GAE:
