@@ -65,7 +65,7 @@ def tokens(requests):
 
 
 def counts(llm):
-    return llm.collective_rpc(lambda worker: worker.model_runner.drafter.counts)[0]
+    return llm.collective_rpc(lambda worker: worker.model_runner.drafter.take_counts())[0]
 
 
 def new_weights(llm):
