@@ -62,6 +62,12 @@ def make_runs(recipe_file, tmp_path) -> Callable[..., tuple[Recipe, list[RunResu
     return make
 
 
+def _heed_signals() -> None:
+    """Restores signals that ``nohup`` and a shell's ``&`` have a test run ignore, which the command would inherit and respect."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start_ab(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     """Starts ``rl-accel ab`` in a process. All its processes are killed after the test."""
@@ -73,9 +79,7 @@ def start_ab(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]
         words = [sys.executable, "-m", "rl_accel", "ab", *map(str, arguments)]
         env = {**os.environ, "COLUMNS": "200", "TMPDIR": str(temp)}
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        # a shell starts a test run in the background with SIGINT ignored, which the command would inherit and respect
-        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        process = subprocess.Popen(words, env=env, start_new_session=True, preexec_fn=heed, **output)
+        process = subprocess.Popen(words, env=env, start_new_session=True, preexec_fn=_heed_signals, **output)
         started.append(process)
         return process
 
