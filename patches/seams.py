@@ -48,7 +48,7 @@ def interface_of(*targets: str) -> Callable[[C], C]:
 def extends(interface: Any) -> Callable[[C], C]:
     """Declares that the decorated class is a subclass of the framework class described by ``interface``, or a mixin for it.
 
-    :func:`require_members` then checks the overrides.
+    The interface declares the members that rl-accel uses. :func:`require_members` then checks the overrides.
     """
 
     def mark(cls: C) -> C:
@@ -66,7 +66,10 @@ class RemoteMethod(Protocol[P, R_co]):
 
 
 def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
-    """Marks an interface method as called through a Ray actor handle. The call is async even if the framework's method is not."""
+    """Marks a method of an interface (description of a framework class) as called through a Ray actor handle.
+
+    The call is async even if the framework's method is not.
+    """
     _remote.add(method)
     return method  # type: ignore[return-value]
 
@@ -93,7 +96,8 @@ def modules_of(home: str) -> list[ModuleType]:
 def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
     """Returns a mapping from each interface that ``modules`` use to the classes in ``modules`` that extend it (:func:`extends`).
 
-    Includes interfaces that are used only as the type of a member or parameter of another interface.
+    An interface declares the members of a framework class that rl-accel uses. Includes interfaces that are used only as the type of
+    a member or parameter of another interface.
     """
     users: dict[Any, list[Any]] = {}
 
@@ -120,9 +124,9 @@ def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
 def require_members(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
     """Checks that the framework has all members that ``interfaces`` declare, with suitable signatures.
 
-    ``interfaces`` maps each interface to rl-accel's subclasses of the framework class, whose overrides are checked, too.
-    Raises PatchRefused if members are absent or different. The message begins with ``name`` (of a feature or check) and names each
-    such member, with the wanted and the found signature.
+    An interface declares the members of one framework class that rl-accel uses. ``interfaces`` maps each to rl-accel's subclasses
+    of this framework class, whose overrides are checked, too. Raises PatchRefused if members are absent or different. The message
+    begins with ``name`` (of a feature or check) and names each such member, with the wanted and the found signature.
     """
     problems = [problem for interface, classes in interfaces.items() for problem in _differences(interface, classes)]
     if problems:
@@ -164,7 +168,10 @@ def _differences(interface: Any, classes: Iterable[Any]) -> Iterator[str]:
 
 
 def _members(interface: Any) -> dict[str, Any]:
-    """Returns an interface's members by name: the method, or None for an attribute. Excludes inherited members."""
+    """Returns the members that an interface (description of a framework class) declares, without inherited ones.
+
+    Maps each name to the method, or to None for an attribute.
+    """
     own = {n: v for n, v in vars(interface).items() if getattr(v, "__module__", "") == interface.__module__}
     return {**dict.fromkeys(inspect.get_annotations(interface)), **{n: v for n, v in own.items() if callable(v)}}
 
@@ -224,9 +231,10 @@ _passed: set[str] = set()
 
 @dataclass(frozen=True)
 class SeamCheck(Switch):
-    """Check that the framework has all members that ``interfaces`` (:func:`interface_of`) declare. Changes nothing.
+    """Check that the framework has all members that ``interfaces`` declare. Changes nothing.
 
-    The check is a switch. It therefore runs when the framework is imported, and its result is part of the feature's status.
+    An interface lists the members of a framework class that rl-accel uses. The check has the form of a switch (reversible change to
+    a framework). It therefore runs when the framework is imported, and its result is part of the feature's status.
     """
 
     interfaces: tuple[Any, ...]
@@ -277,7 +285,7 @@ class Registration(Switch):
                 raise PatchRefused(f"{self.name}: {type(error).__name__}: {error}") from error
 
     def revert(self) -> None:
-        """Removes the entry from the registry, unless other code has replaced the entry."""
+        """Removes this switch's entry from the framework's plug-in registry, unless other code has replaced the entry."""
         if self.state() is SwitchState.APPLIED:
             self.unregister()
 
@@ -285,7 +293,7 @@ class Registration(Switch):
 def step_observer(
     feature: str, make: Callable[[Any], metrics.Observer], target: str = "verl.utils.tracking:Tracking"
 ) -> Registration:
-    """Returns a switch that passes the metrics of each training step on verl to an observer of ``feature``.
+    """Returns a switch (reversible change to verl) that passes the metrics of each training step to an observer of ``feature``.
 
     ``make(flags)`` returns the observer: a function that gets the metrics and returns more of them. ``make`` and the observer must
     be defined in the same module, by which the switch recognises the observer. For ``target`` see :class:`~rl_accel.switch.Switch`.

@@ -30,7 +30,7 @@ logger = logging.getLogger("rl_accel")
 
 EXCHANGE_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
-"""Seconds after which an exchange that the store has not answered is logged. Chosen by hand."""
+"""Seconds after which a message that the anchor store (a Ray actor) has not answered is logged. Chosen by hand."""
 _REPLY_SECONDS = 5.0
 """Maximum seconds that the logging of a training step waits for the counts of reward executions. Counts that come later appear in
 the next step."""
@@ -40,20 +40,23 @@ _COUNTS = (
     *("eval_executions", "eval_errors"),
     *("workers_replaced", "reward_workers_lost", "store_unreachable"),
 )
-"""Names of the counts that are logged even if they are 0."""
+"""Names of the counts of reward executions that are logged even if they are 0."""
 _handles: dict[Any, Any] = {}
-"""Handles of actors that store anchors, by actor id. Kept because Ray ends an actor if the process that created it drops the
-handle."""
+"""Handles of actors that store anchors (longest correct executions), by actor id. Kept because Ray ends an actor if the process
+that created it drops the handle."""
 forget_when_off.append(_handles.clear)
 
 
 def store_name() -> str:
-    """Returns the name of the store actor of this Ray job. It contains the job's id, because jobs may share a Ray namespace."""
+    """Returns the name of this Ray job's anchor store (actor that shares the longest correct executions).
+
+    It contains the job's id, because jobs may share a Ray namespace.
+    """
     return f"rl_accel_reward_anchors_{ray.get_runtime_context().get_job_id()}"
 
 
 def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
-    """Returns the actor that stores the reward anchors of this Ray job. Creates the actor if there is none.
+    """Returns the actor that stores the anchors (longest correct executions) of this Ray job. Creates the actor if there is none.
 
     ``path`` is the file to which the actor saves the anchors; None: it keeps them in memory only.
     """
@@ -70,7 +73,9 @@ _clients_lock = threading.Lock()
 
 
 def flush_here(_actor: Any = None) -> None:
-    """Sends this process's counts of executions to the anchor store. Blocks for a few seconds at most.
+    """Sends this process's counts of reward executions to the anchor store, the Ray actor that sums them up.
+
+    Blocks for a few seconds at most.
 
     Must not be called on an event loop, because it waits for the event loops of this process.
     """
@@ -81,7 +86,10 @@ def flush_here(_actor: Any = None) -> None:
 
 
 def flush(actors: Sequence[Any]) -> None:
-    """Makes the Ray ``actors`` send their counts of executions to the anchor store. Waits for at most a few seconds."""
+    """Makes the Ray ``actors`` send their counts of reward executions to the anchor store, an actor that sums them up.
+
+    Waits for at most a few seconds.
+    """
     calls = [actor.__ray_call__.remote(flush_here) for actor in actors]
     ray.wait(calls, num_returns=len(calls), timeout=_REPLY_SECONDS)
 
@@ -106,21 +114,24 @@ class StoreClient:
             _clients.add(self)
 
     def use(self) -> None:
-        """Keeps up the exchange with the store until a few seconds after the last call of this method."""
+        """Starts to exchange anchors and counts with the anchor store (a Ray actor) each second, if not yet started.
+
+        The exchange ends a few seconds after the last call of this method.
+        """
         self._wanted = True
         if ray.is_initialized() and (self._task is None or self._task.done()):
             self.loop = asyncio.get_running_loop()
             self._task = self.loop.create_task(self._keep_up())
 
     async def close(self) -> None:
-        """Ends the periodic exchange with the store, and makes a last exchange."""
+        """Ends the periodic exchange of anchors and counts with the anchor store (a Ray actor), and makes a last exchange."""
         if self._task is not None:
             self._task.cancel()
         if ray.is_initialized():
             await self._exchange()
 
     async def flush(self) -> None:
-        """Sends all counts of this process to the store."""
+        """Sends all of this process's counts of reward executions to the anchor store, the Ray actor that sums them up."""
         for _ in range(2):  # the first exchange may only end an earlier call that lacks the latest counts
             await self._exchange()
 
@@ -132,9 +143,11 @@ class StoreClient:
             await asyncio.sleep(EXCHANGE_SECONDS)
 
     async def _exchange(self) -> None:
-        """Sends the changes to this process's anchors and counts to the store. Merges the anchors in the store's answer.
+        """Sends this process's new anchors and counts of executions to the anchor store. Merges the anchors in the store's answer.
 
-        If the answer is late, the next exchange waits for it and sends nothing, because sending the changes again would count them
+        Anchors are the longest correct executions of test cases; the store is a Ray actor that shares them between processes.
+
+        If the answer is late, the next exchange waits for it and sends nothing, because sending the counts again would add them
         twice.
         """
         async with self._exchanging:
@@ -182,7 +195,7 @@ class Collector:
         self._reply: Any = None
 
     def __call__(self, _step: int, _logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the counts since the last call, by metric name (``docs/metrics.md``); {} before the store's first answer."""
+        """Returns counts of reward executions since the last call, by metric name; {} before the anchor store's first answer."""
         if not ray.is_initialized():
             return {}
         try:

@@ -12,7 +12,8 @@ SETUP = f"{__name__}:prepare"
 def prepare(environment: Mapping[str, str]) -> None:
     """Makes a later call of ``ray.init`` in this process join the Ray job, and lets verl import modules of the user.
 
-    ``VERL_USE_EXTERNAL_MODULES`` names these modules. A grader may need them, for example because they add to a registry.
+    ``VERL_USE_EXTERNAL_MODULES`` names these modules. A grader may need them, for example because they add to one of verl's
+    registries.
     """
     grader_cluster.connect_when_needed(environment)
     if os.environ.get("VERL_USE_EXTERNAL_MODULES"):

@@ -17,7 +17,7 @@ _ACTOR = "actor_rollout_ref.actor"
 def wire(run: VerlRun, _flags: LosslessFlags) -> None:
     """Checks that rows (responses) with advantage 0 have no influence on the training of ``run``. Changes nothing.
 
-    In the trainer process, also tests the policy loss with random rows, if that process has the loss in verl's registry.
+    In the trainer process, also tests the policy loss with random rows, if verl's registry of policy losses has it in that process.
 
     Raises:
         ConfigError: a setting gives rows with advantage 0 an influence, or the training engine is untested.

@@ -9,7 +9,8 @@ from rl_accel.errors import PatchRefused
 from rl_accel.patches.parity import require_agreement
 
 LOSS = "slime.backends.megatron_utils.loss"
-"""Module of slime that calls the functions to replace. It imports them with ``from``, so that they must be replaced in it, too."""
+"""Module of slime that calls the advantage functions which rl-accel replaces. It has imported them with ``from``, so that they must
+be replaced in this module, too, not only where they are defined."""
 PPO_UTILS = "slime.utils.ppo_utils"
 
 
@@ -42,7 +43,8 @@ def on_whole_responses(
 
 
 PROBE_LENGTHS = (130, 1, 57, 128, 3)
-"""Lengths in tokens of the sequences for the comparison with slime. Some are near 128, the chunk length of slime's scans."""
+"""Lengths in tokens of the sequences with which rl-accel's computation of advantages and returns is compared with slime's, before
+it replaces slime's. Some are near 128, the chunk length of slime's scans."""
 
 
 def require_equal_scan(

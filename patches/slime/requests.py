@@ -16,7 +16,10 @@ class RequestWatcher(Protocol):
     """Observer of the generation requests of an asyncio task."""
 
     def begin(self) -> str:
-        """Returns the id for a request that is about to be sent. Raises ``asyncio.CancelledError`` to stop the task instead."""
+        """Returns the id for a request that is about to be sent.
+
+        Raises ``asyncio.CancelledError`` if the task's response has been cancelled between two requests.
+        """
 
     def end(self, request_id: str, answer: Any) -> None:
         """Called when a request has ended. ``answer`` is the server's answer; None if the request failed or was cancelled."""

@@ -132,12 +132,16 @@ def in_trainer(config: Any, trainer: Any = None) -> None:
 
 
 def _require_section_name(config: Any) -> None:
-    """Raises ConfigError for a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread.
+    """Raises ConfigError if flags of rl-accel are outside the section ``rl_accel`` of verl's ``config``: they would go unread.
 
-    Two kinds of sections are taken for the user's own and accepted:
+    Refused are:
 
-    - The name resembles ``rl_accel``, but no key resembles the name of a feature.
-    - The name is that of a feature, but the key ``enable`` is absent, or a key resembles no flag of this feature.
+    - a section ``rl_accel``, or True or False under a similar name, inside another section, such as ``trainer.rl_accel``;
+    - a top-level section with a similar name, in which a key resembles the name of a feature;
+    - a top-level section with the name of a feature, if it has the key ``enable`` and all keys resemble flags of the feature;
+    - a top-level value without keys under a similar name, such as ``rlaccel=True``, or True under a feature's name.
+
+    Everything else is taken for the user's own.
     """
     flags = {feature.name: {flag.name for flag in fields(feature.flags)} for feature in FEATURES}
 

@@ -43,8 +43,8 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
     """Returns the reason why rows (responses) with advantage 0 influence training with ``loss_function``, or "" if they do not.
 
     Computes gradients for random batches of 8 rows, of which 3 have advantage 0. The gradients of these 3 must be 0, and those of
-    the other 5 the same with and without these 3. A loss that drops rows of every batch is refused, too,
-    because dropped rows have gradient 0 whatever their advantage.
+    the other 5 the same with and without these 3. For a loss that leaves out some rows of every batch, a reason is
+    returned, too: such rows have gradient 0 whatever their advantage, so the trial shows nothing.
 
     ``loss_function`` is verl's, with its configuration, and takes ``model_output``, ``data`` and ``dp_group``.
     """

@@ -44,7 +44,8 @@ FLOOR = 0.2
 this probability below FLOOR. Chosen by hand."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
 """Assumed acceptance rates of draft tokens before any was measured: 0.5 if up to 4 of a response's last tokens were found
-elsewhere in the index, 0.6 for up to 8, and so on. Chosen by hand: the longer two texts agree, the likelier they go on to agree."""
+at another place in the index, 0.6 for up to 8, and so on. Chosen by hand: the longer two texts agree, the likelier they go on to
+agree."""
 PRIOR = 4.0
 """Weight of all prompts in the acceptance rate estimated for one prompt. All prompts together count as much as PRIOR
 predicted tokens of this prompt, so that a new prompt has an estimate, too. Chosen by hand."""

@@ -29,8 +29,8 @@ fixed timeout in published runs of RollPacker."""
 _MAX_UNPROVEN = 4
 """Maximum number of executions that get an adaptive limit before their results show that adaptive limits fit. Chosen by hand."""
 _MAX_RECENT_RECORDS = 64
-"""Number of test cases that the test for slower executions leaves out: those whose anchors rose last, because the next execution is
-seldom longer still. Chosen by hand."""
+"""Number of test cases that the test for slower executions leaves out: those whose longest correct execution rose last, because the
+next execution is seldom longer still. Chosen by hand."""
 _SUSPEND_AT = 12.0
 """Evidence (a log likelihood ratio) that executions have become slower, at which all adaptive limits are suspended. Chance alone
 reaches this value at most once in exp(12) = 160,000 correct executions."""
@@ -59,9 +59,9 @@ def longest(one: AnchorTuple, other: AnchorTuple, correct: int) -> AnchorTuple:
 class AdaptiveTimeout:
     """Time limits per key (a prompt and test case), learned from correct executions. Not thread-safe.
 
-    The limit of a key is ``scale * anchor + slack``, clamped to ``[minimum, maximum]``. Until a key has ``min_correct`` correct
-    executions, the limit is ``maximum`` (the full budget). A share ``probe_share`` of adaptive limits is replaced by the full
-    budget, so that slow but correct answers can raise the anchor.
+    The limit of a key is ``scale * anchor + slack``, clamped to ``[minimum, maximum]``. The anchor is the longest correct execution
+    so far. Until a key has ``min_correct`` correct executions, the limit is ``maximum`` (the full budget). A share ``probe_share``
+    of adaptive limits is replaced by the full budget, so that slow but correct answers can raise the anchor.
 
     A statistical test (CUSUM) detects that executions have become slower, for example because the machine is busy. All limits are
     then learned anew. The test counts records: correct executions that take longer than all earlier ones of their key, and more
@@ -162,7 +162,7 @@ class AdaptiveTimeout:
         self._unproven = max(0, self._unproven - 1)
 
     def suspend(self, era: int) -> None:
-        """Gives every key the full budget until enough new correct executions are known. Keeps the durations of the anchors.
+        """Gives every key the full budget until enough new correct executions are known. Keeps the longest correct ones.
 
         ``era`` is the number of this suspension, the same in all processes.
         """
@@ -187,11 +187,11 @@ class AdaptiveTimeout:
                 self._evidence = max(0.0, self._evidence + math.log((1 - _RECORD_SHARE_WHEN_SLOWER) / (1 - by_chance)))
 
     def get(self, key: str) -> AnchorTuple:
-        """Returns the anchor of ``key``; zeros if ``key`` is unknown."""
+        """Returns the anchor (longest correct execution) of ``key``; zeros if ``key`` is unknown."""
         return self._anchors.get(key, (0.0, 0.0, 0))
 
     def merge(self, anchors: Mapping[str, AnchorTuple]) -> None:
-        """Merges anchors of other processes by key: keeps the larger values."""
+        """Merges anchors (longest correct executions) of other processes by key: keeps the larger values."""
         for key, received in anchors.items():
             own = self.get(key)
             self._anchors[key] = longest(own, received, max(own[2], received[2]))
@@ -200,15 +200,15 @@ class AdaptiveTimeout:
             self._anchors.popitem(last=False)
 
     def anchors(self) -> dict[str, AnchorTuple]:
-        """Returns the anchors by key, the most recently used key last."""
+        """Returns the anchors (longest correct executions) by key, the most recently used key last."""
         return dict(self._anchors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the anchors as a JSON-serialisable dict for :meth:`load_state_dict`."""
+        """Returns the anchors (longest correct executions) as a JSON-serialisable dict for :meth:`load_state_dict`."""
         return {"format": _FORMAT, "version": _VERSION, "anchors": self.anchors()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces all anchors by those in ``state``, a result of :meth:`state_dict`.
+        """Replaces all anchors (longest correct executions) by those in ``state``, a result of :meth:`state_dict`.
 
         Raises:
             ValueError: ``state`` has another format or version, or is damaged. Nothing is changed in that case.

@@ -26,14 +26,14 @@ SAVE_SECONDS = 30.0
 
 @dataclass
 class AnchorDelta:
-    """Changes to one process's anchors since its last exchange with the central store.
+    """New anchors (longest correct executions) and counts of one process since its last exchange with the central store.
 
     Attributes:
         incarnation: random id of the store process at the last exchange; "" before the first exchange.
         version: number of anchors that this store process had merged at the last exchange; 0 before the first exchange.
         learned: anchors of correct executions since then, by key (a prompt and test case).
         everything: all anchors of the process, by key, if a restarted store may have lost them; else empty.
-        counts: increase of each count since then, by name, such as "timeouts".
+        counts: increase of each count of executions since then, by name, such as "timeouts".
         era: number of the last suspension of limits (:meth:`AdaptiveTimeout.suspend`). The store ignores anchors of earlier eras.
     """
 
@@ -47,7 +47,7 @@ class AnchorDelta:
 
 @dataclass
 class Update:
-    """Reply of the central store to an :class:`AnchorDelta`.
+    """Reply of the central store, which shares anchors (longest correct executions), to an :class:`AnchorDelta`.
 
     ``anchors`` are those that have changed since ``version`` of the delta. ``era`` is the number of the last suspension of limits.
     """
@@ -66,7 +66,7 @@ class LocalAnchors:
         self._delta, self._tell_everything = AnchorDelta(), False
 
     def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> None:
-        """Records an ended execution for this process and for the store. Arguments: :meth:`AdaptiveTimeout.record`."""
+        """Records an ended execution for this process and for the central store. Arguments: :meth:`AdaptiveTimeout.record`."""
         if self.timeout.record(key, wall, cpu, correct, stopped):
             self._delta.learned = {}
             self.count("suspended")
@@ -78,25 +78,31 @@ class LocalAnchors:
             self._learn(key, (wall, cpu, 1))
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        """Adds ``amount`` to the count ``name``, such as "timeouts". The store sums each count over all processes."""
+        """Adds ``amount`` to the count ``name``, such as "timeouts". The central store sums each count over all processes."""
         _add(self._delta.counts, {name: amount})
 
     def take_delta(self) -> AnchorDelta:
-        """Returns the changes since the last call, to be sent to the store. If sending fails, pass them to :meth:`put_back`."""
+        """Returns new anchors and counts of executions since the last call, to be sent to the central store.
+
+        If sending fails, pass them to :meth:`put_back`.
+        """
         delta = self._delta
         delta.everything, delta.era = self.timeout.anchors() if self._tell_everything else {}, self.timeout.era
         self._delta, self._tell_everything = AnchorDelta(delta.incarnation, delta.version), False
         return delta
 
     def put_back(self, delta: AnchorDelta) -> None:
-        """Takes back ``delta``, which could not be sent, so that the next exchange sends its changes."""
+        """Takes back ``delta``, which could not be sent, so that the next exchange with the store sends its anchors and counts."""
         for key, anchor in delta.learned.items() if delta.era == self.timeout.era else ():
             self._learn(key, anchor)
         _add(self._delta.counts, delta.counts)
         self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
-        """Merges the anchors in the store's reply. First suspends the limits if another process has suspended its limits."""
+        """Merges the anchors (longest correct executions) in the central store's reply.
+
+        First suspends the limits if another process has suspended its limits.
+        """
         if update.era > self.timeout.era:
             self.timeout.suspend(update.era)
         if update.era == self.timeout.era:
@@ -110,7 +116,9 @@ class LocalAnchors:
 
 
 class AnchorStore:
-    """Central store: merges the anchors of all processes, and adds up all counts by name.
+    """Central store: merges the anchors (longest correct executions of test cases) of all processes.
+
+    Also adds up their counts of reward executions by name, such as "timeouts".
 
     Args:
         path: JSON file from which anchors are loaded and to which they are saved. Memory only if None or if it cannot be read.
@@ -139,7 +147,9 @@ class AnchorStore:
         return len(self._timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
-        """Merges the changes of one process, and returns the anchors that have changed since this process's last exchange.
+        """Merges one process's new anchors (longest correct executions) and adds its counts of executions.
+
+        Returns the anchors that have changed since this process's last exchange.
 
         Saves the store if the last save is more than :data:`SAVE_SECONDS` ago.
         """
@@ -163,16 +173,19 @@ class AnchorStore:
         return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
     def take_counts(self) -> tuple[str, dict[str, float]]:
-        """Saves the store. Returns its random id, and the counts since the last call, by name.
+        """Saves the store. Returns its random id, and the counts of reward executions since the last call, by name.
 
-        The present number of anchors is added as count ``anchors``.
+        The present number of anchors (longest correct executions) is added as count ``anchors``.
         """
         self.save()
         counts, self._counts = self._counts, {}
         return self.incarnation, {**counts, "anchors": float(len(self))}
 
     def save(self) -> None:
-        """Writes all anchors to the file of this store, if any has changed. A write error is only logged."""
+        """Writes all anchors (longest correct executions) to the file of this store, if any has changed.
+
+        A write error is only logged.
+        """
         self._saved_at = time.monotonic()
         if self._path is None or self._saved == self._version:
             return

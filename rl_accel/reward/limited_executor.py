@@ -123,7 +123,7 @@ class FairScheduler:
             del self._prompts[name]
 
     def _give_out(self, changed: str) -> None:
-        """Gives free slots to waiting executions, after the queue or the number of slots of the prompt ``changed`` has changed."""
+        """Gives free slots to waiting executions. ``changed``: prompt whose queue or number of slots has just changed."""
         self._offer(changed)
         while self._free and self._offers:
             standing, _, number, name = heapq.heappop(self._offers)
@@ -162,7 +162,7 @@ class LimitedExecutor:
     the full budget again. ``docs/metrics.md`` describes the counts that are added to ``anchors``.
 
     Args:
-        anchors: anchors and counts of this process.
+        anchors: longest correct executions, and counts of executions, of this process.
         slots: maximum number of executions that run at once.
         limits: resource limits of an execution. The policy replaces the wall and CPU seconds.
         maximum: full budget in seconds; None: the full budget of the policy.

@@ -40,7 +40,8 @@ class Scores:
 
     Args:
         flags: settings, of which ``correct_above``, ``timeout_score`` and ``score_errors`` are used.
-        anchors: counts of this process, to which responses without a usable reward are added as ``errors`` or ``eval_errors``.
+        anchors: holds this process's counts of reward executions. Responses without a usable reward are added to the count
+            ``errors``, or in evaluations ``eval_errors``.
         keys: keys that the framework reads from a dict reward: the first in training, the last in evaluations. A dict without this
             key is unusable. Empty if the framework needs no key.
         number_keys: keys of a dict reward that may hold the training score. The first of these keys that the dict has is used.

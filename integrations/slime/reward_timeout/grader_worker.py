@@ -28,7 +28,7 @@ Packed = dict[str, bytes]
 """Attributes of an object by name, each pickled separately, see :func:`pack`."""
 Graded = tuple[Any, list[dict[str, Any]], list[int]]
 """Result of a call of a grader: its return value; for each sample, the fields that the grader has changed, with their new values;
-and the indices of the samples in the order that the grader has given the list."""
+and the indices of the samples in the order in which the grader left the list, which it may sort in place."""
 
 
 class NotSent:
@@ -96,7 +96,7 @@ class Arguments:
         self.packed = pack(self._known, "args")
 
     def changes(self, args: Any) -> Packed:
-        """Returns the entries of ``args`` that have changed since this object was created, packed by :func:`pack`.
+        """Returns the arguments in ``args`` that have changed since this object was created, packed by :func:`pack`.
 
         A change inside a value is noticed only if the value is a dict or a list.
         """

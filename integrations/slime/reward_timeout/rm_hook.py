@@ -90,7 +90,7 @@ class GraderSpec:
 
 
 class Grading:
-    """Grader processes, sandbox and anchors (from which limits are derived) of one event loop.
+    """Grader processes, sandbox, and anchors (longest correct executions, from which limits follow) of one event loop.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -259,9 +259,9 @@ _collect = Collector()
 
 
 def _close_all() -> None:
-    """Ends the grading on all event loops, when the last feature is turned off. The grader processes end in the background.
+    """Closes the :class:`Grading` (grader processes and sandbox) of each event loop, when the last feature is turned off.
 
-    Also forgets from which anchor store the last counts came.
+    The processes end in the background. Also forgets which anchor store (Ray actor) sent the last counts of executions.
     """
     global _collect
     _collect = Collector()

@@ -32,7 +32,7 @@ MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
 
 SECTION = "reward_timeout"
 """Name of the section of ``reward`` in verl's configuration that holds the flags, the reward manager that the user configured, and
-the path of the file with anchors."""
+the path of the file with anchors (longest correct executions)."""
 
 WORKER_PART = f"{__name__}.validation.ValidationTag"
 """Full name of this feature's mixin for verl's agent-loop workers."""

@@ -386,7 +386,7 @@ def scan_lanes(
     Args:
         rewards, values, mask: flat arrays; ``values`` and ``mask`` may be None.
         table: [S, 5] int64, one row per sequence; columns: see :data:`LENGTH`.
-        groups: [G, LANES] int64, a share of :func:`deal`.
+        groups: [G, LANES] int64, a share of :func:`deal`: row numbers of ``table``; -1 marks an empty lane (no sequence).
         scratch: array of SCRATCH zeros, not shared with other threads.
         gamma: factor of the next value; unused without ``values``.
         decay: factor of the running advantage (gamma * lambda) or of the running return (gamma).

@@ -116,9 +116,10 @@ class Keeper:
         return False
 
     def _run_grader_process(self, calls: Channel, may_be_template: bool) -> NoReturn:
-        """Body of the grader process: imports the grader if necessary and reports this to the keeper. Then serves calls.
+        """Body of the grader process: imports the grader if necessary, reports to its parent, the keeper, and serves calls.
 
-        If the process becomes the template, it serves no calls but is forked for further keepers.
+        The keeper is the process that replaces a stopped grader process. With ``may_be_template``, a process that has imported the
+        grader and can be forked safely serves no calls. It becomes the template: it forks keepers for further workers.
         """
         try:
             os.setsid()

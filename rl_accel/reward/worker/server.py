@@ -124,7 +124,10 @@ class Server:
     unseen_threads: int = 0
 
     def serve(self, payload: bytes) -> None:
-        """Imports the grader or :data:`PRELOAD`, reports success or the error, then answers requests one at a time."""
+        """Imports the grader or, to run programs, usual modules (PRELOAD).
+
+        Reports success or the error, then answers requests one at a time.
+        """
         grader, problem = None, ""
         try:
             if self.start.target:
