@@ -95,7 +95,7 @@ class _Group:
 class _Response:
     """An unfinished response. ``replica`` is None while it waits.
 
-    ``tokens`` (generated) and ``seconds`` (on a replica) do not include the time since the response was last started.
+    ``tokens`` (generated) and ``seconds`` (on a replica) count only up to the last start on a replica.
     """
 
     ticket: str

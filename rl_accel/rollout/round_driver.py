@@ -258,7 +258,7 @@ class StepResult:
     errors: dict[str, str] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the known metrics of the round, by log name ``rl_accel/tail_batching/<name>``.
+        """Returns the metrics of the round that are known so far, by log name ``rl_accel/tail_batching/<name>``.
 
         ``short_round``, ``long_round`` and ``final_round`` are 1 for the kind of this round and 0 otherwise.
         """

@@ -167,7 +167,7 @@ class _Domain:
 
     @property
     def going(self) -> int:
-        """Number of prompts of the domain that are running or complete in this round."""
+        """Number of prompts of this domain (category such as math) that are running or complete in this round."""
         return len(self.active) + len(self.kept)
 
     @property

@@ -250,7 +250,7 @@ def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
 
 
 def _number(entry: dict[str, Any], field: str, least: int) -> float:
-    """Returns the number in ``entry[field]``. Raises ValueError if it is none from ``least`` to ``_MAX_NUMBER``."""
+    """Returns the number in ``entry[field]``. Raises ValueError unless it is from ``least`` to ``_MAX_NUMBER``."""
     value = entry[field]
     try:
         number = math.nan if isinstance(value, bool) else float(value)

@@ -147,7 +147,7 @@ class Rollouts:
         return replace(self, **{name: getattr(self, name)[rows] for name in _FIELDS})
 
     def phase(self) -> float:
-        """Returns the seconds from the poll that finds a rollout done to the end of the stage ``gen``.
+        """Returns the seconds from the trainer's poll that finds a rollout done to the end of the stage ``gen``.
 
         Polls come at regular intervals from the start of ``gen``, so that this is the remainder of the duration of ``gen`` divided
         by the interval. Returns 0 if the remainders of the steps are not about equal.

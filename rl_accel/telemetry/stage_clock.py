@@ -227,7 +227,7 @@ def keep(path: Path, step: int, responses: Sequence[ResponseTimes]) -> None:
 def read_kept(path: Path) -> dict[int, list[ResponseTimes]]:
     """Returns the responses in a file written by :func:`keep`, by step number. Skips incomplete lines.
 
-    If a step is in the file again, because the run was resumed, drops what the file has of this and later steps before.
+    If the run was resumed, the file may hold a step twice. Its last lines count; earlier lines of this and later steps are dropped.
 
     Raises:
         OSError: the file cannot be read.

@@ -130,7 +130,8 @@ def play(plan: RunPlan, seed: int, folder: Path, stop: Stop) -> Result:
 
 
 def _problems_of_ledger(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns errors in tail batching's log of trained prompts: wrong steps or batch sizes, prompts trained twice or given up."""
+    """Returns errors in tail batching's log of trained prompts: missing or repeated steps, batches of another size than
+    :data:`PROMPTS`, prompts trained twice or given up."""
     problems = []
     steps, sizes = [line["step"] for line in ledger], [len(line["trained"]) for line in ledger]
     if steps != list(range(1, STEPS + 1)):

@@ -36,7 +36,8 @@ from rl_accel.patches.patch import Patch
 from rl_accel.patches.verl.verl_run import VerlRun
 
 _CPUS_A_RANK = 3
-"""Number of CPUs that verl reserves for each rank (training process): one for each worker group that may share the rank's place."""
+"""Number of CPUs that verl reserves for each rank (training process): one for each worker group that may share the rank's bundle in
+a placement group of Ray."""
 
 _WHEELS = {"vllm": vllm, "sglang": sglang}
 """Mapping from inference engine (verl's ``rollout.name``) to the module that makes the engine work on a CPU."""
