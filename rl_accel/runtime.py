@@ -246,7 +246,8 @@ class Runtime:
 
 
 def switches_of(*modules: str) -> list[Switch]:
-    """Imports the modules named ``modules`` and returns the items of their tuples ``SWITCHES``."""
+    """Imports the modules named ``modules`` and returns the switches (changes to a framework) in their tuples
+    ``SWITCHES``."""
     return [switch for module in modules for switch in importlib.import_module(module).SWITCHES]
 
 

@@ -124,7 +124,7 @@ class StoreClient:
             self._task = self.loop.create_task(self._keep_up())
 
     async def close(self) -> None:
-        """Ends the periodic exchange of anchors and counts with the anchor store (a Ray actor), and makes a last exchange."""
+        """Ends the periodic exchange with the anchor store (a Ray actor), and sends it the last counts of executions."""
         if self._task is not None:
             self._task.cancel()
         if ray.is_initialized():

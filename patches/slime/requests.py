@@ -18,7 +18,8 @@ class RequestWatcher(Protocol):
     def begin(self) -> str:
         """Returns the id for a request that is about to be sent.
 
-        Raises ``asyncio.CancelledError`` if the task's response has been cancelled between two requests.
+        A response may take several requests, one after the other. Raises ``asyncio.CancelledError`` if the response that this task
+        generates has been cancelled since the last request.
         """
 
     def end(self, request_id: str, answer: Any) -> None:

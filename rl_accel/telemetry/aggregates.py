@@ -35,8 +35,8 @@ _GROUPS = (4, 8, 16)
 _ALIKE = (0.0, 0.15, 0.3, 0.45)
 """Assumed intraclass correlations of the response lengths within a prompt. Each draw uses one. Measured values: 0.13 to 0.30."""
 _UNEXPLAINED = 0.25
-"""Root mean square error of the fit in :meth:`Rollouts.timed`, divided by the mean rollout time. Above it, response lengths are
-taken not to explain rollout times. Chosen by hand."""
+"""Limit of the root mean square error of the fit in :meth:`Rollouts.timed`, divided by the mean rollout time. Above this limit,
+response lengths do not explain rollout times. Chosen by hand."""
 _SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
 """Seconds that a very slow engine needs for a token of the longest response, for a token of a prompt, and to start a rollout. A
 rollout that takes longer waits for something else, such as rewards. Chosen by hand."""

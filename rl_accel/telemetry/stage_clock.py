@@ -227,7 +227,8 @@ def keep(path: Path, step: int, responses: Sequence[ResponseTimes]) -> None:
 def read_kept(path: Path) -> dict[int, list[ResponseTimes]]:
     """Returns the responses in a file written by :func:`keep`, by step number. Skips incomplete lines.
 
-    If the run was resumed, the file may hold a step twice. Its last lines count; earlier lines of this and later steps are dropped.
+    A run that was resumed repeats steps. When the file begins a step again, the responses read so far of this and of later steps
+    are dropped.
 
     Raises:
         OSError: the file cannot be read.

@@ -198,11 +198,13 @@ def supervised(
     follow: Callable[[], bool],
     temp: Path | None = None,
 ) -> CommandExit:
-    """Runs a command until it ends, ``stop`` has received a signal, or ``follow()`` returns True, which means a timeout.
+    """Runs a command until it ends, the user stops rl-accel (``stop``), or ``follow()`` returns True, which means a timeout.
+
+    Returns the exit code and why the command ended.
 
     ``follow`` is called a few times per second. When this function returns or raises, no process of the command is left. If the
-    calling process is killed, the command's processes end soon, and the folder ``temp`` is removed. An exception gets the last
-    lines of ``log``, the file for the command's output, as a note.
+    calling process is killed, the command's processes end soon, too, and the folder ``temp`` is removed for it. An exception gets
+    the last lines of ``log``, the file for the command's output, as a note.
 
     A command whose Ray node takes too long to start is started again, at most twice.
 

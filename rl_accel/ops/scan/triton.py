@@ -71,7 +71,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _split(rate: float) -> tuple[float, float]:
-    """Returns ``rate`` as the sum of its float32 value and the rounding error, because kernels round Python floats to float32."""
+    """Returns two numbers with the sum ``rate``: its float32 value, and what that lacks. Kernels round Python floats to float32."""
     high = float(torch.tensor(rate, dtype=torch.float32))
     return high, rate - high
 

@@ -96,7 +96,8 @@ class Channel:
         self.reaper = reaper
 
     def next(self) -> tuple[Message, bytes]:
-        """Returns the next message and its payload. Raises PeerClosed if the other end is closed or ``reaper`` has ended."""
+        """Returns the next message and its payload. Raises PeerClosed if the other end is closed, or the process
+        ``reaper``, which supervises this one, has ended."""
         if self.reaper in wait_for(self.descriptors):
             raise PeerClosed
         head_size, size = SIZES.unpack(self._receive(SIZES.size))
