@@ -31,9 +31,33 @@ def did_you_mean(word: Any, known: Iterable[str], prefix: str = "") -> str:
     return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """Returns the exception that a remote call raised, if ``error`` is Ray's report of this exception; otherwise ``error``."""
+    while isinstance(cause := getattr(error, "cause", None), BaseException) and cause is not error:
+        error = cause
+    return error
+
+
 def first_line(error: object) -> str:
-    """Returns the first line of the message of ``error``; the name of the class of ``error`` if there is no message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Returns the first line of the message of ``error``; the name of the class of ``error`` if there is no message.
+
+    If ``error`` reports an exception of another process, returns the line of that exception, not the name of the call.
+    """
+    if isinstance(error, BaseException):
+        error = root_cause(error)
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    # A cause that cannot be sent to this process leaves its traceback, which ends with the class and message of the cause.
+    is_traceback = any("Traceback (most recent call last)" in line or "ray::" in line for line in lines)
+    return lines[-1].strip() if is_traceback else lines[0]
+
+
+def typed_line(error: BaseException) -> str:
+    """Returns ``error`` in one line, as in the last line of a traceback: name of the class, and :func:`first_line`."""
+    name = type(root_cause(error)).__name__
+    line = first_line(error)
+    return line if line == name else f"{name}: {line}"
 
 
 def one_line(error: object) -> str:

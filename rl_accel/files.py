@@ -1,4 +1,4 @@
-"""Atomic file writes, and JSON without NaN and infinities, which some JSON parsers reject."""
+"""Writes of files and of lines that are never half done, and JSON without NaN and infinities, which some JSON parsers reject."""
 
 import json
 import math
@@ -39,3 +39,20 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends ``line`` and a line break to the file ``path``. Creates missing folders.
+
+    Raises OSError if not all of the line can be written, for example on a full disk. The file is then unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        rest = memoryview(line.encode() + b"\n")
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except BaseException:
+            file.truncate(size)
+            raise

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
-from rl_accel.errors import ConfigError
+from rl_accel.errors import ConfigError, root_cause, typed_line
 from rl_accel.rollout.tail_batching import Phase, TailBatching, TailRun
 from rl_accel.rollout.tail_decisions import (
     Cancel,
@@ -160,8 +160,8 @@ class FailureLog:
             return Event("aborted", response_id, tokens, result)
         if error is None:
             return Event("scored", response_id, tokens, result)
-        kind = type(error).__name__
-        line = f"{kind}: {error}".splitlines()[0]
+        kind = type(root_cause(error)).__name__
+        line = typed_line(error)
         logger.error(
             "rl-accel: response %d failed: %s", response_id, line, exc_info=None if kind in self._kinds else error
         )
@@ -230,6 +230,14 @@ class PromptSupply:
         Returns the content of the column ``index`` in its data row; None without such a column.
         """
         return self.payloads.pop(prompt_id).get("index")
+
+    def has_fetched(self, prompt_id: str, fetched: int) -> bool:
+        """Returns True if ``prompt_id`` names one of the first ``fetched`` rows, counted over all epochs."""
+        numbers = prompt_id.split(":")
+        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+            return False
+        epoch, row = map(int, numbers)
+        return 1 <= row <= self._rows_per_epoch and 0 <= (epoch - 1) * self._rows_per_epoch + row - 1 < fetched
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
         """Continues from a saved run, whose attributes had the values ``fetched`` and ``payloads``."""

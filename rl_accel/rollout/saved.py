@@ -6,16 +6,16 @@ import decimal
 import importlib.util
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from rl_accel.errors import ConfigError
-from rl_accel.files import write_atomically
+from rl_accel.errors import ConfigError, RlAccelError, first_line, typed_line
+from rl_accel.files import BAD_RECORD, append_line, write_atomically
 from rl_accel.rollout.round_driver import PromptSupply, StepResult
 from rl_accel.rollout.tail_batching import TailBatching
 
@@ -25,6 +25,10 @@ _STATE = "state.pt"
 
 class ResumeError(ConfigError):
     """Error for a checkpoint without a state of tail batching, or with one that does not fit the resumed run."""
+
+
+class WriteError(RlAccelError, OSError):
+    """Error for a file of tail batching that cannot be written, such as on a full disk."""
 
 
 def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: dict[str, dict[str, Any]]) -> None:
@@ -38,9 +42,24 @@ def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: 
 
     Raises:
         ConfigError: see :func:`packed`.
+        WriteError: the file cannot be written.
     """
     state = {"step": step, "rows_fetched": fetched, "core": core, "payloads": payloads}
-    write_atomically(folder / _STATE, packed(state))
+    content = packed(state)
+    with writing(folder / _STATE):
+        write_atomically(folder / _STATE, content)
+
+
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Context manager for code that writes ``file``. Turns an OSError, such as a full disk, into a :class:`WriteError`."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(
+            f"rl_accel.tail_batching: {file} cannot be written ({error.strerror or error}). Free space there, then resume "
+            "from the last checkpoint"
+        ) from error
 
 
 def packed(content: Any) -> bytes:
@@ -94,26 +113,42 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
     try:
         with safe_globals(_row_types()):
             state = torch.load(file, weights_only=True)
-        payloads = state["payloads"]
-        saved_step, fetched, saved_core = state["step"], int(state["rows_fetched"]), state["core"]
-    except (OSError, EOFError, RuntimeError, UnpicklingError, ValueError, KeyError, TypeError) as error:
-        raise ResumeError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+        if not isinstance(state, dict):
+            raise TypeError(f"it must hold a dict, found {type(state).__name__}")
+        saved_step, fetched = state["step"], state["rows_fetched"]
+        saved_core, payloads = state["core"], state["payloads"]
+    except Exception as error:  # a damaged file makes torch.load raise nearly any exception
+        raise damaged(file, typed_line(error)) from error
+    types = {"step": int, "rows_fetched": int, "core": dict, "payloads": dict}
+    for name, wanted in types.items():
+        if type(state[name]) is not wanted:
+            raise damaged(file, f"{name} must be of type {wanted.__name__}, found {type(state[name]).__name__}")
     if saved_step != step:
-        raise ResumeError(f"{folder} must be of step {step}, found {saved_step}")
+        raise ResumeError(f"{file} must be of step {step}, found {saved_step}")
     restored = TailBatching(core.run)
     try:
         restored.load_state_dict(saved_core)
     except ValueError as error:
-        raise ResumeError(f"{folder} does not fit this run: {error}") from error
-    if differ := sorted(payloads.keys() ^ set(restored.unsettled_prompts())):
-        raise ResumeError(
-            f"{folder} is damaged: the queue and the saved rows differ in {len(differ)} prompts, such as {differ[0]}"
-        )
+        raise ResumeError(f"{file} does not fit this run: {first_line(error)}") from error
+    if differ := sorted(payloads.keys() ^ set(restored.unsettled_prompts()), key=str):
+        raise damaged(file, f"the queue and the saved rows differ in {len(differ)} prompts, such as {differ[0]}")
     if len(payloads) + restored.settled != fetched:
         found = f"{len(payloads)} prompts are open and {restored.settled} settled, but {fetched} rows were fetched"
-        raise ResumeError(f"{folder} is damaged: {found}")
+        raise damaged(file, found)
+    for prompt_id, row in payloads.items():
+        if not isinstance(row, dict):
+            raise damaged(file, f"the row of prompt {prompt_id} must be of type dict, found {type(row).__name__}")
+        if not supply.has_fetched(prompt_id, fetched):
+            raise damaged(file, f"prompt {prompt_id} is none of the {fetched} rows that were fetched")
     core.load_state_dict(saved_core)
     supply.restore(fetched, payloads)
+
+
+def damaged(file: Path, reason: str) -> ResumeError:
+    """Returns the error for a damaged ``file`` of a checkpoint, which says what helps."""
+    return ResumeError(
+        f"{file} is damaged: {reason}. Resume from another checkpoint, or without rl_accel.tail_batching"
+    )
 
 
 class Ledger:
@@ -127,19 +162,46 @@ class Ledger:
         self.path = root / FOLDER / "ledger.jsonl"
 
     def rewind(self, step: int) -> None:
-        """Drops the lines of training steps after ``step``. For a run that resumes from the checkpoint of ``step``."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        """Drops the lines of training steps after ``step``. For a run that resumes from the checkpoint of ``step``.
+
+        Raises:
+            ResumeError: the file cannot be read, or one of its lines is damaged. Nothing is changed then.
+            WriteError: the file cannot be written.
+        """
         kept = []
-        for line in lines:
-            with contextlib.suppress(ValueError):  # last line of a run that was killed while writing
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-        write_atomically(self.path, "".join(kept))
+        for number, line in enumerate(self._lines(), start=1):
+            try:
+                line_step = json.loads(line)["step"]
+                if type(line_step) is not int:
+                    raise TypeError(f"step must be of type int, found {line_step!r}")
+            except BAD_RECORD as error:
+                raise self._damaged(f"line {number}: {typed_line(error)}") from error
+            if line_step <= step:
+                kept.append(line + "\n")
+        with writing(self.path):
+            write_atomically(self.path, "".join(kept))
 
     def add(self, step: int, result: StepResult) -> None:
-        """Appends the line of training step ``step``."""
+        """Appends the line of training step ``step``. Raises WriteError if it cannot be written; no part of it is written then."""
         line = {"step": step, "round": result.batch.number, "kind": result.batch.kind}
         line |= {name: getattr(result, name) for name in ("trained", "rejected", "failed", "errors")}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(line, default=str) + "\n")
+        with writing(self.path):
+            append_line(self.path, json.dumps(line, default=str))
+
+    def _lines(self) -> list[str]:
+        """Returns the lines of the file. Leaves out a half last line, which a run leaves that is killed while it writes."""
+        try:
+            text = self.path.read_text("utf-8")
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            raise self._damaged(typed_line(error)) from error
+        lines = text.split("\n")
+        half = lines.pop()
+        with contextlib.suppress(ValueError):
+            json.loads(half)
+            lines.append(half)
+        return lines
+
+    def _damaged(self, reason: str) -> ResumeError:
+        return ResumeError(f"{self.path} is damaged: {reason}. Move it away; the resumed run then begins a new one")

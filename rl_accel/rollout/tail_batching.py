@@ -9,7 +9,7 @@ from enum import Enum
 from statistics import fmean
 from typing import Any
 
-from rl_accel.errors import ConfigError
+from rl_accel.errors import ConfigError, typed_line
 from rl_accel.features import TailBatchingFlags
 from rl_accel.rollout.tail_decisions import (
     Cancel,
@@ -418,18 +418,21 @@ class TailBatching:
         own_state = self.state_dict()
         for key in _MUST_AGREE:
             saved = state.get(key) if isinstance(state, Mapping) else type(state).__name__
-            if saved != own_state[key]:
+            if type(saved) is not type(own_state[key]) or saved != own_state[key]:
                 raise ValueError(f"state must have {key} = {own_state[key]!r}, found {saved!r}")
         resumed = TailBatching(self.run)
         try:
-            resumed._rounds, resumed._next_response = int(state["rounds"]), int(state["next_response"])
-            resumed.settled = int(state["settled"])
-            prompts = [_Prompt(*fields) for fields in state["prompts"]]
+            resumed._rounds = _count_in(state["rounds"])
+            resumed._next_response = _count_in(state["next_response"])
+            resumed.settled = _count_in(state["settled"])
+            prompts = [_saved_prompt(*fields) for fields in state["prompts"]]
             resumed._unsettled = {prompt.id: prompt for prompt in prompts}
+            if len(resumed._unsettled) < len(prompts):
+                raise ValueError("a prompt is there twice")
             resumed._put_back(prompts)
             resumed._times.load_state_dict(state["times"])
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"state is damaged or does not fit: {type(error).__name__}: {error}") from error
+        except Exception as error:  # a damaged state may hold anything
+            raise ValueError(f"state is damaged or does not fit: {typed_line(error)}") from error
         self.__dict__.update(resumed.__dict__)
 
     # Filling, refilling and ending a round
@@ -649,6 +652,23 @@ class TailBatching:
         if self._unchecked is not None:
             raise ValueError(f"group_checked must come first, for prompt {self._unchecked.prompt.id}")
         return attempt
+
+
+def _count_in(saved: Any) -> int:
+    """Returns the number ``saved`` in a state. Raises TypeError or ValueError if it is no whole number from 0 on."""
+    if type(saved) is not int:
+        raise TypeError(f"a number must be of type int, found {saved!r}")
+    if saved < 0:
+        raise ValueError(f"a number must be at least 0, found {saved}")
+    return saved
+
+
+def _saved_prompt(prompt_id: Any, domain: Any, deferrals: Any, deferred_in: Any) -> _Prompt:
+    """Returns the prompt with these fields in a state. Raises TypeError or ValueError if a field has a wrong type or sign."""
+    for text in (prompt_id, domain):
+        if not isinstance(text, str):
+            raise TypeError(f"the id and the domain of a prompt must be strings, found {text!r}")
+    return _Prompt(prompt_id, domain, _count_in(deferrals), _count_in(deferred_in))
 
 
 def _scaled(count: int, ratio: float) -> int:

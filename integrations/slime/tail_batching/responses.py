@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from slime.utils.types import Sample
 
+from rl_accel.errors import typed_line
 from rl_accel.integrations.slime import interfaces
 from rl_accel.patches.slime.requests import WATCHER
 from rl_accel.rollout.round_driver import Event, FailureLog, Job, ResponseLost, TokenRate, agent_loop_limit
@@ -372,7 +373,7 @@ class Responses:
             for member, reward in zip(members, rewards, strict=True):
                 member.result.reward = reward
         except BaseException as error:
-            scored.set_exception(RuntimeError(f"its group could not be scored: {error!r}"))
+            scored.set_exception(RuntimeError(f"its group could not be scored: {typed_line(error)}"))
             raise
         scored.set_result(None)
 

@@ -10,7 +10,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import MetricGatherer
 from slime.utils.types import Sample
 
-from rl_accel.errors import ConfigError
+from rl_accel.errors import ConfigError, typed_line
 from rl_accel.features import SLIME_DATA_SOURCE, TAIL_BATCHING
 from rl_accel.files import write_atomically
 from rl_accel.integrations.slime import interfaces
@@ -174,7 +174,9 @@ class TailDataSource(RolloutDataSource):
             source.args = copy.copy(self.args)
             source.args.save = folder
             RolloutDataSource.save(source, rollout_id)
-            write_atomically(_position(self.args.save, rollout_id), _position(folder, rollout_id).read_bytes())
+            position = _position(self.args.save, rollout_id)
+            with saved.writing(position):
+                write_atomically(position, _position(folder, rollout_id).read_bytes())
 
     def load(self, rollout_id: int | None = None) -> None:
         """Restores the state of this data source from the checkpoint of rollout ``rollout_id``.
@@ -193,9 +195,13 @@ class TailDataSource(RolloutDataSource):
             )
         super().load(rollout_id)
         if resumes:
-            saved.restore(_folder(self.args.load, last), last, self._core, self.supply)
-            for row in self.supply.payloads.values():
-                row["sample"] = Sample.from_dict(row["sample"])
+            folder = _folder(self.args.load, last)
+            saved.restore(folder, last, self._core, self.supply)
+            for prompt_id, row in self.supply.payloads.items():
+                try:
+                    row["sample"] = Sample.from_dict(row["sample"])
+                except Exception as error:  # slime checks none of the values
+                    raise saved.damaged(folder, f"the row of prompt {prompt_id}: {typed_line(error)}") from error
         if self._log is not None:
             self._log.rewind(last)
 

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from rl_accel.drafts.drafter import SETTINGS
 from rl_accel.drafts.index import SOURCES
-from rl_accel.errors import refuse
+from rl_accel.errors import first_line, refuse
 from rl_accel.features import DraftsFlags
 from rl_accel.files import write_atomically
 from rl_accel.integrations.verl import engines
@@ -178,7 +178,7 @@ class Exchange:
             try:
                 self._finished[server], counts = ray.get(call)[0]
             except ray.exceptions.RayError as error:
-                logger.warning("rl-accel: drafts: a rollout server does not answer: %s", str(error).splitlines()[-1])
+                logger.warning("rl-accel: drafts: a rollout server does not answer: %s", first_line(error))
                 continue
             counted += counts
             self._history.extend(self._finished[server] if self._flags.save else ())

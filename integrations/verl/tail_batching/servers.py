@@ -87,10 +87,6 @@ class ServerLost(RuntimeError):
     """Training cannot go on: no server is left, a dead server cannot be restarted, or a server died during a weight update."""
 
 
-def _cause_of(error: BaseException) -> str:
-    return first_line(getattr(error, "cause", None) or error)
-
-
 async def find_dead(replicas: Sequence[RolloutReplica]) -> list[RolloutReplica]:
     """Returns those of the rollout ``replicas`` that have a dead server actor or a dead engine."""
 
@@ -194,7 +190,7 @@ class CancellableServer:
         except RayError as error:
             if not is_death(error, self._engine):
                 raise
-            line = _cause_of(error)
+            line = first_line(error)
             await self._on_death(line)
             raise ServerDied(line) from error
 
@@ -299,7 +295,7 @@ class RolloutServers:
             if isinstance(error, BaseException):
                 if not is_death(error, self._engine):
                     raise error
-                logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, _cause_of(error))
+                logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, first_line(error))
 
     def reach_all(self, call: Callable[[], None]) -> None:
         """Restarts dead servers, then runs ``call``, which calls all servers. Repeats both steps if a server dies meanwhile.
@@ -408,7 +404,7 @@ class RolloutServers:
             ray.get([worker.__ray_call__.remote(_forget_server) for worker in replica.workers])
         except Exception as error:
             raise ServerLost(
-                f"rl_accel.tail_batching: {name} has died and could not be started again: {error}. {RESUME}"
+                f"rl_accel.tail_batching: {name} has died and could not be started again: {first_line(error)}. {RESUME}"
             ) from error
         logger.warning("rl-accel: %s had died and was started again; it joins with the next weights", name)
 
