@@ -23,16 +23,13 @@ def wait_for_import(module: str) -> None:
         raise PatchRefused(f"{module} is being imported by this very thread; ask before or after, not now")
 
 
-def when_imported(
-    module: str, callback: Callable[[ModuleType], None], wait: Callable[[str], None] = wait_for_import
-) -> None:
+def when_imported(module: str, callback: Callable[[ModuleType], None]) -> None:
     """Calls ``callback(module object)`` as soon as the module named ``module`` is imported; at once if it is imported already.
 
     Callbacks run in the order of registration, in the thread that imports the module. If a callback raises an exception, the import
     statement raises it, and all callbacks of the module stay registered for a second import.
 
-    ``wait(module)`` is called first if the import is in progress. It returns once the import is complete. If the caller holds a
-    lock that callbacks need, ``wait`` must raise an exception instead, because waiting would deadlock.
+    An import that another thread has begun is waited for. The caller must hold no lock that callbacks need.
     """
     with _lock:
         loaded = sys.modules.get(module)
@@ -42,7 +39,7 @@ def when_imported(
             _waiting.setdefault(module, []).append(callback)
             return
     if _is_being_imported(loaded):
-        wait(module)
+        wait_for_import(module)
     callback(loaded)
 
 

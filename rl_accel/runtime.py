@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NoReturn, ParamSpec
+from typing import Any
 
 from rl_accel import __version__, log
 from rl_accel import config as cfg
@@ -59,42 +59,13 @@ class _WantedSwitch:
         return SwitchStatus(self.switch.name, self.switch.target, state, str(self.refusal or ""))
 
 
-class _ImportFirst(Exception):
-    """Asks the caller to release the runtime's lock, import the module that is the argument, and try again.
-
-    An import under the lock could deadlock, because import hooks in other threads need the lock.
-    """
-
-
-def _import_first(module: str) -> NoReturn:
-    raise _ImportFirst(module)
-
-
-P = ParamSpec("P")
-
-
-def _retried(method: Callable[P, None]) -> Callable[P, None]:
-    """Wraps ``method``. If it raises :class:`_ImportFirst`, imports the missing module and calls ``method`` again."""
-
-    @functools.wraps(method)
-    def retrying(*args: P.args, **kwargs: P.kwargs) -> None:
-        while True:
-            try:
-                return method(*args, **kwargs)
-            except _ImportFirst as missing:
-                (module,) = missing.args
-            wait_for_import(module)
-
-    return retrying
-
-
 class Runtime:
     """Flags and switches (reversible changes to frameworks) of one process. Thread-safe. A failed call changes nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._sources: FlagSources = {}
-        self._flags = cfg.resolve([])
+        self._flags = _resolve({})
         self._reads_flags = False
         self._switches: dict[str, _WantedSwitch] = {}
         self._warned: set[str] = set()  # refusals that a later call does not log again
@@ -103,7 +74,6 @@ class Runtime:
         """Returns the flags in force, merged from all sources."""
         return self._flags
 
-    @_retried
     def set_source(self, source: str, flags: Any) -> None:
         """Replaces the flags of ``source``. Turns features on or off to match, and passes all flags on to Ray processes.
 
@@ -112,12 +82,11 @@ class Runtime:
             PatchRefused: a feature enabled by name cannot be applied. All changes of this call are undone.
         """
         flags = cfg.as_mapping(flags, source)
-        with self._lock:
-            sources = self._sources or _environment()
-            if sources.get(source) != flags or self._sources is None:
-                self._replace_sources({**sources, source: flags}, publish=True)
+        present = self._sources
+        if present and present.get(source) == flags:
+            return
+        self._change(lambda sources: {**(sources or _environment()), source: flags}, publish=True)
 
-    @_retried
     def adopt(self, payload: str | None) -> None:
         """Applies the flags of the Ray job to which this process belongs. The framework's configuration counts from then on, too.
 
@@ -125,41 +94,52 @@ class Runtime:
         means that the driver process has called :func:`disable`, None or ``{}`` that it has no flags. For a source that is not in
         ``payload``, this process's own environment variables count.
         """
-        with self._lock:
-            if self._sources is None:
-                return
-            inherited = _received(payload) if payload else {}
-            if inherited is not None:  # Ray's runtime_env may set variables that the driver lacks
-                inherited = {**_environment(inherited), **inherited}
-            if inherited is None and any(word.lstrip("+").startswith("rl_accel.") for word in sys.argv):
-                logger.warning(
-                    "rl-accel: the flags of this command are ignored, because the program that started it has called disable()"
-                )
-            self._reads_flags = True
-            sources = None if inherited is None else {**inherited, **self._sources}
-            self._replace_sources(sources, publish=bool(sources) and payload is None)
+        if self._sources is None:
+            return
+        inherited = _received(payload) if payload else {}
+        if inherited is not None:  # Ray's runtime_env may set variables that the driver lacks
+            inherited = {**_environment(inherited), **inherited}
+        if inherited is None and any(word.lstrip("+").startswith("rl_accel.") for word in sys.argv):
+            logger.warning(
+                "rl-accel: the flags of this command are ignored, because the program that started it has called disable()"
+            )
+        self._reads_flags = True
+
+        def with_inherited(sources: FlagSources) -> FlagSources:
+            if inherited is None or sources is None:
+                return None
+            return {**inherited, **sources}
+
+        self._change(with_inherited, publish=payload is None and bool(inherited or self._sources))
 
     def sources(self) -> FlagSources:
         """Returns the flags of each source, for a later :meth:`restore`. None after :func:`disable`."""
         return self._sources
 
-    @_retried
     def restore(self, sources: FlagSources) -> None:
         """Replaces all flags by ``sources``, an earlier result of :meth:`sources`. None turns all features off."""
-        with self._lock:
-            self._replace_sources(sources, publish=True)
+        self._change(lambda _sources: sources, publish=True)
 
-    def _replace_sources(self, sources: FlagSources, publish: bool) -> None:
-        before = self._sources, self._flags
-        by_source = sources or {}
-        flags = cfg.resolve([(source, by_source[source]) for source in _PRECEDENCE if source in by_source])
-        self._sources, self._flags = sources, flags
+    def _change(self, new_sources: Callable[[FlagSources], FlagSources], publish: bool) -> None:
+        """Replaces the flags of all sources by ``new_sources(present flags)``, and switches the features to match.
+
+        Modules are imported while the lock is free, because import hooks in other threads need it.
+        """
+        while True:
+            with self._lock:
+                before = self._sources
+                sources = new_sources(before)
+                flags = _resolve(sources)
+                missing = [module for module in self._switch_modules(sources, flags) if not _has_switches(module)]
+                if not missing:
+                    break
+            for module in missing:
+                wait_for_import(module)
         try:
-            self._bring_in_line()
+            self._switch_to(sources, flags)
         except BaseException as error:
-            self._sources, self._flags = before
             try:
-                self._bring_in_line()
+                self._switch_to(before, _resolve(before))
             except Exception as second:
                 error.add_note(f"The state before could not be restored either: {second}")
             raise
@@ -169,6 +149,14 @@ class Runtime:
         if publish:
             self._publish()
 
+    def _switch_to(self, sources: FlagSources, flags: cfg.Flags) -> None:
+        with self._lock:
+            self._sources = sources
+            self._flags = flags
+            fresh = self._replace_switches()
+        for wanted in fresh:  # without the lock: another thread may be importing the switch's module, and is waited for
+            when_imported(wanted.switch.module, functools.partial(self._apply, wanted))
+
     def _publish(self) -> None:
         payload = None
         os.environ.pop(SOURCES_VAR, None)
@@ -176,38 +164,49 @@ class Runtime:
             payload = os.environ[SOURCES_VAR] = json.dumps(self._sources and {**self._sources, _VERSION: __version__})
         importlib.import_module("rl_accel.integrations.ray.propagate").publish(payload)
 
-    def _bring_in_line(self) -> None:
-        missing = {wanted.switch.name: wanted for wanted in self._wanted()}
+    def _replace_switches(self) -> list[_WantedSwitch]:
+        """Reverts switches that the flags no longer ask for. Returns those that they ask for anew, which are to be applied."""
+        fresh = {wanted.switch.name: wanted for wanted in self._wanted()}
         for name, present in list(self._switches.items()):
-            fresh = missing.get(name)
-            if fresh is not None and (fresh.settings, fresh.named) == (present.settings, present.named):
-                del missing[name]
+            wanted = fresh.get(name)
+            if wanted is not None and (wanted.settings, wanted.named) == (present.settings, present.named):
+                del fresh[name]
                 continue
             if present.refusal is None:
                 present.switch.revert()
             del self._switches[name]
-        self._switches.update(missing)
-        for wanted in missing.values():
-            when_imported(wanted.switch.module, functools.partial(self._apply, wanted), wait=_import_first)
+        self._switches.update(fresh)
+        return list(fresh.values())
 
-    def _wanted(self) -> Iterator[_WantedSwitch]:
-        on = False
+    def _switch_modules(self, sources: FlagSources, flags: cfg.Flags) -> Iterator[str]:
+        """Yields the names of the modules whose switches ``flags`` ask for."""
+        any_on = False
         for feature in FEATURES:
-            requested = self._flags.requested(feature)
+            requested = flags.requested(feature)
             if requested == "off":
                 continue
-            named, on = requested == "by name", True
+            any_on = True
             installed = [framework for framework in feature.switches if is_installed(framework)]
-            if named and not installed:
+            if requested == "by name" and not installed:
                 wanted_frameworks = ", ".join(feature.switches)
                 raise PatchRefused(f"{feature.name} was asked for, but none of {wanted_frameworks} is installed here")
             for framework in installed:
-                for switch in _imported_switches(*feature.switches[framework]):
-                    yield _WantedSwitch(switch, feature.name, named, self._flags[feature])
-        reads = on or (self._reads_flags and self._sources is not None)
-        for module, wanted in ((FLAG_READER, reads), (METRICS_LOGGER, on)):
-            if wanted and is_installed("verl"):
-                yield from (_WantedSwitch(switch, module, False, None) for switch in _imported_switches(module))
+                yield from feature.switches[framework]
+        if is_installed("verl"):
+            if any_on or (self._reads_flags and sources is not None):
+                yield FLAG_READER
+            if any_on:
+                yield METRICS_LOGGER
+
+    def _wanted(self) -> Iterator[_WantedSwitch]:
+        owners = {module: feature for feature in FEATURES for modules in feature.switches.values() for module in modules}
+        for module in self._switch_modules(self._sources, self._flags):
+            for switch in switches_of(module):
+                if feature := owners.get(module):
+                    is_by_name = self._flags.requested(feature) == "by name"
+                    yield _WantedSwitch(switch, feature.name, is_by_name, self._flags[feature])
+                else:
+                    yield _WantedSwitch(switch, module, False, None)
 
     def _apply(self, wanted: _WantedSwitch, _module: ModuleType) -> None:
         with self._lock:
@@ -277,13 +276,14 @@ def _received(payload: str) -> FlagSources:
     return sources
 
 
-def _imported_switches(*modules: str) -> Iterator[Switch]:
-    """Like :func:`switches_of`, but imports nothing: raises :class:`_ImportFirst` for a module that is not imported yet."""
-    for module in modules:
-        switches: tuple[Switch, ...] | None = getattr(sys.modules.get(module), "SWITCHES", None)
-        if switches is None:  # not imported, or only half
-            raise _ImportFirst(module)
-        yield from switches
+def _resolve(sources: FlagSources) -> cfg.Flags:
+    by_source = sources or {}
+    return cfg.resolve([(source, by_source[source]) for source in _PRECEDENCE if source in by_source])
+
+
+def _has_switches(module: str) -> bool:
+    """Returns whether ``module`` is imported, and far enough to have the tuple ``SWITCHES``."""
+    return hasattr(sys.modules.get(module), "SWITCHES")
 
 
 def is_installed(framework: str) -> bool:
