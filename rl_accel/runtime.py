@@ -199,7 +199,9 @@ class Runtime:
                 yield METRICS_LOGGER
 
     def _wanted(self) -> Iterator[_WantedSwitch]:
-        owners = {module: feature for feature in FEATURES for modules in feature.switches.values() for module in modules}
+        owners = {
+            module: feature for feature in FEATURES for modules in feature.switches.values() for module in modules
+        }
         for module in self._switch_modules(self._sources, self._flags):
             for switch in switches_of(module):
                 if feature := owners.get(module):

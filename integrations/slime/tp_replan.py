@@ -17,7 +17,7 @@ from rl_accel.integrations.slime.rollout_log import LOG_INTERFACES, LoggedRollou
 from rl_accel.log import warn_once
 from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
 from rl_accel.parallel.tp_planner import PlannedRun
-from rl_accel.patches.seams import SeamCheck
+from rl_accel.patches.seams import member_check
 from rl_accel.switch import forget_when_off
 from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, fetch_page
 
@@ -155,7 +155,7 @@ def _reader(args: Any) -> _Read:
 
 
 SWITCHES = (
-    SeamCheck(
+    member_check(
         name="slime.tp_replan",
         target="slime.observability.rollout_metrics:log_rollout_data",
         interfaces=(interfaces.Sample, *LOG_INTERFACES),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from rl_accel.errors import refuse
-from rl_accel.patches.seams import extends
 from rl_accel.patches.verl.interfaces import AgentLoopManager, AgentLoopWorker
 from rl_accel.patches.verl.verl_run import VerlRun
 
@@ -27,7 +26,6 @@ PARTS = "trainer.rl_accel_agent_loop_parts"
 """Configuration key for the full names of the enabled :class:`WorkerPart` mixins, in alphabetical order."""
 
 
-@extends(AgentLoopWorker)
 class WorkerPart(_Worker):
     """Mixin through which one feature extends verl's agent-loop worker, which generates responses."""
 

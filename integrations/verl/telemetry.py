@@ -23,9 +23,9 @@ from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import engine_of, read_servers
 from rl_accel.log import warn_once
 from rl_accel.patches.patch import Patch
-from rl_accel.patches.seams import extends, step_observer
+from rl_accel.patches.seams import step_observer
 from rl_accel.patches.verl import config_intake
-from rl_accel.patches.verl.interfaces import AgentLoopManager, AgentLoopWorkerTQ, ObservedClient
+from rl_accel.patches.verl.interfaces import AgentLoopManager, ObservedClient
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics, stage_clock
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Counters
@@ -64,7 +64,6 @@ CURRENT: ContextVar[ResponseTimes | None] = ContextVar("rl_accel_response", defa
 """Record of the training response that the running asyncio task works on; None in validation."""
 
 
-@extends(AgentLoopWorkerTQ)  # untested with a verl that lacks this class
 class RecordingWorker(agent_loop.WorkerPart):
     """Agent-loop worker mixin that records when each response of training began, was generated, was rewarded and ended."""
 

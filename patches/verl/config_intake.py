@@ -14,7 +14,6 @@ A feature that uses verl's extension points names a module in :attr:`~rl_accel.f
 - ``find_problems()``, optional, serves ``rl-accel doctor``. Returns pairs: a part of the feature that cannot work, and the reason.
 """
 
-import contextlib
 import difflib
 import functools
 import importlib
@@ -38,9 +37,10 @@ from rl_accel.log import warn_once
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import Registration
+from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import Trainer
 from rl_accel.patches.verl.verl_run import RAY_TRAINER_CLASS, TRAINERS, VerlRun
-from rl_accel.runtime import FRAMEWORK, RUNTIME, switches_of
+from rl_accel.runtime import FRAMEWORK, RUNTIME
 
 logger = logging.getLogger("rl_accel")
 
@@ -96,17 +96,11 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
 
 
 def require_adapters(feature: Feature[Any]) -> None:
-    """Checks that the installed verl has all members that the integration modules of ``feature`` use or override.
+    """Raises PatchRefused if the installed verl lacks functions that the adapters of ``feature`` use, or has them otherwise.
 
-    Raises PatchRefused if members are absent or different. The message names each member.
+    The message names each function.
     """
-    for switch in switches_of(*feature.switches["verl"]):
-        if isinstance(switch, Registration):
-            # An import hook on this module may import adapters, which must not be half imported at that time.
-            with contextlib.suppress(ImportError):
-                importlib.import_module(switch.module)
-    modules = seams.modules_of(f"rl_accel.integrations.verl.{feature.name}")
-    seams.require_members(feature.name, seams.interfaces_of(modules))
+    seams.require_members(feature.name, interfaces.NEEDS.get(feature.name, ()))
 
 
 def in_driver(config: Any) -> None:

@@ -133,10 +133,7 @@ class RewardLoopWorker(Protocol):
     def compute_score(self, data: Any) -> dict[str, Any]: ...
 
 
-@interface_of(
-    "verl.experimental.agent_loop.agent_loop:AgentLoopWorker",
-    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ",
-)
+@interface_of("verl.experimental.agent_loop.agent_loop:AgentLoopWorker")
 class AgentLoopWorker(Protocol):
     """Members that verl's agent-loop worker has with every trainer. The V1 trainer uses the subclass ``AgentLoopWorkerTQ``."""
 
@@ -243,3 +240,31 @@ class SyncTrainer(Trainer, Protocol):
     def on_sample_end(self) -> None: ...
     def on_step_end(self) -> None: ...
     def _load_checkpoint(self) -> None: ...
+
+
+_AGENT_LOOPS = (AgentLoopManager, AgentLoopWorker, RewardLoopWorker)
+
+NEEDS: dict[str, tuple[Any, ...]] = {
+    "tail_batching": (
+        *_AGENT_LOOPS,
+        AgentLoopWorkerTQ,
+        AgentLoopOutput,
+        AgentLoopTQ,
+        CheckpointManager,
+        LLMServerClient,
+        LLMServerManager,
+        LoadBalancer,
+        ReplayBuffer,
+        RolloutReplica,
+        SyncTrainer,
+        TokenOutput,
+        TransferQueue,
+        TransferQueueInterface,
+    ),
+    "reward_timeout": (*_AGENT_LOOPS, RewardManagerBase, RateLimitedRewardManager),
+    "telemetry": (*_AGENT_LOOPS, AgentLoopWorkerTQ, ObservedClient),
+    "tp_replan": (Trainer, LLMServerManager, RolloutReplica),
+    "balance": (*_AGENT_LOOPS, ObservedClient, Router),
+    "drafts": (Trainer, LLMServerManager, RolloutReplica, StickyRouter, WorkerExtension),
+}
+"""Interfaces of verl that the adapters of each feature use. They are compared with the installed verl before the feature starts."""

@@ -7,16 +7,15 @@ from typing import Any, Protocol
 import pytest
 
 from rl_accel.errors import PatchRefused
-from rl_accel.patches.seams import extends, interface_of, interfaces_of, remote, require_members
+from rl_accel.patches.seams import interface_of, remote, require_members
 
 SOURCE = """
 def helper(path):
     pass
 
 class Base:
-    field: int
     def __init__(self, config):
-        self.config = config
+        pass
 
 class Worker(Base):
     def step(self, batch, seed=0):
@@ -25,54 +24,37 @@ class Worker(Base):
         pass
     def ask(self, key):
         pass
-    @property
-    def address(self):
-        pass
 """
 
 
 @pytest.fixture
 def check(framework):
-    """``check(old, new)`` compares interfaces and a subclass with SOURCE in which ``old`` has become ``new``."""
+    """``check(old, new)`` compares interfaces with SOURCE in which ``old`` has become ``new``."""
 
     def run(old: str = "", new: str = "") -> None:
         assert old in SOURCE
         name = framework(SOURCE.replace(old, new))
-        core = sys.modules[f"{name}.core"]
 
         @interface_of(f"{name}.core")
         class Core(Protocol):
             def helper(self, path: str) -> Any: ...
 
-        @interface_of(f"{name}.core:Worker", f"{name}.not_here:Worker")
-        class Worker(Protocol):
+        @interface_of(f"{name}.core:Base")
+        class Base(Protocol):
             config: Any
-            field: int
-            address: str
 
             def __init__(self, config: Any) -> None: ...
-
-            def step(self, batch: Any) -> None: ...
-
-            async def run(self, params: Any, **more: Any) -> None: ...
 
             @remote
             def ask(self, key: str) -> str: ...
 
-        @extends(Worker)
-        class Ours(core.Worker):
-            def __init__(self):
-                super().__init__({})
+        @interface_of(f"{name}.core:Worker")
+        class Worker(Base, Protocol):
+            def step(self, batch: Any) -> None: ...
 
-            def step(self, batch, seed=0):
-                pass
+            async def run(self, params: Any, **more: Any) -> None: ...
 
-            async def run(self, *args, **kwargs):
-                pass
-
-        module = type(sys)("ours")
-        module.core, module.ours = Core, Ours
-        require_members("pack", interfaces_of([module]))
+        require_members("pack", (Core, Worker))
 
     return run
 
@@ -85,14 +67,11 @@ SAME = [
     ("def helper(path)", "def helper(path, **options)"),
 ]
 CHANGED = [
-    ("self.config", "self.settings", r"pack wants \w+\.core:Worker\.config, which is not there"),
-    ("field: int", "pass", r"Worker\.field, which is not there"),
-    ("@property", "", r"Worker\.address to be an attribute, which it is not"),
+    ("class Worker", "class Helper", r"core:Worker, which is not there"),
     ("def ask", "def answer", r"Worker\.ask, which is not there"),
     ("def ask(self, key)", "def ask(self, name)", r"Worker\.ask\(key\), found \(name\)"),
     ("batch, seed=0", "seed, batch", r"Worker\.step\(batch\), found \(seed, batch\)"),
     ("seed=0", "seed", r"Worker\.step\(batch\), found \(batch, seed\)"),
-    ("seed=0", "seed=0, extra=1", r"Worker\.step\(batch, seed=0\) as check.* has it, found \(batch, seed=0, extra=1\)"),
     ("async def run", "def run", r"Worker\.run to be async, which it is not"),
     ("def step", "async def step", r"Worker\.step to be a plain function, which it is not"),
     (", **more", "", r"Worker\.run\(params, \*\*more\), found \(params, \*, name\)"),

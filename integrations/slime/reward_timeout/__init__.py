@@ -6,7 +6,7 @@ from rl_accel.errors import refuse
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.slime import interfaces
 from rl_accel.integrations.slime.rollout_log import LOG_INTERFACES
-from rl_accel.patches.seams import SeamCheck
+from rl_accel.patches.seams import member_check
 
 RM_HOOK = "rl_accel.integrations.slime.reward_timeout.rm_hook.grade"
 SAMPLE_HOOK = "rl_accel.integrations.slime.reward_timeout.rm_hook.mark_evaluation"
@@ -15,7 +15,7 @@ _FLAG = "rl_accel.reward_timeout"
 _DISTILLATION = "slime.rollout.on_policy_distillation."
 
 SWITCHES = (
-    SeamCheck(
+    member_check(
         name="slime.reward_timeout",
         target="slime.rollout.sglang_rollout:generate_and_rm",
         interfaces=(

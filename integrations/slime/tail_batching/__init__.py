@@ -10,14 +10,14 @@ from typing import Any
 from rl_accel.errors import refuse
 from rl_accel.features import SLIME_DATA_SOURCE, SLIME_ROLLOUT, TailBatchingFlags
 from rl_accel.integrations.slime import interfaces
-from rl_accel.patches.seams import SeamCheck
+from rl_accel.patches.seams import member_check
 from rl_accel.rollout.tail_batching import TailRun
 
 _FLAG = "rl_accel.tail_batching"
 _refuse = functools.partial(refuse, _FLAG)
 
 SWITCHES = (
-    SeamCheck(
+    member_check(
         name="slime.tail_batching",
         target="slime.rollout.sglang_rollout:generate_rollout",
         interfaces=(

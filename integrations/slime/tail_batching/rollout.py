@@ -17,7 +17,6 @@ from rl_accel.integrations.slime import interfaces
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.tail_batching import check, last_rollout, run_of
 from rl_accel.integrations.slime.tail_batching.responses import Engines, Responses, samples_of
-from rl_accel.patches.seams import extends
 from rl_accel.rollout import saved
 from rl_accel.rollout.round_driver import PromptSupply, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching
@@ -60,7 +59,6 @@ def generate_rollout(
     return data_source.play(rollout_id)
 
 
-@extends(interfaces.RolloutDataSource)
 class TailDataSource(RolloutDataSource):
     """slime's data source (``--data-source-path``), extended with tail batching. Runs the rollouts and keeps the deferred prompts.
 

@@ -11,8 +11,6 @@ from ray.exceptions import RayError
 
 from rl_accel.features import BalanceFlags
 from rl_accel.integrations.verl.engines import EngineSupport
-from rl_accel.patches.seams import extends
-from rl_accel.patches.verl.interfaces import Router
 from rl_accel.rollout.balance import Balance, Instruction
 
 logger = logging.getLogger("rl_accel")
@@ -22,7 +20,6 @@ TICK_SECONDS = 0.25
 
 
 @ray.remote(max_concurrency=1_000_000)  # each waiting response is a pending call of this actor
-@extends(Router)
 class BalancedRouter:
     """Router actor: starts and stops responses as the policy :class:`Balance` decides. ``servers``: handles of servers by name."""
 

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from cachetools import LRUCache
 
-from rl_accel.patches.seams import extends
 from rl_accel.patches.verl.interfaces import StickyRouter
 from rl_accel.rollout.balance import HOME_MARGIN, PROMPTS, key_of
 
@@ -15,7 +14,6 @@ else:
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 
-@extends(StickyRouter)
 class SiblingRouter(GlobalRequestLoadBalancer):
     """verl's load balancer, extended to send all responses to a prompt to the same replica, where they help to draft each other.
 

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_accel.patches.seams import extends
 from rl_accel.patches.verl.interfaces import WorkerExtension
 
 if TYPE_CHECKING:
@@ -13,7 +12,6 @@ else:
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 
-@extends(WorkerExtension)
 class DraftsWorkerExtension(vLLMColocateWorkerExtension):
     """verl's extension of vLLM's workers, with methods through which the trainer process reaches the drafter."""
 

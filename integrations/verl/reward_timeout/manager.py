@@ -30,7 +30,6 @@ from rl_accel.integrations.verl import grader_process
 from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION, code_rewards
 from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION
 from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
-from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import interfaces
 from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import LocalAnchors
@@ -70,7 +69,6 @@ class _Response:
 _RESPONSE: ContextVar[_Response | None] = ContextVar("rl_accel_response", default=None)
 
 
-@extends(interfaces.RewardManagerBase)
 class RewardTimeoutManager(RewardManagerBase):
     """Reward manager that runs the configured manager, with a time limit for each execution of the reward function.
 

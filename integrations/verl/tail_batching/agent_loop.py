@@ -21,7 +21,6 @@ from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
 from rl_accel.integrations.verl.tail_batching import MODE, ROLLOUT_N
 from rl_accel.integrations.verl.tail_batching.servers import RESUME, SESSION, RolloutServers, ServerLost, Session
-from rl_accel.patches.seams import extends
 from rl_accel.patches.verl.interfaces import AgentLoopOutput, AgentLoopTQ, AgentLoopWorkerTQ
 from rl_accel.rollout.round_driver import Event, FailureLog, Job, agent_loop_limit
 
@@ -59,7 +58,6 @@ class StoredKeys:
     metric: float | None = None
 
 
-@extends(AgentLoopWorkerTQ)
 class TailAgentLoopWorker(WorkerPart, _Worker):
     """Agent-loop worker mixin that runs each training response in a separate asyncio task. Validation runs as in verl.
 

@@ -24,7 +24,6 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from rl_accel.errors import first_line
 from rl_accel.integrations.verl.engines import EngineSupport, engine_of, is_death
 from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
-from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import LLMServerManager, RolloutReplica, RolloutServer, TokenOutput
 from rl_accel.rollout.round_driver import ResponseLost, TokenRate
@@ -211,7 +210,6 @@ class CancellableServer:
         return await cancel(call)
 
 
-@extends(interfaces.LLMServerClient)
 class TailLLMServerClient(LLMServerClient):
     """verl's client of the rollout servers, with cancellable requests. Removes dead servers from verl's load balancer."""
 

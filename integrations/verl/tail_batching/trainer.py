@@ -17,7 +17,6 @@ from rl_accel.integrations.verl.engines import engine_of
 from rl_accel.integrations.verl.tail_batching import check_data, check_row, run_of
 from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, StoredKeys, Workers
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
-from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import AgentLoopManager, ReplayBuffer, SyncTrainer, TransferQueue
 from rl_accel.rollout import saved
@@ -51,7 +50,6 @@ def require_own_queue() -> None:
         )
 
 
-@extends(SyncTrainer)
 class TailBatchingTrainer(PPOTrainerSync):
     """verl's sync trainer, with batches from tail-batching rounds. Checkpoints include the state of the rounds."""
 

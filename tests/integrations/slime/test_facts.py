@@ -32,14 +32,13 @@ def _definition(patch):
 
 def _functions(interface):
     """Parameters, of modules' functions only, as facts name them."""
-    (target,) = seams._targets[interface]
-    for name, function in seams._members(interface).items() if ":" not in target else ():
-        if function is not None:
-            _, *params = inspect.signature(function).parameters.values()
-            yield f"{target}:{name}", [p.name for p in params if p.kind is not p.VAR_POSITIONAL]
+    target = seams._targets[interface]
+    for name, function in seams._methods(interface).items() if ":" not in target else ():
+        _, *params = inspect.signature(function).parameters.values()
+        yield f"{target}:{name}", [p.name for p in params if p.kind is not p.VAR_POSITIONAL]
 
 
-INTERFACES = {interface for check in CHECKS for interface in check.interfaces}
+INTERFACES = {item for item in vars(interfaces).values() if isinstance(item, type) and item in seams._targets}
 WANTED = {
     **dict(each for interface in INTERFACES for each in _functions(interface)),
     **{_definition(patch): [name for name in patch.params if name != "*"] for patch in SWITCHES},
@@ -48,7 +47,7 @@ WANTED = {
 ARGUMENTS = """custom_rm_path rm_type group_rm reward_key eval_reward_key rollout_sample_hook_path rollout_num_gpus
     rollout_num_gpus_per_engine num_gpus_per_node custom_rollout_log_function_path custom_eval_rollout_log_function_path
     custom_advantage_function_path custom_config_path custom_megatron_init_path advantage_estimator"""
-SAMPLE_FIELDS = {*seams._members(interfaces.Sample)}
+SAMPLE_FIELDS = {*interfaces.Sample.__annotations__, *seams._methods(interfaces.Sample)}
 """Fields and methods of ``Sample`` that features use."""
 
 
@@ -113,7 +112,7 @@ def test_functions_fields_states_and_flags_that_we_use_are_there():
     assert all(RECORDED["imported_by_name"].values()), "a patch writes to places that hold the function by name"
     assert RECORDED["scans"] == ["chunked_discounted_returns", "chunked_gae"]
     assert RECORDED["sample_fields"] == sorted(SAMPLE_FIELDS)
-    assert RECORDED["statuses"] == sorted(seams._members(interfaces.SampleStatus))
+    assert RECORDED["statuses"] == sorted(interfaces.SampleStatus.__annotations__)
     assert RECORDED["defaults"] == launch_line.STOCK
     assert RECORDED["flags"] == sorted({*arguments(), "rollout_global_dataset"})
 
