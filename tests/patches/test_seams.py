@@ -1,7 +1,6 @@
 """Tests interfaces against changed frameworks: every relevant difference is named, and others are ignored."""
 
 import re
-import sys
 from typing import Any, Protocol
 
 import pytest
