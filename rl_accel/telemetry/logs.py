@@ -1,11 +1,10 @@
-"""Parsers for the output of verl's file logger and of verl's console, and the merge of a run's log records."""
+"""Parsers for verl's file logger and for the consoles of verl and slime, and the merge of a run's log records."""
 
-import contextlib
+import ast
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,32 @@ from rl_accel.telemetry.stage_clock import PREFIX
 LogRecord = tuple[int, dict[str, float]]
 """Number of a step and the metrics that were logged for it, by name."""
 
-ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
 """Pattern of a terminal's control sequence, such as a colour."""
+_BAR = re.compile(r"\r?(?:[A-Z][\w ]{0,80}:)?\s*\d+%+\|[^|\r\n]{0,200}\|[^\]\r\n]{0,200}\]\r?")
+"""Pattern of a progress bar of tqdm, which may stand anywhere in a line."""
 PROCESS = re.compile(r"\([\w:]+[^()]*pid=[^()]*\)\s?")
 """Pattern of the prefix that Ray writes before each line of a worker, such as ``(TaskRunner pid=3165)``."""
-_FOREIGN = re.compile(r"(?:^|\s)\[|\(\w+ pid=|(?:[A-Z][\w ]{0,80}:\s*|^|\s)\d+%\|")
-"""Pattern of the beginning of another program's text in a line of metrics: a note of Ray, another worker, or a progress bar."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
 _NEXT_STEP = re.compile(r"(?<=[\d)\]])\s+(?=step:\d+ - )")
-"""Pattern of the space between two steps in one console line. It follows a value, or the end of another program's text."""
+"""Pattern of the space between two steps in one console line."""
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
-_VALUE = r"\s*(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?:,[^()]*)?\)?\s*"
-"""Pattern of the value of a metric, such as ``0.5``, ``np.float64(0.5)`` or ``tensor(0.5, device='cuda:0')``."""
-_METRIC = re.compile(f"(.*):{_VALUE}")
-_BEGUN = re.compile(r"[^:]*(?::\s*(?:[a-z][\w.]{0,15}(?:\([^()]*)?|[-+\d.einfa]*)\)?(?:\s+-?\s*)?)?")
-"""Pattern of a whole metric, or of the first part of a metric whose rest is in the next row of a terminal."""
-_WIDEST = 1000
-"""Largest assumed width of a terminal in characters. If console output has a longer line, no terminal has wrapped its lines.
-Chosen by hand."""
+_METRIC = re.compile(
+    r"""(.+?):\s*                                   # name, which may hold colons and spaces
+    (?:[a-z]\w*(?:\.\w+)?\()?                       # np.float64( or tensor(
+    ([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf))
+    (?![\w./:-])                                    # no version, date or path""",
+    re.VERBOSE,
+)
+_WIDEST_TERMINAL = 500
+"""Characters in the longest row of a console that a terminal may have wrapped. Lines of verl's metrics are longer."""
+MOST_ROWS = 200
+"""Maximum number of console rows in the metrics of one step. Bounds the search for an end that is missing."""
 _OLD_PREFIX = "timing/"
 """Prefix of the timer metrics in verl's logs of 2024, in place of ``timing_s/``."""
+_SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn|step) (\d+): (\{.*)")
+_OBJECT = re.compile(r"<[^<>]*>")
+"""Pattern of a printed object that is no Python code, such as ``<AddBackward0>``."""
 
 
 def read_log(path: Path) -> dict[int, dict[str, float]]:
@@ -88,115 +93,134 @@ def parse_log_line(line: str | bytes) -> LogRecord | None:
 
 
 def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iterator[LogRecord]:
-    """Yields the number and the metrics of each step in console output, in the order of the lines.
+    """Yields the number and the metrics of each step in verl's console output, in the order of the lines.
 
     A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. All other lines are
-    skipped. Lines that a terminal has wrapped are joined. If the last line has no line end, its last metric is left out.
+    skipped. If a terminal has wrapped the lines, their rows are joined. If the last line has no line end, its last metric is left
+    out.
 
     The names of verl's metrics have a slash. If any line has such a name, lines without a slash are skipped as parts of printed
     responses.
 
     If the list ``workers`` is given, Ray's prefix of each process that logged a step is appended, once for consecutive steps.
     """
-    steps: list[_Step] = []
-    is_open, longest = False, 0
+    steps = _rows_of_steps(lines)
+    widths = [len(rows[0]) for _, rows in steps if "/" in rows[0]]
+    # a terminal cuts all lines at one width, and verl's lines are longer than two rows of it
+    is_wrapped = (
+        any(len(rows) > 2 for _, rows in steps)
+        and max(widths, default=0) < _WIDEST_TERMINAL
+        and min(widths, default=0) >= max(widths, default=0) - 1
+    )
+    records = []
+    for process, rows in steps:
+        line = _joined(rows) if is_wrapped else rows[0]
+        for text in _NEXT_STEP.split(line):
+            if record := _record(text):
+                records.append((process, record))
+    has_slashes = any("/" in name for _, (_, metrics) in records for name in metrics)
+    for process, (step, metrics) in records:
+        if not has_slashes or any("/" in name for name in metrics):
+            if workers is not None and [process] != workers[-1:]:
+                workers.append(process)
+            yield step, metrics
+
+
+def _rows_of_steps(lines: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Returns Ray's prefix ("" if there is none) and the console rows of each step: the row with its number, and those behind it
+    which belong to it if a terminal has wrapped the line: as long as the row before is as wide as the first, but for a space.
+    """
+    steps: list[tuple[str, list[str]]] = []
+    is_open = False
     for line in lines:
-        if len(line) > longest:
-            longest = max(longest, len(ESCAPE.sub("", line.rstrip("\n"))))
         if "step:" not in line and not is_open:  # most lines of a large log
             continue
-        text, is_ended = ESCAPE.sub("", line.rstrip("\n")), line.endswith("\n")
-        begun = _STEP.search(text)
-        # a container, a node or a logger may have put other text, such as the time, before Ray's prefix
-        prefix = PROCESS.search(text, 0, begun.start()) if begun else PROCESS.match(text)
-        worker = prefix[0] if prefix else ""
-        if begun:
-            *whole, last = map(_before_other_output, _NEXT_STEP.split(begun[0]))
-            steps += [_Step(step, worker, True, [len(text)]) for step in whole]
-            steps.append(_Step(last, worker, is_ended, [len(text)]))
-            is_open = True
-        elif worker:  # Ray writes a prefix before each line, not before each row
-            is_open = is_open and worker != steps[-1].process
-        elif is_open:
-            is_open = steps[-1].add(_before_other_output(text), len(text), is_ended)
-    # rows are as wide as the terminal; next to a longer line, a row such as "42" is a number that something has printed
-    is_wrapped = longest < _WIDEST and all(step.rows[0] >= longest - 1 for step in steps if step.doubtful)
-    records = []
-    for step in steps:
-        is_single = step.doubtful and not is_wrapped
-        if record := _record(step.doubtful, True) if is_single else _record(step.text, step.is_ended):
-            records.append((step.process, record, any("/" in name for name in record[1])))
-    has_slashes = any(has_slash for *_, has_slash in records)
-    for worker, record, has_slash in records:
-        if has_slash or not has_slashes:
-            if workers is not None and [worker] != workers[-1:]:
-                workers.append(worker)
-            yield record
+        for row in plain_rows(line):
+            if begun := _STEP.search(row):
+                # a container, a node or a logger may have put other text, such as the time, before Ray's prefix
+                prefix = PROCESS.search(row, 0, begun.start())
+                steps.append((prefix[0] if prefix else "", [row]))
+                is_open = True
+            elif is_open and row:
+                rows = steps[-1][1]
+                is_open = len(rows[-1]) >= len(rows[0]) - 1 and len(rows) < MOST_ROWS and not PROCESS.match(row)
+                if is_open:
+                    rows.append(row)
+    return steps
 
 
-@dataclass
-class _Step:
-    """Log line of a training step in a console. A terminal may have wrapped the line into several rows.
+def plain_rows(line: str) -> list[str]:
+    """Returns the console rows in ``line``, without colours, other control sequences and progress bars.
 
-    Attributes:
-        text: the joined rows, without text of other programs.
-        process: Ray's prefix of the line, which names the process that wrote it; "" if there is none.
-        is_ended: False if the console ends without a line end after the last row.
-        rows: number of characters of each row.
-        doubtful: text of the first row, if the second row may be output of another program; otherwise "".
+    If there is no line end, the console stops here, and what stands behind the last " - " may be cut off: it is left out.
     """
-
-    text: str
-    process: str
-    is_ended: bool
-    rows: list[int]
-    doubtful: str = ""
-
-    def add(self, row: str, width: int, is_ended: bool) -> bool:
-        """Adds the next row of the console. Returns False, and changes nothing, if the row does not belong to this line.
-
-        ``row`` is the row without text of other programs. ``width`` is the number of characters of the whole row.
-        """
-        if not row:
-            self.is_ended = True
-            return True
-        joined = self.text + (f" {row}" if row.startswith("- ") else row)  # spaces at the end of a row may be lost
-        # all rows but the last are as wide as the terminal, on which some characters take two columns
-        if len(row) > 2 * self.rows[0] or 2 * self.rows[-1] < self.rows[0] or not _is_whole(joined):
-            return False
-        self.doubtful = self.text if len(self.rows) == 1 and ":" not in row else ""
-        self.text, self.is_ended = joined, is_ended
-        self.rows.append(width)
-        return True
+    if not line.endswith("\n"):
+        line = line.rpartition(" - ")[0]
+    text = _ESCAPE.sub("", line.rstrip("\n"))
+    if "%|" in text:
+        text = _BAR.sub("", text)
+    return text.split("\r")
 
 
-def _before_other_output(text: str) -> str:
-    """Returns the part of ``text`` before the output of another program, such as a progress bar."""
-    foreign = _FOREIGN.search(text) if "[" in text or "pid=" in text or "%|" in text else None
-    return text[: foreign.start()].rstrip() if foreign else text
+def _joined(rows: Iterable[str]) -> str:
+    text = ""
+    for row in rows:
+        text += f" {row}" if row.startswith("- ") else row  # a space at the end of a row may be lost
+    return text
 
 
-def _is_whole(line: str) -> bool:
-    """Returns True if ``line`` consists of metrics only. The last metric may be incomplete."""
-    _, *parts = _SEPARATOR.split(line)
-    metrics = [_METRIC.fullmatch(part) for part in parts[:-1]]
-    return all(metric and ":" not in metric[1] for metric in metrics) and bool(_BEGUN.fullmatch(parts[-1]))
-
-
-def _record(line: str, is_ended: bool) -> LogRecord | None:
-    """Returns the step number and the metrics in the log line of a step; None if there are no metrics.
-
-    If ``is_ended`` is False, leaves out the last metric, whose end may be missing.
-    """
+def _record(line: str) -> LogRecord | None:
+    """Returns the step number and the metrics in the log line of a step; None if there are no metrics."""
     step = _STEP.search(line)
     if step is None:
         return None
     metrics = {}
-    parts = _SEPARATOR.split(step[2].rstrip())
-    for part in parts if is_ended else parts[:-1]:
-        with contextlib.suppress(ValueError):  # a version or a date, such as 1.2.3
-            if match := _METRIC.fullmatch(part):
-                metrics[re.sub(f"^{_OLD_PREFIX}", PREFIX, match[1])] = float(match[2])
-    if _OLD_PREFIX in line and f"{PREFIX}step" not in metrics and is_ended:  # logs of 2024 do not time the step itself
+    for part in _SEPARATOR.split(step[2]):
+        if match := _METRIC.match(part):
+            metrics[re.sub(f"^{_OLD_PREFIX}", PREFIX, match[1])] = float(match[2])
+    if _OLD_PREFIX in line and f"{PREFIX}step" not in metrics:  # logs of 2024 do not time the step itself
         metrics[f"{PREFIX}step"] = sum(value for name, value in metrics.items() if name.startswith(PREFIX))
     return (int(step[1]), metrics) if metrics else None
+
+
+def read_slime_console(lines: Iterable[str]) -> Iterator[LogRecord]:
+    """Yields the number and the metrics in each dict of metrics that slime prints, such as ``perf 3: {'perf/step_time': 4.2}``.
+
+    The dict may go on in the next rows. ``step N`` counts optimizer steps, whose metrics begin with ``train/``.
+    """
+    number = 0
+    rows: list[str] = []
+    for line in lines:
+        if not rows and ": {" not in line:  # most lines of a large log
+            continue
+        for row in plain_rows(line if line.endswith("\n") else f"{line}\n"):
+            if begun := _SLIME_LINE.search(row):
+                number = int(begun[1])
+                rows = [begun[2]]
+            elif PROCESS.match(row) or len(rows) == MOST_ROWS:
+                rows = []  # its end is missing
+            elif rows:
+                rows.append(row)
+            if rows and "}" in row and (metrics := _dict_of_metrics("".join(rows))):
+                rows = []
+                yield number, metrics
+
+
+def _dict_of_metrics(text: str) -> dict[str, float]:
+    """Returns the finite numbers with a slash in their name, in a text that begins with a printed dict; {} for any other text."""
+    code = _OBJECT.sub("None", text[: text.rfind("}") + 1])
+    try:
+        tree = ast.parse(code, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}
+    pairs = zip(tree.keys, tree.values, strict=True) if isinstance(tree, ast.Dict) else ()
+    numbers = {str(key.value): _number(value) for key, value in pairs if isinstance(key, ast.Constant)}
+    return {name: value for name, value in numbers.items() if "/" in name and math.isfinite(value)}
+
+
+def _number(value: ast.expr) -> float:
+    """Returns the number in code such as ``0.5``, ``-inf``, ``np.int64(1)`` or ``tensor(0.5, ...)``; NaN for other code."""
+    try:
+        return float(ast.unparse(value.args[0] if isinstance(value, ast.Call) and value.args else value))
+    except ValueError:
+        return math.nan

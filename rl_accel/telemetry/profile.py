@@ -16,7 +16,8 @@ import numpy as np
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import STALENESS, V1, Estimate, Rollouts, estimate
-from rl_accel.telemetry.readers import TELEMETRY, Logged, read, starts_of
+from rl_accel.telemetry.readers import read, starts_of
+from rl_accel.telemetry.run_log import TELEMETRY, Logged
 from rl_accel.telemetry.stage_clock import FILE_NAME, OTHER, PREFIX, SLIME_NAMES, ResponseTimes
 
 WARMUP = 2

@@ -54,8 +54,8 @@ _NUMBERS = {
 def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, responses: int | None) -> None:
     """Shows where the time of a training step went in a run, and which flag would save most.
 
-    LOG is a folder or a file: what verl or slime printed, verl's file logger, TensorBoard or W&B. Files joined by commas are one
-    run. If the run had +rl_accel.telemetry.enable=True, the parts of generation are measured; otherwise they are estimated.
+    LOG is a folder or a file: what verl or slime printed, verl's file logger, TensorBoard or W&B's CSV. Files joined by commas are
+    one run. If the run had +rl_accel.telemetry.enable=True, the parts of generation are measured; otherwise they are estimated.
     """
     console = wide_console(140)
     if no_picture:

@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from rl_accel.console import finite, wide_console
 from rl_accel.errors import RecipeError, did_you_mean, one_line
 from rl_accel.lab.ab import report
-from rl_accel.lab.ab.convergence import listed
 from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, RolloutSection, load, parse_margin
 from rl_accel.lab.ab.runner import RunResult, load_result
 from rl_accel.lab.ab.stats import RunData
 from rl_accel.rollout.round_driver import METRICS_PREFIX
-from rl_accel.telemetry.readers import Logged, read, starts_of
+from rl_accel.telemetry.readers import read, starts_of
+from rl_accel.telemetry.run_log import Logged
 
 SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", "train_time"])
 """Names of the metrics that slime logs: reward, step time, and the times of two stages (waiting and training) that fill a step."""
@@ -70,29 +70,24 @@ def gather(
     parse_margin(recipe.metrics.margin)
     runs: list[RunData] = []
     notes: list[str] = []
-    names_by_gpus: dict[str, list[str]] = {}
     for arm, logs in logged.items():
         names, reward = set().union(*(run.metric_names for run in logs.values())), recipe.metrics.reward
         if reward not in names:
             hint = did_you_mean(reward, names)
             raise RecipeError(f"{arm}: no run logged {reward}{hint}; --reward names what to compare in all arms")
-        settings = [_settings_of(run) for run in logs.values()]
-        seeds = list(map(_seed_of, logs, settings))
+        seeds = list(map(_seed_of, logs))
         are_known = None not in seeds and len(set(seeds)) == len(seeds)
         if not are_known:
-            notes.append(f"{arm}: its runs pair with none, as neither paths (seedN) nor W&B tell a seed of each")
+            notes.append(f"{arm}: its runs pair with none, as their paths do not tell a seed of each (seedN)")
         for index, (path, run) in enumerate(logs.items()):
             seed, label = (seeds[index], "") if are_known else (None, f"{arm}-run{index}")
             folder, result = Path(path), load_result(Path(path))
-            batch = batch_size or settings[index].get("train_batch_size") or settings[index].get("rollout_batch_size")
+            batch = batch_size or run.batch()[0]
             command = [*(result.command if result else ()), *([f"data.train_batch_size={batch}"] if batch else ())]
             runs.append(RunData(arm, seed, run.steps, command, folder if folder.is_dir() else None, label))
-            names_by_gpus.setdefault(run.config.get("gpus", "unknown ones"), []).append(runs[-1].name)
             where = f"{run.source}, steps {min(run.steps)} to {max(run.steps)}, {path}"
             notes.append(f"{runs[-1].name}: {'; '.join([where, *run.notes])}")
-    if len(names_by_gpus) > 1 or "unknown ones" in names_by_gpus:
-        where = "; ".join(f"{listed(names, runs)} on {gpus}" for gpus, names in names_by_gpus.items())
-        notes.append(f"seconds and hours compare only what ran on equal GPUs: {where}")
+    notes.append("seconds and hours compare only what ran on equal GPUs, which logs do not tell")
     return recipe, [replace(runs[0], notes=notes), *runs[1:]]
 
 
@@ -110,16 +105,10 @@ def _recipe(arms: Mapping[str, Sequence[str]], logged: Mapping[str, Mapping[str,
     return replace(recipe, arms={arm: recipe.arms.get(arm, Arm()) for arm in arms}, baseline=baseline)
 
 
-def _settings_of(run: Logged) -> dict[str, Any]:
-    """Returns the logged configuration of a run. Keys of verl's section ``data`` are also at the top level, as slime's keys are."""
-    data = run.config.get("data")
-    return run.config | (data if isinstance(data, dict) else {})
-
-
-def _seed_of(path: str, settings: Mapping[str, Any]) -> int | None:
-    """Returns the seed of a run: the number after the last ``seed`` in its path, else the one in its configuration, else None."""
-    seed = str((re.findall(r"seed[-_=]?(\d+)", path) or [settings.get("seed")])[-1])
-    return int(seed) if seed.isdecimal() else None
+def _seed_of(path: str) -> int | None:
+    """Returns the seed of a run: the number after the last ``seed`` in its path; None without one."""
+    seeds = re.findall(r"seed[-_=]?(\d+)", path)
+    return int(seeds[-1]) if seeds else None
 
 
 @click.command(context_settings={"ignore_unknown_options": True})  # otherwise click rejects --against
@@ -143,9 +132,9 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     """Compare runs that were launched elsewhere. Name the runs of a baseline and, after --against, the runs of another arm, or
     name a YAML file of arms.
 
-    A RUN is a folder or file of verl's file logger, TensorBoard or W&B (or a FILE.csv exported from W&B), or a console log of verl
-    or slime; paths joined by commas are one run that was started several times. Exit code 0: runs were compared, with any result;
-    2: an input cannot be read.
+    A RUN is a folder or file of verl's file logger or TensorBoard, a FILE.csv exported from W&B, or a console log of verl or slime;
+    paths joined by commas are one run that was started several times. Exit code 0: runs were compared, with any result; 2: an input
+    cannot be read.
     """
     for word in words:
         if word.startswith("-") and word != "--against":
@@ -174,7 +163,8 @@ def _arms_of(words: Sequence[str]) -> dict[str, list[str]]:
         raise click.UsageError(f"found no second arm: write {first} --against {second}, or name a YAML file of arms")
     firsts = [side[0] for side in sides]
     own = list(map(_arm_name, firsts))
-    folders = [Path(starts_of(run)[0]).name for run in firsts]
+    first_paths = [Path(starts_of(run)[0]) for run in firsts]
+    folders = [path.parent.name if path.is_file() else path.name for path in first_paths]
     numbered = [f"{name}-{number}" for number, name in enumerate(own, 1)]
     # several arms may get the same name, as folders of one W&B project do
     names = next(names for names in (own, folders, numbered) if len(set(names)) == len(sides))
@@ -189,9 +179,9 @@ def _below(folder: Path, *starts: str) -> str:
 def _arm_name(run: str) -> str:
     """Returns a name for an arm, derived from the path of its first run: "tail" for ``logs/tail-seed1.jsonl``.
 
-    The name is the last part of the path, without seed and file suffix. Folders of W&B, and parts such as ``seed1.jsonl`` of which
-    nothing is left, are skipped. If no part remains, the name is the path.
+    The name is the last part of the path, without seed, number and file suffix. Folders of W&B, and parts such as ``seed1.jsonl``
+    of which nothing is left, are skipped. If no part remains, the name is the path.
     """
-    own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
+    own = r"^((offline-)?run-\d+_\d+-\w+|wandb|files)$|(?:(^|[-_.=]+)(seed|run)?[-_=]*\d+|[-_.=]*seed\d+)?(\.\w+)?$"
     parts = (re.sub(own, "", part) for part in reversed(Path(starts_of(run)[0]).parts))
     return next(filter(None, parts), run)

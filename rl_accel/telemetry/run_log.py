@@ -1,0 +1,130 @@
+"""The log of a run, whatever logger wrote it: metrics by step, and settings of the launch line."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from rl_accel.telemetry.stage_clock import OVERLAPPING, PREFIX
+
+TELEMETRY = "rl_accel/telemetry/"
+"""Prefix of the metrics of the feature telemetry."""
+_LAUNCH_CHARACTERS = 1_000_000
+"""Characters at the start of a file in which its kind, the launch line and the configuration are searched."""
+_MOST_CONSOLES = 8
+"""Maximum number of console files beside a log in which its launch line is searched: more are of other runs."""
+
+
+@dataclass
+class Logged:
+    """Log of one run.
+
+    Attributes:
+        source: kind of log, such as "TensorBoard".
+        files: log files that were read.
+        steps: metrics of each step, by step number.
+        restarts: steps at which the run was restarted.
+        workers: Ray's prefixes of the processes that logged the steps, see :func:`read_console`. Only for verl's console.
+        responses: number of trained responses of a step, if slime logged it; otherwise 0.
+    """
+
+    source: str = ""
+    files: list[Path] = field(default_factory=list)
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    restarts: list[int] = field(default_factory=list)
+    workers: list[str] = field(default_factory=list)
+    responses: int = 0
+
+    def __str__(self) -> str:
+        words = [self.source, _counted(len(self.steps), "step")]
+        if self.restarts:
+            words.append(_counted(len(self.restarts), "restart"))
+        has_telemetry = any(name.startswith(TELEMETRY) for name in self.metric_names)
+        return ", ".join([*words, "telemetry" if has_telemetry else "no telemetry"])
+
+    @property
+    def metric_names(self) -> set[str]:
+        """Names of all metrics of all steps."""
+        return set().union(*self.steps.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about data that were left out, and about several runs on one console."""
+        notes = []
+        if self.restarts:
+            steps = ", ".join(map(str, self.restarts))
+            notes.append(f"the run began again at step {steps}: what was logged before from there on is left out")
+        if len(set(self.workers)) < len(self.workers):
+            names = ", ".join(sorted({worker.strip() for worker in self.workers}))
+            notes.append(f"several processes log steps in turns ({names}): runs on one console cannot be told apart")
+        training = [
+            step for step in self.steps.values() if any(name.startswith(("actor/", "critic/")) for name in step)
+        ]
+        cut = sum(f"{PREFIX}step" not in step for step in training)
+        if 0 < cut < len(training):
+            why = "because other output cuts their lines"
+            notes.append(f"{cut} of {len(training)} steps are left out: they have no timing_s/step, perhaps {why}")
+        return notes
+
+    @property
+    def is_slime(self) -> bool:
+        """True for a log of slime, False for a log of verl."""
+        return any("perf/step_time" in step for step in self.steps.values())
+
+    @property
+    def overlaps(self) -> bool:
+        """True if rollouts run during training, as with slime's ``train_async.py``, and one_step_off and fully_async of verl."""
+        steps = self.steps.values()
+        needed = ("perf/rollout_time", "perf/train_wait_time")
+        late = [step[needed[0]] > step[needed[1]] for step in steps if all(name in step for name in needed)]
+        return 2 * sum(late) > len(late) or not all(map(OVERLAPPING.isdisjoint, steps))
+
+    @cached_property
+    def launch_texts(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Texts in which the launch line or the configuration may stand: of the log itself, and of consoles beside it."""
+        folders = dict.fromkeys(file.parent for file in self.files)
+        commands = [file for folder in folders for file in folder.glob("run.json")]
+        own = [file for file in self.files if "tfevents" not in file.name] + commands
+        beside = [file for folder in folders for name in ("*.log", "*.out") for file in folder.glob(name)]
+        if "console" in self.source or len(beside) > _MOST_CONSOLES:
+            beside = []
+        return [head_of(file) for file in own], [head_of(file) for file in beside]
+
+    def setting(self, name: str) -> str | None:
+        """Returns the value of the option or configuration key ``name`` of the launched run, as text; None if it is unknown.
+
+        ``name`` is a pattern. The last value in the log counts; without one, the value of consoles beside it, if they agree.
+        """
+        pattern = re.compile(rf"(?<![A-Za-z0-9_]){name}['\"]?[ .=:]+['\"]?([\w+-][\w.+-]*)")
+        own, others = ([pattern.findall(text) for text in texts] for texts in self.launch_texts)
+        known = [value for values in own for value in values]
+        if known:
+            return str(known[-1])
+        agreed = {values[-1] for values in others if values}
+        return str(agreed.pop()) if len(agreed) == 1 else None
+
+    def number(self, name: str) -> int | None:
+        """Returns the whole number that is the :meth:`setting` ``name``; None if it is unknown."""
+        value = self.setting(name)
+        return int(value) if value and value.isdigit() else None
+
+    def batch(self) -> tuple[int | None, int | None]:
+        """Returns the number of prompts in a batch and the number of responses per prompt. Each number is None if it is unknown."""
+        prompts = self.number(r"(?:train_batch_size|rollout[-_]batch[-_]size)")
+        responses = self.number(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)")
+        if self.responses and responses:
+            prompts = prompts or self.responses // responses
+        if self.responses and prompts:
+            responses = responses or self.responses // prompts
+        return prompts, responses
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def head_of(file: Path, size: int = _LAUNCH_CHARACTERS) -> str:
+    """Returns the first ``size`` characters of a file; bytes that are no UTF-8 become ``\ufffd``."""
+    with file.open(encoding="utf-8", errors="replace") as text:
+        return text.read(size)
