@@ -1,5 +1,6 @@
 """Safeguards for replaced framework functions: a comparison before the swap, and a fallback to the original function."""
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -25,8 +26,8 @@ def require_agreement(
 ) -> None:
     """Calls ``original`` and ``replacement`` with copies of ``arguments``, and checks that the outputs are equal.
 
-    Outputs are a tensor or a tuple of tensors. Dtypes, shapes and devices must match, and elements within the tolerances ``rtol``
-    (relative) and ``atol`` (absolute). NaN equals NaN.
+    Outputs are tensors, or tuples or lists of them, which may be nested. Dtypes, shapes and devices must match, and elements within
+    the tolerances ``rtol`` (relative) and ``atol`` (absolute). NaN equals NaN.
 
     Raises:
         PatchRefused: outputs differ. The message names the output, the position and the difference.
@@ -67,6 +68,5 @@ def with_fallback(function: Callable[..., Any], original: Callable[..., Any], fe
 
 
 def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    output = function(**copies)
+    output = function(**copy.deepcopy(dict(arguments)))
     return tuple(output) if isinstance(output, tuple | list) else (output,)

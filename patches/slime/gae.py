@@ -1,16 +1,17 @@
 """Replaces slime's generalised advantage estimation (GAE) by one fused scan over the unpadded sequences.
 
 slime pads all sequences to the length of the longest. If a few responses are very long, slime computes mostly on padding. The
-results are equal to slime's up to float rounding. For sequences that the kernels do not support, slime's own function is called.
+results are equal to slime's up to float rounding. slime's own function is called for sequences that the kernels do
+not support, and where a result is NaN or infinite.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from rl_accel.errors import BackendMissing, PatchRefused
 from rl_accel.ops import gae_of_lists
 from rl_accel.patches.parity import with_fallback
 from rl_accel.patches.patch import Patch
@@ -28,8 +29,12 @@ def packed_gae(
     lambd: float,
     settings: Any,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Computes the GAE of responses, of each of which the first ``lengths[i]`` tokens count. Returns (advantages, returns)."""
-    return gae_of_lists(
+    """Computes the GAE of responses, of each of which the first ``lengths[i]`` tokens count. Returns (advantages, returns).
+
+    Raises TypeError, ValueError and BackendMissing as :func:`rl_accel.ops.gae_of_lists`; ValueError also for a result with NaN or
+    infinity.
+    """
+    advantages, returns = gae_of_lists(
         [reward[:length] for reward, length in zip(rewards, lengths, strict=True)],
         [value[:length] for value, length in zip(values, lengths, strict=True)],
         gamma,
@@ -38,6 +43,8 @@ def packed_gae(
         chunk_size=settings.chunk_size,
         num_threads=settings.threads,
     )
+    packed.require_finite(returns)
+    return advantages, returns
 
 
 def _make(original: Any, settings: Any) -> Any:
@@ -58,19 +65,16 @@ def _make(original: Any, settings: Any) -> Any:
     return with_fallback(get_advantages_and_returns_batch, original, "gae")
 
 
-def _probe(original: Any, _replacement: Any, settings: Any) -> None:
+def _probe(original: Any, replacement: Any, _settings: Any) -> None:
     random = torch.Generator().manual_seed(0)
-    values, rewards = ([torch.randn(length, generator=random) for length in packed.PROBE_LENGTHS] for _ in range(2))
-
-    def ours(gamma: float, lambd: float) -> list[torch.Tensor]:
-        try:
-            outputs = packed_gae(values, rewards, packed.PROBE_LENGTHS, gamma, lambd, settings)
-        except (ValueError, BackendMissing) as error:
-            raise PatchRefused(f"gae.backend={settings.backend} cannot be checked on the CPU: {error}") from error
-        return [torch.cat(rows) for rows in outputs]
-
-    arguments = [{"gamma": gamma, "lambd": lambd} for gamma, lambd in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0))]
-    packed.require_equal_scan(original, "chunked_gae", (rewards, values), ours, arguments)
+    lengths = list(packed.PROBE_LENGTHS)
+    values, rewards = ([torch.randn(length, generator=random) for length in lengths] for _ in range(2))
+    batch: dict[str, Any] = {"total_lengths": [n + 5 for n in lengths], "response_lengths": lengths}
+    batch |= {"values_list": values, "rewards_list": rewards}
+    numbers = ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0))
+    scans = itertools.product(numbers, (True, False))
+    calls = ({**batch, "gamma": gamma, "lambd": lambd, "chunked": chunked} for (gamma, lambd), chunked in scans)
+    packed.require_equal(original, replacement, calls)
 
 
 SWITCHES = (
@@ -80,7 +84,6 @@ SWITCHES = (
         bindings=(f"{packed.PPO_UTILS}:{_NAME}",),
         params=_PARAMS,
         make=_make,
-        fingerprints=("c95e193c270dbe3b7c1636026fa207eaab5247a71f8efb1df787ccbc924c7179",),
         probe=_probe,
         no_seam="--custom-advantage-function-path replaces the whole branch; critics with their own configuration ignore it",
         remove_when="slime computes GAE of packed samples without padding",

@@ -1,11 +1,11 @@
 """Helpers of the patches that replace slime's computation of advantages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
-from rl_accel.errors import PatchRefused
 from rl_accel.patches.parity import require_agreement
 
 LOSS = "slime.backends.megatron_utils.loss"
@@ -42,33 +42,25 @@ def on_whole_responses(
     return [each(slice_log_prob_with_cp, rows) for rows in compute(*whole)]
 
 
-PROBE_LENGTHS = (130, 1, 57, 128, 3)
-"""Lengths in tokens of the sequences with which rl-accel's computation of advantages and returns is compared with slime's, before
-it replaces slime's. Some are near 128, the chunk length of slime's scans."""
+PROBE_LENGTHS = (130, 1, 0, 57, 128, 3)
+"""Lengths in tokens of the responses on which slime's functions are compared with their replacements. Some are near 128, the chunk
+length of slime's scans."""
 
 
-def require_equal_scan(
-    function: Any,
-    scan: str,
-    rows: Sequence[Sequence[torch.Tensor]],
-    ours: Callable[..., list[torch.Tensor]],
-    arguments: Sequence[Mapping[str, float]],
-) -> None:
-    """Checks that ``ours`` computes the same as slime's scan, the function with the name ``scan`` that slime's ``function`` calls.
+def require_equal(original: Any, replacement: Any, batches: Iterable[Mapping[str, Any]]) -> None:
+    """Checks that slime's function and its replacement return the same for each of ``batches``, the arguments of one call.
 
-    Both get each item of ``arguments``, such as ``{"gamma": 0.99}``. slime's scan also gets the ``rows``, padded with zeros to
-    [B, T]; each item of ``rows`` has sequences of the lengths ``PROBE_LENGTHS``. ``ours`` returns each output of the scan as one
-    tensor without padding. Raises PatchRefused if slime has no such scan, or if outputs differ by more than 1e-4, the room for the
-    rounding of float32.
+    Both run as if there were one context-parallel rank, so that each process can compare them alone. Raises PatchRefused if outputs
+    differ by more than 1e-4, the room for the rounding of float32.
     """
-    if (stock_scan := function.__globals__.get(scan)) is None:
-        raise PatchRefused(f"{PPO_UTILS} has no {scan} to compare with")
-    padded = [torch.nn.utils.rnn.pad_sequence(list(each), batch_first=True) for each in rows]
+    from megatron.core import mpu
 
-    def stock(**given: float) -> list[torch.Tensor]:
-        outputs = stock_scan(*padded, *given.values())
-        each_output = outputs if isinstance(outputs, tuple | list) else [outputs]
-        return [torch.cat([row[:n] for row, n in zip(o, PROBE_LENGTHS, strict=True)]) for o in each_output]
+    with mock.patch.object(mpu, "get_context_parallel_world_size", return_value=1):
+        for arguments in batches:
+            require_agreement(original, replacement, arguments, rtol=1e-4, atol=1e-4)
 
-    for given in arguments:
-        require_agreement(stock, ours, given, rtol=1e-4, atol=1e-4)
+
+def require_finite(results: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError if results hold NaN or infinity, which spread over other tokens in another way in slime's scan."""
+    if not torch.cat(list(results)).isfinite().all():
+        raise ValueError("a reward, a value or a result is not finite")

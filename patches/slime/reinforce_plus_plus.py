@@ -1,4 +1,7 @@
-"""Replaces slime's computation of REINFORCE++ returns by one fused scan over the unpadded sequences."""
+"""Replaces slime's computation of REINFORCE++ returns by one fused scan over the unpadded sequences.
+
+slime's own function is called for batches with an empty or fully masked response, and where a result is NaN or infinite.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,11 +31,11 @@ def packed_returns(
         masks: same shapes as ``kl``. 0: the token has no reward. The returns accumulate over all tokens, as in slime.
 
     Raises:
-        AssertionError: a sequence has no token with a non-zero mask; same message as slime's.
-        TypeError, ValueError, BackendMissing: see :func:`rl_accel.ops.discounted_returns`; ValueError also for unequal lengths.
+        TypeError, ValueError, BackendMissing: see :func:`rl_accel.ops.discounted_returns`; ValueError also for unequal lengths, for
+            a sequence whose mask has only zeros, and for a result with NaN or infinity.
     """
     lengths, mask_lengths = [len(row) for row in kl], [len(row) for row in masks]
-    if mask_lengths != lengths or len(rewards) != len(lengths):
+    if not lengths or mask_lengths != lengths or len(rewards) != len(lengths):
         raise ValueError(f"{len(rewards)} rewards and masks of {mask_lengths} do not go with sequences of {lengths}")
     flat_kl = torch.cat(list(kl))
     mask = torch.cat(list(masks)).to(flat_kl.device)
@@ -43,21 +46,20 @@ def packed_returns(
     last = torch.full((len(lengths),), -1, device=flat_kl.device).scatter_reduce(
         0, sequence, torch.where(mask != 0, position, -1), "amax"
     )
-    masked = (last < 0).nonzero()
-    if len(masked):
-        raise AssertionError(f"Sequence at index {int(masked[0])} is fully masked.")
+    if (last < 0).any():
+        raise ValueError("a sequence is empty or fully masked")
     token_rewards = -kl_coef * (flat_kl * mask)
     token_rewards[last] += rewards.to(token_rewards)
-    returns = ops.discounted_returns(token_rewards, None, gamma, cu_seqlens=cu_seqlens_of(lengths))
-    return list(torch.split(returns, lengths))
+    all_returns = ops.discounted_returns(token_rewards, None, gamma, cu_seqlens=cu_seqlens_of(lengths))
+    returns = list(torch.split(all_returns, lengths))
+    packed.require_finite(returns)
+    return returns
 
 
 def _make(original: Any, _settings: Any) -> Any:
     def get_reinforce_plus_plus_returns(
         rewards: Any, kl: Any, loss_masks: Any, response_lengths: Any, total_lengths: Any, kl_coef: Any, gamma: Any
     ) -> Any:
-        if not len(rewards):
-            return []
         totals, lengths = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
 
         def compute(kl: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -68,21 +70,24 @@ def _make(original: Any, _settings: Any) -> Any:
     return with_fallback(get_reinforce_plus_plus_returns, original, "advantages")
 
 
-def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
+def _probe(original: Any, replacement: Any, _settings: Any) -> None:
     random = torch.Generator().manual_seed(0)
-    kl = [torch.rand(length, generator=random) for length in packed.PROBE_LENGTHS]
-    masks = [torch.ones(length, dtype=torch.int) for length in packed.PROBE_LENGTHS]
-    masks[0][100:] = masks[2][::3] = 0
-    rewards = torch.randn(len(kl), generator=random)
-    token_rewards = [-0.1 * row * mask for row, mask in zip(kl, masks, strict=True)]
-    for row, mask, reward in zip(token_rewards, masks, rewards, strict=True):
-        row[int(mask.nonzero()[-1])] += reward
-
-    def ours(gamma: float) -> list[torch.Tensor]:
-        return [torch.cat(packed_returns(rewards, kl, masks, 0.1, gamma))]
-
-    arguments = [{"gamma": gamma} for gamma in (1.0, 0.97, 0.0)]
-    packed.require_equal_scan(original, "chunked_discounted_returns", (token_rewards,), ours, arguments)
+    lengths = [length for length in packed.PROBE_LENGTHS if length]  # slime refuses empty responses
+    masks = [torch.ones(length, dtype=torch.int) for length in lengths]
+    masks[0][100:] = 0
+    masks[2][::3] = 0
+    masks[3][:20] = 0
+    batch = {
+        "rewards": torch.randn(len(lengths), generator=random),
+        "kl": [torch.rand(length, generator=random) for length in lengths],
+        "loss_masks": masks,
+        "response_lengths": lengths,
+        "total_lengths": [length + 5 for length in lengths],
+    }
+    numbers = ((0.0, 1.0), (0.1, 0.97), (1.0, 0.0))
+    packed.require_equal(
+        original, replacement, ({**batch, "kl_coef": kl_coef, "gamma": gamma} for kl_coef, gamma in numbers)
+    )
 
 
 SWITCHES = (
@@ -92,7 +97,6 @@ SWITCHES = (
         bindings=(f"{packed.PPO_UTILS}:{_NAME}",),
         params=_PARAMS,
         make=_make,
-        fingerprints=("3440ff4207a8f05cded7ccc2f33382a5167e0e7281f8d0ffa489c2c64813712a",),
         probe=_probe,
         no_seam="--custom-advantage-function-path replaces the whole branch, the computation of token rewards included",
         remove_when="slime computes returns of packed samples without padding",

@@ -39,12 +39,15 @@ def _make_reinforce_plus_plus(original: Any, _settings: Any) -> Any:
 
 def _probe_reinforce_plus_plus(original: Any, replacement: Any, _settings: Any) -> None:
     generator = torch.Generator().manual_seed(0)
-    arguments = {
-        "token_level_rewards": torch.randn(31, 11, generator=generator),
-        "response_mask": (torch.rand(31, 11, generator=generator) < 0.6).long(),
-        "config": OmegaConf.create({"gamma": 0.97}),
-    }
-    require_agreement(original, replacement, arguments)
+    rewards = torch.randn(31, 11, generator=generator)
+    inside = torch.arange(11) < torch.randint(12, (31, 1), generator=generator)
+    inside[0] = False
+    holes = torch.rand(31, 11, generator=generator) < 0.4
+    for mask in (inside.long(), (inside & ~holes).long()):
+        for gamma in (1.0, 0.97, 0.0):
+            config = OmegaConf.create({"gamma": gamma})
+            arguments = {"token_level_rewards": rewards, "response_mask": mask, "config": config}
+            require_agreement(original, replacement, arguments)
 
 
 def _probe_whiten(original: Any, replacement: Any, _settings: Any) -> None:
@@ -64,7 +67,6 @@ SWITCHES = (
         supports="verl>=0.9",  # before 0.9, a masked token ended the running return instead of being skipped
         params=("token_level_rewards", "response_mask", "config", "kwargs"),
         make=_make_reinforce_plus_plus,
-        fingerprints=("627e73b6f89bdcdbfafd35290a4ef3299368694855765bd8592870ef4ffb2c26",),
         probe=_probe_reinforce_plus_plus,
         no_seam="register_adv_est refuses a second function under the name of a stock estimator",
         upstream="https://github.com/verl-project/verl/pull/4677",
@@ -77,7 +79,6 @@ SWITCHES = (
         supports="verl>=0.6.1",
         params=("values", "mask", "shift_mean"),
         make=lambda original, _settings: with_fallback(whiten.masked_whiten, original, FEATURE),
-        fingerprints=("ed90007825688c5bed7cbf25d02293eeedd7bc7785da816e2f4fa3b75c6ed6e0",),
         probe=_probe_whiten,
         no_seam="a utility function: verl has no switch or registry for it",
         upstream="https://github.com/verl-project/verl/pull/4677",

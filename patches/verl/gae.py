@@ -119,7 +119,6 @@ SWITCHES = (
         supports="verl>=0.6.1",
         params=_PARAMS,
         make=_make,
-        fingerprints=("2e3f2bbbc26a908a3b9136131b35348ee7cb33d9d28b4f943036f4d6a108602a",),
         probe=_probe,
         no_seam="registered estimators get no values, gamma or lam, and register_adv_est refuses a second GAE",
         remove_when="verl's GAE is no loop over tokens, or a registered estimator gets values, gamma and lam",

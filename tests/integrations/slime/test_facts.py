@@ -81,7 +81,6 @@ def facts_of(root):
         module, _, name = where.partition(":")
         nodes = [n for n in tree(module).body if isinstance(n, ast.ImportFrom)]
         imported[where] = any(alias.name == name for node in nodes for alias in node.names)
-    utils = {node.name for node in tree("slime.utils.ppo_utils").body if isinstance(node, ast.FunctionDef)}
     sample = _class(tree("slime.utils.types").body, "Sample")
     status = _class(sample.body, "Status")
     source = (root / "slime/utils/arguments.py").read_text()
@@ -94,7 +93,6 @@ def facts_of(root):
     return {
         "functions": functions,
         "imported_by_name": imported,
-        "scans": sorted({"chunked_gae", "chunked_discounted_returns"} & utils),
         "sample_fields": sorted(SAMPLE_FIELDS & members),
         "statuses": sorted(n.targets[0].id for n in status.body if isinstance(n, ast.Assign)),
         "defaults": {key: found[0] if found else None for key, found in defaults.items()},
@@ -110,7 +108,6 @@ def test_functions_fields_states_and_flags_that_we_use_are_there():
     assert RECORDED["functions"] == WANTED
     assert RECORDED["imported_by_name"]
     assert all(RECORDED["imported_by_name"].values()), "a patch writes to places that hold the function by name"
-    assert RECORDED["scans"] == ["chunked_discounted_returns", "chunked_gae"]
     assert RECORDED["sample_fields"] == sorted(SAMPLE_FIELDS)
     assert RECORDED["statuses"] == sorted(interfaces.SampleStatus.__annotations__)
     assert RECORDED["defaults"] == launch_line.STOCK

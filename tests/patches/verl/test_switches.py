@@ -32,7 +32,7 @@ def held_by(patch) -> list:
 @every_patch
 def test_in_and_out_of_every_binding_of_a_body_that_was_tested_with(patch):
     before = held_by(patch)
-    assert fingerprint(before[0]) in patch.fingerprints
+    assert not patch.fingerprints or fingerprint(before[0]) in patch.fingerprints
     try:
         patch.apply(FLAGS.get(patch.name))
         held = held_by(patch)
