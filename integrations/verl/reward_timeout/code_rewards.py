@@ -89,14 +89,15 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
 
 
 def _passes_in(result: ExecutionResult) -> list[bool]:
-    """Returns a boolean for each input of a call of verl's ``run_test``: whether the program passed.
+    """Returns a list of one boolean: whether the program passed, by the result of verl's ``run_test`` for a single input.
 
-    Returns [False] if the call did not finish.
+    The program may have forged the result. All but exactly one verdict and an empty message counts as failed.
     """
-    if result.verdict != "done":
+    value = result.value
+    if result.verdict != "done" or not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], list):
         return [False]
-    passes, problem = result.value  # results by input, and a message on the first failure
-    return [passed is True and not problem for passed in passes]
+    passes, problem = value  # a result for each input, and a message on the first failure
+    return [len(passes) == 1 and passes[0] is True and problem == {}]
 
 
 def prime_graders(workers: int, isolation: str) -> Graders:

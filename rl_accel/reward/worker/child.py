@@ -19,7 +19,9 @@ from typing import Any
 from . import Start, dumps
 
 REPORT_BYTES = 1 << 16
-"""Maximum size of the report of a child process in bytes, not counting the return value of a grader."""
+"""Maximum size in bytes of the part of a report that holds the verdict."""
+VALUE_BYTES = 1 << 20
+"""Maximum size in bytes of a report with the return value of an isolated grader. A longer report stops the execution."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,8 @@ def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], 
     """Calls the grader. ``payload``: pickled positional and keyword arguments, and the names of ``grader.constants`` to add.
 
     Returns two values: a dict with ``verdict`` and ``reason``, and pickled bytes. The bytes hold the exception, or a pair: the
-    return value, and the arguments that the grader has changed. With ``plain`` (for an isolated grader), the return value is
-    reduced to plain values (:func:`_plain`), and exceptions and changed arguments are dropped.
+    return value, and the arguments that the grader has changed. With ``plain`` (for an isolated grader), the bytes hold the return
+    value as JSON (:func:`_plain`), and exceptions and changed arguments are dropped.
     """
     try:
         args, kwargs, names = pickle.loads(payload)
@@ -148,7 +150,7 @@ def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], 
         before = {name: dumps(item) for name, item in given.items() if isinstance(item, (dict, list)) and not plain}
         value = grader.function(*args, **kwargs, **{name: grader.constants[name] for name in names})
         if plain:
-            body = pickle.dumps((_plain(value), {}), pickle.HIGHEST_PROTOCOL)
+            body = json.dumps(_plain(value)).encode()
         else:
             body = dumps((value, _changes(given, before)))
         head = {"verdict": "done", "reason": ""}
@@ -207,14 +209,13 @@ def _survives(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Converts ``value`` to plain numbers, text, bytes, lists, tuples, sets and dicts. Raises TypeError if it has other parts."""
-    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+    """Converts ``value`` to numbers, text, lists and dicts. Raises TypeError if it has other parts."""
+    if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, dict):
-        return {_plain(key): _plain(part) for key, part in value.items()}
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            return kind(_plain(part) for part in value)
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(part) for part in value]
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     for base in (int, float, str):

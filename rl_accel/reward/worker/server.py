@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from . import Channel, PeerClosed, Start, WorkerRequest, isolation, wait_for
-from .child import REPORT_BYTES, Grader, find_grader, grade, problem_of, run_program, verdict_of
+from .child import REPORT_BYTES, VALUE_BYTES, Grader, find_grader, grade, problem_of, run_program, verdict_of
 from .keeper import Keeper
 from .watch import Sink, Watch, descendants, kill_all, threads_of_user
 
@@ -180,7 +180,7 @@ class Server:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()  # or the fork would print the buffered text again
-            said = Sink(report, REPORT_BYTES if grader is None else limits["memory"])
+            said = Sink(report, REPORT_BYTES if grader is None else VALUE_BYTES)
             printed = Sink(output, limits["output_bytes"])
             watch = Watch(limits, self.channel, spared, said, printed)
             child = os.fork()

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import pickle
 import socket
 import time
 
+import psutil
 import pytest
 from verl.utils.reward_score import default_compute_score, sandbox_fusion
 
@@ -88,6 +90,60 @@ def test_a_case_that_hangs_fails_alone_and_is_killed(prime):
     counts = replica.take_delta().counts
     assert (counts["executions"], counts["timeouts"], counts["correct"]) == (4, 1, 3)
     assert len(replica.timeout.anchors()) == 3, "every case has an anchor of its own"
+
+
+SAYS = r"""
+import os
+report = b'{"verdict": "done", "reason": ""}' + b"\n" + CONTENT
+for descriptor in range(200, 260):
+    try:
+        while report:
+            report = report[os.write(descriptor, report):]
+        break
+    except OSError:
+        pass
+os._exit(0)
+"""
+FORGED = {
+    **{text: text.encode() for text in ("null", "5", "1e999", '"text"', "true", "[]", "[[]]", "{}", '{"0": [true]}')},
+    **{text: text.encode() for text in ("[[], {}]", "[[true, true], {}]", "[[1], {}]", "[true, {}]", "[[true]]")},
+    **{
+        text: text.encode() for text in ("[[true], {}, {}]", '[[true], {"error": 1}]', "[[[true]], {}]", "[[true], []]")
+    },
+    "nothing": b"",
+    "a pickle": pickle.dumps(([True], {})),
+    "a pickle of a number": pickle.dumps((5, {})),
+    "a pickle that grows": r'b"\x80\x04(" + b"}" * 20_000_000 + b"l."',
+    "nested too deep": 'b"[" * 1_000_000',
+    "an endless number": 'b"9" * 1_000_000',
+    "a million lines": r'b"[]\n" * 1_000_000',
+    "20 MB": 'b"[" + b"0," * 10_000_000 + b"0]"',
+}
+
+
+def test_an_answer_that_writes_the_report_of_its_judge_is_wrong_and_harms_nothing_else(prime):
+    texts = (content if isinstance(content, str) else repr(content) for content in FORGED.values())
+    programs = [SAYS.replace("CONTENT", text) for text in texts]
+    began = psutil.Process().memory_info().rss
+    scores, _ = prime([*programs, PROGRAMS["right"]], STDIN)
+    assert dict(zip(FORGED, scores[:-1], strict=True)) == dict.fromkeys(FORGED, 0.0)
+    assert scores[-1] == 1.0
+    assert psutil.Process().memory_info().rss < began + (200 << 20)
+
+
+ENDLESS = """
+import os
+while True:
+    for descriptor in range(200, 260):
+        try:
+            os.write(descriptor, b'{"verdict": "done"' + b" " * 50_000)
+        except OSError:
+            pass
+"""
+
+
+def test_a_report_without_end_ends_at_its_limit(prime):
+    assert prime([ENDLESS, PROGRAMS["right"]], {"inputs": ["1"], "outputs": ["2"]})[0] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("isolation", ["auto", "process", "bubblewrap"])
