@@ -133,7 +133,8 @@ def require_version(supports: str, target: str) -> None:
     """
     if not supports:
         return
-    wanted, package = Requirement(supports), _package(target)
+    wanted = Requirement(supports)
+    package = _package(target)
     version = version_of(package)
     try:
         fits = wanted.specifier.contains(version or "none", prereleases=True)
@@ -195,9 +196,11 @@ def _locate(where: str) -> Location:
         owner = functools.reduce(getattr, parents, module)
     except AttributeError as error:
         raise NotInThisVersion(f"{where} does not exist ({error})") from error
-    if not isinstance(owner, dict if match["key"] else type | ModuleType):
-        wanted = "dict" if match["key"] else "class or module to hold it"
-        raise PatchRefused(f"{where}: wanted a {wanted}, found {type(owner).__name__}")
+    if match["key"]:
+        if not isinstance(owner, dict):
+            raise PatchRefused(f"{where}: wanted a dict, found {type(owner).__name__}")
+    elif not isinstance(owner, type | ModuleType):
+        raise PatchRefused(f"{where}: wanted a class or module to hold it, found {type(owner).__name__}")
     return Location(where, owner, name)
 
 

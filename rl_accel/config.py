@@ -21,7 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_accel.errors import ConfigError, did_you_mean, first_line, one_line
 from rl_accel.features import FEATURES, F, Feature, LosslessFlags
 
-NAMES_VAR, ENV_VAR = "RL_ACCEL", "RL_ACCEL_CONFIG"
+NAMES_VAR = "RL_ACCEL"
+ENV_VAR = "RL_ACCEL_CONFIG"
 
 AUTO = "auto"
 _AUTO_HELP = "turn on the lossless features that work here (what a bare rl_accel.enable() does)"
@@ -167,7 +168,8 @@ def _checked(value: Any, flag: Field[Any], where: str) -> Any:
     choices = limits.get("choices")
     if choices is not None and value not in choices:
         raise ConfigError(f"{where} wants one of {', '.join(choices)}, found {value!r}{did_you_mean(value, choices)}")
-    low, high = limits.get("minimum"), limits.get("maximum")
+    low = limits.get("minimum")
+    high = limits.get("maximum")
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = f"at least {low}" if high is None else f"a value between {low} and {high}"
         raise ConfigError(f"{where} wants {bounds}, found {value!r}")

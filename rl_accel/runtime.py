@@ -31,8 +31,10 @@ SOURCES_VAR = "RL_ACCEL_SOURCES"
 FLAG_VARIABLES = (cfg.NAMES_VAR, cfg.ENV_VAR, SOURCES_VAR)
 """Names of all environment variables from which a process takes flags."""
 
-NAMES, ENVIRONMENT = f"environment {cfg.NAMES_VAR}", f"environment {cfg.ENV_VAR}"
-FRAMEWORK, KEYWORDS = "framework config", "rl_accel.enable()"
+NAMES = f"environment {cfg.NAMES_VAR}"
+ENVIRONMENT = f"environment {cfg.ENV_VAR}"
+FRAMEWORK = "framework config"
+KEYWORDS = "rl_accel.enable()"
 _PRECEDENCE = (NAMES, ENVIRONMENT, FRAMEWORK, KEYWORDS)
 """Names of all sources of flags. A later source overrides the earlier ones."""
 FlagSources = dict[str, dict[str, Any]] | None

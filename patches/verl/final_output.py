@@ -57,7 +57,8 @@ def _never_between(processor: Any) -> Iterator[None]:
     For vLLM before 0.27, where all requests share one interval. If blocks overlap, the end of the last block restores the interval.
     """
     running, interval = getattr(processor, "_rl_accel_blocks", (0, processor.stream_interval))
-    processor._rl_accel_blocks, processor.stream_interval = (running + 1, interval), NEVER
+    processor._rl_accel_blocks = (running + 1, interval)
+    processor.stream_interval = NEVER
     try:
         yield
     finally:

@@ -44,7 +44,8 @@ def _adaptive(original: Any, settings: Any) -> Any:
         is_filtered = getattr(self, "filter_groups_metric", None) is not None
         if partition_id != "val" and (is_filtered or (type(self) is not ReplayBuffer and not settings.enable)):
             return original(self, partition_id, last_debug_time)
-        now, interval = time.perf_counter(), self.poll_interval
+        now = time.perf_counter()
+        interval = self.poll_interval
         if (state := buffers.get(self)) is None:
             state = buffers[self] = _Sampling(AdaptiveWait(settings.max_cpu_share, settings.max_delay_s))
         if state.debug_time != last_debug_time:
@@ -64,7 +65,8 @@ def _adaptive(original: Any, settings: Any) -> Any:
         metrics.add("sampler/wait_seconds", state.woke - now)
         cycle = interval + state.policy.cost / _CPU_PER_SECOND
         elapsed = state.woke - state.started
-        before, state.saved = state.saved, math.ceil(elapsed / cycle) * cycle - elapsed
+        before = state.saved
+        state.saved = math.ceil(elapsed / cycle) * cycle - elapsed
         metrics.add("sampler/seconds_saved", state.saved - before)  # negative if the estimate has shrunk
         return state.debug_time
 
