@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -159,12 +159,10 @@ def _checked(value: Any, flag: Field[Any], where: str) -> Any:
     if not _fits(value, flag.type):
         kind = str(getattr(flag.type, "__name__", None) or flag.type).replace("None", "null").replace(" | ", " or ")
         raise ConfigError(f"{where} wants {kind}, found {_describe(value)}")
-    if value is None or value in limits.get("words", ()):
+    if value is None:
         return value
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{where} wants a finite number, found {value!r}")
-    if "words" in limits and isinstance(value, str):
-        raise ConfigError(f"{where} wants a number or {' or '.join(limits['words'])}, found {_describe(value)}")
     choices = limits.get("choices")
     if choices is not None and value not in choices:
         raise ConfigError(f"{where} wants one of {', '.join(choices)}, found {value!r}{did_you_mean(value, choices)}")
@@ -180,10 +178,6 @@ def _fits(value: Any, kind: Any) -> bool:
     """Returns whether ``value`` has ``kind``, the declared type of a flag. A bool is no int, and an int is no float."""
     if isinstance(kind, UnionType):
         return any(_fits(value, one) for one in get_args(kind))
-    if get_origin(kind) is dict:
-        of_keys, of_values = get_args(kind)
-        is_mapping = isinstance(value, Mapping)
-        return is_mapping and all(_fits(key, of_keys) and _fits(item, of_values) for key, item in value.items())
     return type(value) is kind
 
 

@@ -13,8 +13,7 @@ F = TypeVar("F")
 def flag(default: Any, help: str, **limits: Any) -> Any:
     """Returns the dataclass field that declares one flag. ``help`` is the flag's line in ``rl-accel flags``.
 
-    ``limits`` may be ``minimum`` and ``maximum``: inclusive bounds of a number; ``choices``: the allowed strings; ``words``:
-    strings that are allowed in addition to numbers.
+    ``limits`` may be ``minimum`` and ``maximum``: inclusive bounds of a number; ``choices``: the allowed strings.
     """
     return field(default=default, metadata={"help": help, **limits})
 
@@ -175,9 +174,7 @@ class TailBatchingFlags(ByNameFlags):
     again in a later "long round", which waits for all responses, so that no prompt is lost.
     """
 
-    prompt_ratio: float | str = flag(
-        1.25, "prompts launched in a short round divided by prompts trained, or auto", minimum=1.0, words=("auto",)
-    )
+    prompt_ratio: float = flag(1.25, "prompts launched in a short round divided by prompts trained", minimum=1.0)
     response_ratio: float = flag(
         1.25, "responses launched per prompt in a short round divided by responses trained; 1 is unbiased", minimum=1.0
     )
@@ -187,17 +184,6 @@ class TailBatchingFlags(ByNameFlags):
     agent_loop_limit: float | None = flag(
         None, "seconds after which an agent loop, tools included, fails; null: no limit", minimum=0.1
     )
-    auto_limit: float = flag(2.0, "upper bound of the ratio that prompt_ratio=auto chooses", minimum=1.0)
-    domain_quotas: dict[str, int] | None = flag(  # noqa: RUF009 (a field, and null is no dict)
-        None, "number of prompts of each domain in a batch; null: in the order of the data"
-    )
-    domain_key: str = flag("data_source", "column of the data set with the domain of each row")
-
-    def validate(self) -> None:
-        """Raises ValueError if a number in ``domain_quotas`` is below 1."""
-        for domain, quota in (self.domain_quotas or {}).items():
-            if quota < 1:
-                raise ValueError(f"domain_quotas[{domain!r}] must be at least 1, found {quota}")
 
 
 SLIME_ROLLOUT = "rl_accel.integrations.slime.tail_batching.rollout.generate_rollout"

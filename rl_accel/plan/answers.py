@@ -181,8 +181,6 @@ def _features(setup: Setup) -> Iterator[Option]:
         settings = (f"{tail}.prompt_ratio={prompts}", f"{tail}.response_ratio={responses}")
         flags, cost = TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses), shorter * (responses > 1)
         yield option(f"{tail} {prompts:g} / {responses:g}", unpolled, tail, settings=settings, flags=flags, cost=cost)
-    flags = TailBatchingFlags(prompt_ratio="auto")
-    yield option(f"{tail} auto", unpolled, tail, settings=[f"{tail}.prompt_ratio=auto"], flags=flags, cost=shorter)
     if setup.workload.rewards.max(initial=0.0) > RewardTimeoutFlags().minimum:
         timeout: dict[str, Any] = {"timeout": True, "cost": "rewards of slow answers"}
         yield option("reward_timeout", setup, "reward_timeout", **timeout)

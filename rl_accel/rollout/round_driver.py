@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
-from rl_accel.errors import ConfigError, root_cause, typed_line
-from rl_accel.rollout.tail_batching import Phase, TailBatching, TailRun
+from rl_accel.errors import root_cause, typed_line
+from rl_accel.rollout.tail_batching import Phase, TailBatching
 from rl_accel.rollout.tail_decisions import (
     Cancel,
     CheckGroup,
@@ -173,56 +173,30 @@ class PromptSupply:
     """Source of new prompts for a training run. Reads data rows and names them ``"epoch:row"``; both numbers count from 1.
 
     Args:
-        run: parameters of the run; only ``domain_quotas`` is used.
         fetch: function that returns the next data row. After the last row of an epoch, it returns the first of the next.
         rows_per_epoch: number of rows in an epoch.
-        domain_key: column that names the domain (category) of a row. Rows without this column have the domain ``""``.
 
     Attributes:
         fetched: number of rows fetched so far, over all epochs.
         payloads: data rows of the prompts that are not yet trained, rejected or given up, by prompt id.
     """
 
-    def __init__(
-        self, run: TailRun, fetch: Callable[[], dict[str, Any]], rows_per_epoch: int, domain_key: str = ""
-    ) -> None:
-        self._quotas = run.domain_quotas
+    def __init__(self, fetch: Callable[[], dict[str, Any]], rows_per_epoch: int) -> None:
         self._fetch = fetch
         self._rows_per_epoch = rows_per_epoch
-        self._domain_key = domain_key
         self.fetched = 0
         self.payloads: dict[str, dict[str, Any]] = {}
 
-    def take(self, counts: Mapping[str, int]) -> dict[str, str]:
-        """Fetches at least ``counts[domain]`` data rows of each domain. Returns a mapping from new prompt id to domain.
-
-        The data mixes domains, so rows of other domains may be among the new prompts. If the flag ``domain_quotas`` is not set,
-        ``counts`` is ``{"": number of rows}``, and rows of all domains count.
-
-        Raises:
-            ConfigError: the domain of a row has no quota, or the data has no row of a requested domain.
-        """
-        short, taken, rows_in_vain = Counter(counts), dict[str, str](), 0
-        while short:
+    def take(self, count: int) -> list[str]:
+        """Fetches ``count`` data rows. Returns the ids of the new prompts."""
+        prompt_ids = []
+        for _ in range(count):
             epoch, row = divmod(self.fetched, self._rows_per_epoch)
             prompt_id = f"{epoch + 1}:{row + 1}"
-            payload = self.payloads[prompt_id] = self._fetch()
+            self.payloads[prompt_id] = self._fetch()
             self.fetched += 1
-            domain = taken[prompt_id] = str(payload.get(self._domain_key, ""))
-            if self._quotas and domain not in self._quotas:
-                raise ConfigError(
-                    f"rl_accel.tail_batching.domain_quotas must have a quota for every {self._domain_key}, found "
-                    f"{domain!r} at prompt {prompt_id} (epoch:row) and quotas for {', '.join(self._quotas)}"
-                )
-            counted = domain if self._quotas else ""
-            rows_in_vain = 0 if counted in short else rows_in_vain + 1
-            short -= Counter([counted])  # drops a domain with count 0
-            if rows_in_vain > 2 * self._rows_per_epoch:  # as many rows hold a whole epoch, in whatever order
-                raise ConfigError(
-                    f"rl_accel.tail_batching.domain_quotas asks for {self._domain_key} = "
-                    f"{', '.join(map(repr, short))}, which no row of the data has"
-                )
-        return taken
+            prompt_ids.append(prompt_id)
+        return prompt_ids
 
     def settle(self, prompt_id: str) -> Any:
         """Forgets a prompt that was trained, rejected or given up.
@@ -321,7 +295,6 @@ class RolloutDriver:
 
         Raises:
             RuntimeError: as many prompts as a batch holds were given up, and no response was scored in between.
-            ConfigError: the domains of the data do not match the domain quotas.
         """
         self._step, self._result = step, StepResult()
         self._workers.begin_round()
@@ -390,8 +363,8 @@ class RolloutDriver:
                     for response_id in self._open.keys() & set(response_ids):
                         self._open[response_id].doing = "stopped"
                     self._workers.cancel(response_ids)
-                case RequestPrompts(counts):
-                    self._carry_out(self.core.offer(self.supply.take(counts), self._now()))
+                case RequestPrompts(count):
+                    self._carry_out(self.core.offer(self.supply.take(count), self._now()))
                 case CheckGroup(group):
                     results = [self._results[response_id] for response_id in group.response_ids]
                     passes = self._passes is None or self._passes(group.prompt_id, results)

@@ -413,10 +413,10 @@ class Player:
                     launches.append(decision)
                 case Cancel(_, response_ids):
                     cancelled += response_ids
-                case RequestPrompts(counts):
-                    new = range(self._offered, self._offered + sum(counts.values()))
+                case RequestPrompts(count):
+                    new = range(self._offered, self._offered + count)
                     self._offered = new.stop
-                    self._carry_out(self._core.offer(dict.fromkeys(map(str, new), ""), self.cluster.now))
+                    self._carry_out(self._core.offer([str(number) for number in new], self.cluster.now))
                 case TrainBatch():
                     trains = True
                 case RoundEnded(metrics):

@@ -25,13 +25,9 @@ from rl_accel.rollout.tail_decisions import (
     RoundStarted,
     TrainBatch,
 )
-from rl_accel.rollout.tail_ratio import CompletionTimes
-
-FIRST_RATIO = 1.25
-"""Ratio of started to trained prompts with ``prompt_ratio=auto`` until enough completion times are known. RollPacker's value."""
 
 _FORMAT = "rl_accel.tail_batching"
-_VERSION = 2
+_VERSION = 3
 _MUST_AGREE = ("format", "version", "prompts_per_step", "responses_per_prompt", "data_id")
 
 
@@ -47,7 +43,7 @@ class TailRun:
         data_id: text that identifies the data set and its row order. A saved state with another text is refused.
 
     Raises:
-        ConfigError: a number is below 1, or ``flags.domain_quotas`` do not add up to ``prompts_per_step``.
+        ConfigError: ``prompts_per_step`` or ``responses_per_prompt`` is below 1.
     """
 
     prompts_per_step: int
@@ -60,25 +56,11 @@ class TailRun:
         for name in ("prompts_per_step", "responses_per_prompt"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rl_accel.tail_batching wants {name} to be at least 1, found {getattr(self, name)}")
-        placed = sum(self.domain_quotas.values())
-        if self.domain_quotas and placed != self.prompts_per_step:
-            raise ConfigError(
-                f"rl_accel.tail_batching: domain_quotas must add up to the batch of {self.prompts_per_step} prompts, "
-                f"found {placed}"
-            )
-
-    @property
-    def domain_quotas(self) -> Mapping[str, int]:
-        """Number of prompts of each domain (category of prompts) in a batch; {} if the flag ``domain_quotas`` is not set."""
-        return self.flags.domain_quotas or {}
 
     @property
     def surplus_prompts(self) -> int:
-        """Number of prompts that a short round starts, to train on the first that complete.
-
-        Raises ValueError for ``flags.prompt_ratio="auto"``, which chooses the number anew before each round.
-        """
-        return _scaled(self.prompts_per_step, float(self.flags.prompt_ratio))
+        """Number of prompts that a short round starts, to train on the first that complete."""
+        return _scaled(self.prompts_per_step, self.flags.prompt_ratio)
 
     @property
     def surplus_responses(self) -> int:
@@ -92,7 +74,8 @@ class TailRun:
         counts = {"prompt_ratio": self.prompts_per_step, "response_ratio": self.responses_per_prompt}
         for name, count in counts.items():
             ratio = getattr(self.flags, name)
-            if ratio != "auto" and (number := _scaled(count, ratio)) > 1.1 * ratio * count:
+            number = _scaled(count, ratio)
+            if number > 1.1 * ratio * count:
                 warnings.append(f"{name}={ratio} launches {number} for {count}, which is {number / count:.2f} times")
         return warnings
 
@@ -107,7 +90,6 @@ class _Prompt:
     """
 
     id: str
-    domain: str
     deferrals: int = 0
     deferred_in: int = 0
 
@@ -121,59 +103,25 @@ class _Attempt:
 
     Attributes:
         is_refill: True if the prompt was started during the round, in place of a rejected or failed prompt.
-        from_queue: True if the prompt comes from the queue of deferred prompts.
         generating: ids of the responses that are being generated, in the order of launch.
         generated: number of tokens of each generated response, by id, in the order of completion.
-        scored_at: time in seconds at which each response was scored, by id.
+        scored: ids of the scored responses.
         cancelled: number of tokens of each cancelled response that has not stopped, by id; -1 if it is still being generated.
         retries: for a response that replaces a failed one, number of failures before it, by id. No entry means 0.
         surplus_tokens: number of tokens of each cancelled response that has stopped.
     """
 
     prompt: _Prompt
-    launched_at: float
     is_refill: bool
-    from_queue: bool
     generating: dict[int, None] = field(default_factory=dict)
     generated: dict[int, int] = field(default_factory=dict)
-    scored_at: dict[int, float] = field(default_factory=dict)
+    scored: set[int] = field(default_factory=set)
     cancelled: dict[int, int] = field(default_factory=dict)
     retries: dict[int, int] = field(default_factory=dict)
     surplus_tokens: list[int] = field(default_factory=list)
 
     def group(self) -> Group:
         return Group(self.prompt.id, tuple(self.generated))
-
-
-@dataclass(slots=True, eq=False)
-class _Domain:
-    """Prompts of one domain (category of prompts), or all prompts if the flag ``domain_quotas`` is not set.
-
-    Attributes:
-        quota: number of prompts of the domain in a batch.
-        target: number of prompts of the domain that the current round starts (``active`` and ``kept`` together).
-        fresh: waiting prompts that are new or were deferred fewer than ``max_deferrals`` times.
-        queue: waiting prompts that were deferred ``max_deferrals`` times. They run in long and final rounds.
-        active: running prompts, by prompt id.
-        kept: complete prompts, which go into the batch of the current round.
-    """
-
-    quota: int
-    target: int = 0
-    fresh: deque[_Prompt] = field(default_factory=deque)
-    queue: deque[_Prompt] = field(default_factory=deque)
-    active: dict[str, _Attempt] = field(default_factory=dict)
-    kept: list[_Attempt] = field(default_factory=list)
-
-    @property
-    def going(self) -> int:
-        """Number of prompts of this domain (category such as math) that are running or complete in this round."""
-        return len(self.active) + len(self.kept)
-
-    @property
-    def is_full(self) -> bool:
-        """True if the batch needs no further prompt of the domain."""
-        return len(self.kept) == self.quota
 
 
 class Phase(Enum):
@@ -229,22 +177,25 @@ class TailBatching:
         self.run = run
         self.phase = Phase.BETWEEN_ROUNDS
         self.settled = 0
-        quotas = run.domain_quotas or {"": run.prompts_per_step}
-        self._domains = {name: _Domain(quota) for name, quota in quotas.items()}
+        self._fresh: deque[_Prompt] = (
+            deque()
+        )  # waiting prompts that are new or were deferred less than max_deferrals times
+        self._queue: deque[_Prompt] = deque()  # waiting prompts for long and final rounds
+        self._active: dict[str, _Attempt] = {}  # running prompts of the round, by prompt id
+        self._kept: list[_Attempt] = []  # complete prompts, which go into the batch of the round
+        self._trained: list[_Attempt] = []  # prompts of the last batch
+        self._target = 0  # number of prompts that the round starts, and replaces if they are rejected or fail
         self._unsettled: dict[str, _Prompt] = {}
-        self._times = CompletionTimes(run.prompts_per_step)
         self._rounds = 0
         self._steps_left = 0
         self._kind: RoundKind = "short"
         self._responses_each = 0
         self._began = 0.0
         self._metrics = RoundMetrics()
-        self._trained: list[_Attempt] = []
         self._attempts: dict[int, _Attempt] = {}  # by response id, until the response has ended
         self._next_response = 0
         self._unacknowledged = 0
         self._unchecked: _Attempt | None = None
-        self._warm = False
 
     def begin_round(self, steps_left: int, now: float) -> list[Decision]:
         """Opens the next round and returns the first decisions to carry out.
@@ -267,25 +218,24 @@ class TailBatching:
         self.phase = Phase.FILLING
         return self._fill(now)
 
-    def offer(self, prompts: Mapping[str, str], now: float) -> list[Decision]:
-        """Adds new prompts, given as a mapping from prompt id to domain (category). Allowed at any time.
+    def offer(self, prompt_ids: Sequence[str], now: float) -> list[Decision]:
+        """Adds new prompts. Allowed at any time.
 
         Raises:
-            TypeError, ValueError: a prompt id is no string or is already known, or a domain has no quota. No prompt is added then.
+            TypeError, ValueError: a prompt id is no string or is already known. No prompt is added then.
         """
-        new = [_Prompt(prompt_id, domain) for prompt_id, domain in prompts.items()]
-        domains = [self._domain_of(prompt) for prompt in new]
-        for prompt_id in prompts:
+        new: dict[str, _Prompt] = {}
+        for prompt_id in prompt_ids:
             if not isinstance(prompt_id, str):
                 raise TypeError(f"ids of prompts must be strings, found {prompt_id!r}")
-            if prompt_id in self._unsettled:
+            if prompt_id in self._unsettled or prompt_id in new:
                 raise ValueError(f"ids of prompts must be new, found {prompt_id!r} twice")
-        for prompt, domain in zip(new, domains, strict=True):
-            self._unsettled[prompt.id] = prompt
-            domain.fresh.append(prompt)
+            new[prompt_id] = _Prompt(prompt_id)
+        self._unsettled |= new
+        self._fresh += new.values()
         if self.phase is Phase.FILLING:
             return self._fill(now)
-        return self._refill(now) if self.phase is Phase.OPEN else []
+        return self._refill() if self.phase is Phase.OPEN else []
 
     # Responses and groups
 
@@ -317,13 +267,12 @@ class TailBatching:
             return []
         if (tokens := attempt.cancelled.get(response_id, -1)) >= 0:
             return self.response_aborted(response_id, tokens)
-        if response_id not in attempt.generated or response_id in attempt.scored_at:
-            state = "was scored before" if response_id in attempt.scored_at else "is still generating"
+        if response_id not in attempt.generated or response_id in attempt.scored:
+            state = "was scored before" if response_id in attempt.scored else "is still generating"
             raise ValueError(f"response_id must be of a response without a score, but {response_id} {state}")
-        attempt.scored_at[response_id] = now
-        if len(attempt.scored_at) < self.run.responses_per_prompt:
+        attempt.scored.add(response_id)
+        if len(attempt.scored) < self.run.responses_per_prompt:
             return []
-        self._observe(attempt)
         if not self.run.filter_groups:
             return self._keep(attempt, now)
         self._unchecked = attempt
@@ -340,7 +289,7 @@ class TailBatching:
             return []
         if response_id in attempt.cancelled:
             return self.response_aborted(response_id, tokens)
-        if response_id in attempt.scored_at:
+        if response_id in attempt.scored:
             raise ValueError(f"response_id must be of a response without a score, but {response_id} was scored before")
         del self._attempts[response_id]
         attempt.generating.pop(response_id, None)
@@ -354,7 +303,7 @@ class TailBatching:
             return []
         self._metrics.prompts_failed += 1
         cancelled = self._cancel(attempt, generated=True)
-        return [*cancelled, PromptFailed(attempt.prompt.id), *self._replace(attempt, now)]
+        return [*cancelled, PromptFailed(attempt.prompt.id), *self._replace(attempt)]
 
     def response_aborted(self, response_id: int, tokens: int) -> list[Decision]:
         """Records that a cancelled response has stopped after ``tokens`` tokens.
@@ -381,7 +330,7 @@ class TailBatching:
         if passes:
             return self._keep(attempt, now)
         self._metrics.prompts_rejected += 1
-        return self._replace(attempt, now)
+        return self._replace(attempt)
 
     # Saving
 
@@ -391,10 +340,8 @@ class TailBatching:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as JSON-compatible data, from which a later run can resume."""
-        prompts: list[_Prompt] = []  # in the order in which a resumed run launches them
-        for domain in self._domains.values():
-            prompts += [attempt.prompt for attempt in (*domain.kept, *domain.active.values())]
-            prompts += [*domain.queue, *domain.fresh]
+        running = [attempt.prompt for attempt in (*self._kept, *self._active.values())]
+        prompts = [*running, *self._queue, *self._fresh]  # in the order in which a resumed run launches them
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -404,16 +351,15 @@ class TailBatching:
             "rounds": self._rounds - (self.phase is Phase.OPEN),
             "next_response": self._next_response,
             "settled": self.settled,
-            "prompts": [[p.id, p.domain, p.deferrals, p.deferred_in] for p in prompts],
-            "times": self._times.state_dict(),
+            "prompts": [[p.id, p.deferrals, p.deferred_in] for p in prompts],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the current state by a saved state. The flags may differ from those of the saved run.
 
         Raises:
-            ValueError: ``state`` is damaged, has another version, batch size, number of responses per prompt or data id, or holds a
-                domain without a quota. The current state stays unchanged then.
+            ValueError: ``state`` is damaged or has another version, batch size, number of responses per prompt or data id. The
+                current state stays unchanged then.
         """
         own_state = self.state_dict()
         for key in _MUST_AGREE:
@@ -430,7 +376,6 @@ class TailBatching:
             if len(resumed._unsettled) < len(prompts):
                 raise ValueError("a prompt is there twice")
             resumed._put_back(prompts)
-            resumed._times.load_state_dict(state["times"])
         except Exception as error:  # a damaged state may hold anything
             raise ValueError(f"state is damaged or does not fit: {typed_line(error)}") from error
         self.__dict__.update(resumed.__dict__)
@@ -438,118 +383,107 @@ class TailBatching:
     # Filling, refilling and ending a round
 
     def _plan(self) -> RoundKind:
-        """Returns the kind of the next round, and sets the number of prompts of each domain to run in it."""
-        flags, domains = self.run.flags, self._domains.values()
-        ratio = flags.prompt_ratio
-        if isinstance(ratio, str):
-            ratio = self._times.best_ratio(FIRST_RATIO, flags.auto_limit)
-        for domain in domains:
-            domain.target = _scaled(domain.quota, ratio)
-        queued = sum(len(domain.queue) for domain in domains)
-        surplus = any(domain.target > domain.quota for domain in domains)
-        kind: RoundKind = "short"
+        """Returns the kind of the next round, and sets the number of prompts to run in it."""
+        batch_size = self.run.prompts_per_step
+        surplus = self.run.surplus_prompts
+        self._target = batch_size
         # If rounds start no more prompts than they train, no prompt is deferred, and the queue never fills up. Run it now.
-        if queued >= (flags.queue_threshold or self.run.prompts_per_step) or (queued and not surplus):
-            kind = "long"
-        elif any(domain.target - len(domain.fresh) > self._room(domain) for domain in domains):
-            kind = "final"
-        if kind != "short":
-            for domain in domains:
-                domain.target = domain.quota
-        return kind
+        queue_is_full = len(self._queue) >= (self.run.flags.queue_threshold or batch_size)
+        if queue_is_full or (self._queue and surplus == batch_size):
+            return "long"
+        if surplus - len(self._fresh) > self._room():
+            return "final"
+        self._target = surplus
+        return "short"
 
-    def _room(self, domain: _Domain) -> int:
-        """Returns how many more new prompts of a domain (category of prompts) the batches up to the end of the run can train."""
-        return max(self._steps_left * domain.quota - domain.going - len(domain.fresh) - len(domain.queue), 0)
+    def _started(self) -> int:
+        """Returns the number of prompts that are running or complete in this round."""
+        return len(self._active) + len(self._kept)
+
+    def _room(self) -> int:
+        """Returns how many more new prompts the batches up to the end of the run can train."""
+        known = self._started() + len(self._fresh) + len(self._queue)
+        return max(self._steps_left * self.run.prompts_per_step - known, 0)
 
     def _fill(self, now: float) -> list[Decision]:
         """Starts the round if enough prompts wait. Otherwise, asks the driver for more prompts."""
-        missing = {}
-        for name, domain in self._domains.items():
-            available = len(domain.fresh) if self._kind == "short" else len(domain.fresh) + len(domain.queue)
-            if available < domain.target:
-                missing[name] = domain.target - available
-        if missing:
-            return [RequestPrompts(missing)]
+        uses_queue = self._kind != "short"
+        available = len(self._fresh)
+        if uses_queue:
+            available += len(self._queue)
+        if available < self._target:
+            return [RequestPrompts(self._target - available)]
         self.phase = Phase.OPEN
         self._rounds += 1
-        launched = sum(domain.target for domain in self._domains.values())
-        self._metrics = RoundMetrics(self._rounds, self._kind, launched / self.run.prompts_per_step)
-        self._began, self._trained = now, []
-        decisions: list[Decision] = [RoundStarted(self._rounds, self._kind, launched, self._responses_each)]
-        for domain in self._domains.values():
-            for _ in range(domain.target):
-                decisions.append(self._admit(domain, now, from_queue=self._kind != "short" and bool(domain.queue)))
+        self._metrics = RoundMetrics(self._rounds, self._kind, self._target / self.run.prompts_per_step)
+        self._began = now
+        decisions: list[Decision] = [RoundStarted(self._rounds, self._kind, self._target, self._responses_each)]
+        for _ in range(self._target):
+            decisions.append(self._admit(from_queue=uses_queue and bool(self._queue)))
         return decisions
 
-    def _refill(self, now: float) -> list[Decision]:
+    def _refill(self) -> list[Decision]:
         """Starts new prompts in place of rejected and failed prompts, as far as the remaining batches of the run can train them.
 
         Otherwise starts deferred prompts, but only if the round has too few prompts for its batch.
         """
         decisions: list[Decision] = []
-        missing = {}
-        for name, domain in self._domains.items():
-            while not domain.is_full and domain.going < domain.target:
-                room = self._room(domain)
-                if not domain.fresh and room:
-                    missing[name] = min(domain.target - domain.going, room)
-                    break
-                # Without room, the unsettled prompts fill all remaining batches, so there are enough deferred prompts.
-                if not domain.fresh and domain.going >= domain.quota:
-                    break
-                decisions.append(self._admit(domain, now, from_queue=not domain.fresh, is_refill=True))
-        return [*decisions, RequestPrompts(missing)] if missing else decisions
+        while self._started() < self._target:
+            room = self._room()
+            if not self._fresh and room:
+                decisions.append(RequestPrompts(min(self._target - self._started(), room)))
+                break
+            # Without room, the unsettled prompts fill all remaining batches, so there are enough deferred prompts.
+            if not self._fresh and self._started() >= self.run.prompts_per_step:
+                break
+            decisions.append(self._admit(from_queue=not self._fresh, is_refill=True))
+        return decisions
 
     def _keep(self, attempt: _Attempt, now: float) -> list[Decision]:
-        domain = self._domain_of(attempt.prompt)
-        del domain.active[attempt.prompt.id]
-        domain.kept.append(attempt)
-        if not domain.is_full:
+        """Adds a complete prompt to the batch. If the batch is full then, defers all other prompts and has the batch trained."""
+        del self._active[attempt.prompt.id]
+        self._kept.append(attempt)
+        if len(self._kept) < self.run.prompts_per_step:
             return []
         decisions: list[Decision] = []
-        for slow in domain.active.values():
+        for slow in self._active.values():
             prompt = slow.prompt
-            if self._kind == "short" and not prompt.deferrals and self._warm:
-                self._times.add_short(now - slow.launched_at, completed=False)
             if not slow.is_refill:  # it started late and had no fair chance
                 self._metrics.prompts_deferred += 1
                 prompt.deferred_in = prompt.deferred_in or self._rounds
                 prompt.deferrals += 1
             decisions += self._cancel(slow, generated=True)
-        self._put_back([slow.prompt for slow in domain.active.values()])
-        domain.active.clear()
-        return decisions + self._train(now) if all(other.is_full for other in self._domains.values()) else decisions
+        self._put_back([slow.prompt for slow in self._active.values()])
+        self._active.clear()
+        return decisions + self._train(now)
 
     def _put_back(self, prompts: Sequence[_Prompt]) -> None:
         """Lets prompts wait: those deferred ``max_deferrals`` times in the queue for long rounds, others ahead of new prompts."""
         for prompt in prompts:
             if prompt.deferrals >= self.run.flags.max_deferrals:
-                self._domain_of(prompt).queue.append(prompt)
+                self._queue.append(prompt)
         for prompt in reversed(prompts):
             if prompt.deferrals < self.run.flags.max_deferrals:
-                self._domain_of(prompt).fresh.appendleft(prompt)
+                self._fresh.appendleft(prompt)
 
     def _train(self, now: float) -> list[Decision]:
-        for domain in self._domains.values():
-            self._trained += domain.kept
-            domain.kept.clear()
-        for attempt in self._trained:
+        trained = self._kept
+        self._kept = []
+        for attempt in trained:
             self._settle(attempt)
-        self._metrics.prompts_trained = len(self._trained)
+        self._trained = trained
+        self._metrics.prompts_trained = len(trained)
         self._metrics.rollout_seconds = now - self._began
         self.phase = Phase.STOPPING
-        batch = TrainBatch(self._rounds, self._kind, tuple(attempt.group() for attempt in self._trained))
+        batch = TrainBatch(self._rounds, self._kind, tuple(attempt.group() for attempt in trained))
         return [batch, *self._end_if_stopped()]
 
     def _end_if_stopped(self) -> list[Decision]:
         if self.phase is not Phase.STOPPING or self._unacknowledged:
             return []
-        self.phase, self._warm = Phase.BETWEEN_ROUNDS, True
+        self.phase = Phase.BETWEEN_ROUNDS
         metrics = self._metrics
-        full_wait = self._times.full_wait()
-        metrics.seconds_saved = None if full_wait is None else full_wait - metrics.rollout_seconds
-        metrics.queue_length = sum(len(domain.queue) for domain in self._domains.values())
+        metrics.queue_length = len(self._queue)
         deferred_in = [prompt.deferred_in for prompt in self._unsettled.values() if prompt.deferrals]
         metrics.oldest_deferral_rounds = self._rounds - min(deferred_in, default=self._rounds)
         if metrics.tokens_generated:
@@ -567,16 +501,11 @@ class TailBatching:
 
     # Prompts and their responses
 
-    def _domain_of(self, prompt: _Prompt) -> _Domain:
-        """Returns the domain (category) of a prompt. Raises ValueError if the domain has no quota."""
-        name = prompt.domain if self.run.domain_quotas else ""
-        if name not in self._domains:
-            raise ValueError(f"the domain of a prompt must be one of {', '.join(self._domains)}, found {name!r}")
-        return self._domains[name]
-
-    def _admit(self, domain: _Domain, now: float, from_queue: bool, is_refill: bool = False) -> Launch:
-        prompt = (domain.queue if from_queue else domain.fresh).popleft()
-        attempt = domain.active[prompt.id] = _Attempt(prompt, now, is_refill, from_queue)
+    def _admit(self, from_queue: bool, is_refill: bool = False) -> Launch:
+        waiting = self._queue if from_queue else self._fresh
+        prompt = waiting.popleft()
+        attempt = _Attempt(prompt, is_refill)
+        self._active[prompt.id] = attempt
         self._metrics.prompts_admitted += 1
         return self._launch(attempt, self._responses_each)
 
@@ -597,7 +526,7 @@ class TailBatching:
         if generated:
             response_ids += attempt.generated
             for response_id, tokens in attempt.generated.items():
-                if response_id in attempt.scored_at:  # a scored response has ended already
+                if response_id in attempt.scored:  # a scored response has ended already
                     del self._attempts[response_id]
                     self._waste(tokens)
                 else:
@@ -616,26 +545,10 @@ class TailBatching:
             del self._attempts[response_id]
         self._metrics.tokens_generated += sum(attempt.generated.values())
 
-    def _replace(self, attempt: _Attempt, now: float) -> list[Decision]:
+    def _replace(self, attempt: _Attempt) -> list[Decision]:
         self._settle(attempt)
-        del self._domain_of(attempt.prompt).active[attempt.prompt.id]
-        return self._refill(now)
-
-    def _observe(self, attempt: _Attempt) -> None:
-        """Records the completion time of a prompt for ``prompt_ratio=auto``.
-
-        :class:`CompletionTimes` models a short round as new prompts and a long round as deferred prompts. Times of other prompts,
-        and those of the first round after a start, in which engines warm up, are left out.
-        """
-        if not self._warm:  # engines warm up in the first round
-            return
-        times = [scored - attempt.launched_at for scored in attempt.scored_at.values()]
-        if self._kind == "short" and not attempt.prompt.deferrals:
-            self._times.add_short(times[-1], completed=True)
-        elif self._kind != "short" and attempt.from_queue:
-            wanted = self.run.responses_per_prompt
-            rank = round(wanted * (wanted + 1) / (self.run.surplus_responses + 1))
-            self._times.add_long(times[-1], times[max(rank, 1) - 1])
+        del self._active[attempt.prompt.id]
+        return self._refill()
 
     def _find(self, response_id: int, tokens: int = 0) -> _Attempt | None:
         """Checks an event about a response, and returns the attempt (prompt in this round) of the response; None if it has ended.
@@ -663,12 +576,11 @@ def _count_in(saved: Any) -> int:
     return saved
 
 
-def _saved_prompt(prompt_id: Any, domain: Any, deferrals: Any, deferred_in: Any) -> _Prompt:
+def _saved_prompt(prompt_id: Any, deferrals: Any, deferred_in: Any) -> _Prompt:
     """Returns the prompt with these fields in a state. Raises TypeError or ValueError if a field has a wrong type or sign."""
-    for text in (prompt_id, domain):
-        if not isinstance(text, str):
-            raise TypeError(f"the id and the domain of a prompt must be strings, found {text!r}")
-    return _Prompt(prompt_id, domain, _count_in(deferrals), _count_in(deferred_in))
+    if not isinstance(prompt_id, str):
+        raise TypeError(f"the id of a prompt must be a string, found {prompt_id!r}")
+    return _Prompt(prompt_id, _count_in(deferrals), _count_in(deferred_in))
 
 
 def _scaled(count: int, ratio: float) -> int:

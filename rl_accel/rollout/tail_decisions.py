@@ -1,7 +1,6 @@
 """Decisions of the tail-batching state machine, as plain data. The driver, which has the responses generated, carries out the
 decisions in the given order."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,12 +22,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompts:
-    """Request to pass at least ``counts[domain]`` new prompts of each domain (category) to ``TailBatching.offer``.
+    """Request to pass at least ``count`` new prompts to ``TailBatching.offer``."""
 
-    If the flag ``domain_quotas`` is not set, ``counts`` is ``{"": number of prompts}``.
-    """
-
-    counts: Mapping[str, int]
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,6 @@ class RoundMetrics:
     The table of metrics in ``docs/metrics.md`` explains each metric.
 
     Attributes:
-        seconds_saved: estimated seconds of a round without tail batching, minus ``rollout_seconds``.
         oldest_deferral_rounds: number of rounds since the oldest deferral of a prompt that still waits; 0 if there is none.
         tokens_wasted: number of tokens of cancelled and failed responses.
         accepted_tokens_mean: mean length in tokens of the trained responses, over prompts that also have cancelled responses.
@@ -102,7 +97,6 @@ class RoundMetrics:
     kind: RoundKind = "short"
     prompt_ratio: float = 1.0
     rollout_seconds: float = 0.0
-    seconds_saved: float | None = None
     queue_length: int = 0
     oldest_deferral_rounds: int = 0
     prompts_admitted: int = 0

@@ -1,4 +1,4 @@
-"""Two replicas with critic, reference and KL, quotas, agent loops of several turns and validation in between, while servers are
+"""Two replicas with critic, reference and KL, agent loops of several turns and validation in between, while servers are
 killed: one generates, the other is idle because the trainer trains. Training goes on and loses no prompt."""
 
 import re
@@ -15,7 +15,6 @@ pytestmark = [
 ]
 
 P0, R0, STEPS, KILLS = 8, 2, 6, 21
-QUOTAS = {"digits": 5, "letters": 3}
 SERVERS = {"hf_cpu": "hf_cpu_server_1", "vllm": "vllm_server_1_0"}
 VICTIMS = {"hf_cpu": "CPURolloutServer", "vllm": "VLLM::EngineCore"}
 """By engine, the process that is killed; vLLM's server outlives its engine, and answers every request at once with an error."""
@@ -38,7 +37,6 @@ def left(tail_run, engine):
         f"critic.ppo_mini_batch_size={P0}",
         "trainer.test_freq=2",
         "+rl_accel.tail_batching.queue_threshold=3",
-        "+rl_accel.tail_batching.domain_quotas={digits:5,letters:3}",
         loops=[two_turns, {**kills, "server": SERVERS[engine.name]}],
         agent_name=agent_name,
         env={
@@ -71,12 +69,6 @@ def test_every_prompt_is_trained_once(left):
     assert left.settled("rejected") == left.settled("failed") == {}
     assert {prompt_id: int(prompt_id.split(":")[1]) - 1 for prompt_id in trained} == trained
     assert KILLS in trained.values()
-
-
-def test_every_batch_has_its_quotas(left):
-    for line in left.ledger:
-        rows = left.data.iloc[list(line["trained"].values())]
-        assert rows["data_source"].value_counts().to_dict() == QUOTAS
 
 
 def test_agent_loops_of_several_turns_are_trained(left):

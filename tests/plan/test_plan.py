@@ -277,7 +277,7 @@ def test_the_command_on_a_run(run_dir, tmp_path, invoke):
     assert "Not priced: skip_zero, it wants groups of equal rewards" in output, "the log has no rewards"
     document = json.loads((tmp_path / "plan.json").read_text())
     assert document["schema"] == "rl_accel.plan/2"
-    assert {"sampler", "tail_batching auto", "twice the replicas"} <= {row["name"] for row in document["answers"]}
+    assert {"sampler", "tail_batching 1.25 / 1", "twice the replicas"} <= {row["name"] for row in document["answers"]}
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,6 @@ def test_options_of_slime_are_in_its_own_words():
     how = {name: option.how for name, option in options_by_name(setup).items()}
     wanted = "rl-accel slime-config --enable tail_batching --set tail_batching.prompt_ratio="
     assert how["tail_batching 1.25 / 1"] == f"{wanted}1.25 --set tail_batching.response_ratio=1.0"
-    assert how["tail_batching auto"] == f"{wanted}auto"
     assert how["4 slots a replica"] == "--sglang-max-running-requests 4"
     assert how["limit of 1,024 tokens"] == "--rollout-max-response-len 1024"
     assert "balance" not in how

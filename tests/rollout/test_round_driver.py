@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from rl_accel.errors import ConfigError
 from rl_accel.features import TailBatchingFlags
 from rl_accel.rollout.round_driver import Event, FailureLog, PromptSupply, ResponseLost, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching, TailRun
@@ -86,16 +85,16 @@ def varies(prompt_id, group):
     return len({metric for _, metric in group}) > 1
 
 
-def make(rows=1000, workers=None, domain=lambda row: "any", filter_groups=False, **flags):
-    """A driver over ``rows`` rows an epoch; ``domain`` names that of the row with this number, from 1 and on over epochs."""
+def make(rows=1000, workers=None, filter_groups=False, **flags):
+    """A driver over ``rows`` rows an epoch."""
     workers = workers or Schedule()
     core = TailBatching(TailRun(4, 2, TailBatchingFlags(**{"queue_threshold": 3, **flags}), filter_groups))
 
     def fetch():
         row = supply.fetched + 1
-        return {"row": row, "index": (row - 1) % rows, "kind": domain(row)}
+        return {"row": row, "index": (row - 1) % rows}
 
-    supply = PromptSupply(core.run, fetch, rows, "kind")
+    supply = PromptSupply(fetch, rows)
     driver = RolloutDriver(core, supply, workers, workers.discard, varies, lambda: workers.time)
     return driver, workers
 
@@ -166,55 +165,11 @@ def test_a_broken_prompt_is_retried_then_given_up_and_all_batches_are_full_up_to
     assert len(attempts) <= 2 * 3 * 3, "in two rounds at most, three responses, each started again twice at most"
 
 
-QUOTAS = {"math": 3, "code": 1}
-
-
-@pytest.mark.parametrize("every", [2, 3, 7])
-@pytest.mark.parametrize("rows", [14, 1000])
-def test_every_batch_has_its_quota_of_each_domain_however_the_rows_are_mixed(rows, every):
-    domains = {}
-
-    def domain(row):
-        return domains.setdefault((row - 1) // rows * rows + (row - 1) % rows, "code" if row % every == 0 else "math")
-
-    driver, workers = make(rows=rows, domain=domain, domain_quotas=QUOTAS)
-    results = train(driver, workers, 12)
-    ids = trained(results)
-    assert len(set(ids)) == 48
-    for result in results:
-        numbers = [(int(epoch) - 1) * rows + int(row) - 1 for epoch, row in (i.split(":") for i in result.trained)]
-        assert sorted(domains[number] for number in numbers) == ["code", "math", "math", "math"]
-    assert {result.batch.kind for result in results} >= {"short"}
-    # What was fetched and not trained is of the domain that the data has too much of, and is still there.
-    assert len(driver.supply.payloads) == driver.supply.fetched - 48
-    assert set(driver.core.unsettled_prompts()) == set(driver.supply.payloads)
-
-
-def test_a_domain_without_quota_is_named_and_so_is_a_quota_without_rows():
-    driver, _ = make(domain=lambda row: "code" if row % 4 else "poems", domain_quotas={"code": 4})
-    with pytest.raises(ConfigError, match=r"must have a quota for every kind, found 'poems' at prompt 1:4 .* for code"):
-        driver.play(1, 3)
-    driver, _ = make(rows=20, domain=lambda row: "code", domain_quotas=QUOTAS)
-    with pytest.raises(ConfigError, match=r"asks for kind = 'math', which no row of the data has"):
-        driver.play(1, 3)
-
-
 def test_ratios_that_rounding_changes_are_said_at_the_start(caplog):
     flags = TailBatchingFlags()
     for prompts, responses in ((8, 4), (7, 1)):
         RolloutDriver(TailBatching(TailRun(prompts, responses, flags)), None, None, None)
     assert caplog.messages == ["rl-accel: tail_batching.response_ratio=1.25 launches 2 for 1, which is 2.00 times"]
-
-
-def test_quotas_may_change_when_a_run_is_resumed():
-    driver, _ = make(domain=lambda row: "code" if row % 2 else "math")
-    for step in (1, 2, 3):
-        driver.play(step, 6)
-    again, fresh = make(workers=Schedule(9), domain=lambda row: "code" if row % 2 else "math", domain_quotas=QUOTAS)
-    again.core.load_state_dict(driver.core.state_dict())
-    again.supply.restore(driver.supply.fetched, driver.supply.payloads)
-    for result in train(again, fresh, 6, first=4):
-        assert sum(row_of_id(prompt_id) % 2 for prompt_id in result.trained) == 1
 
 
 def test_when_everything_fails_the_last_error_comes_out():

@@ -30,12 +30,12 @@ RICH |= {"image": Image.new("RGB", (2, 1), (1, 2, 3)), "time": datetime.datetime
 
 def new_run():
     core = TailBatching(TailRun(2, 2, data_id="train.parquet"))
-    return core, PromptSupply(core.run, lambda: ROW, 10)
+    return core, PromptSupply(lambda: ROW, 10)
 
 
 def saved_run(folder, prompts=3):
     core, supply = new_run()
-    core.offer(supply.take({"": prompts}), 0.0)
+    core.offer(supply.take(prompts), 0.0)
     save(folder, 4, core.state_dict(), supply.fetched, supply.payloads)
 
 
@@ -67,18 +67,18 @@ def rename_a_prompt(state):
     ("edit", "message"),
     [
         (lambda state: state.update(step=5), "must be of step 4, found 5"),
-        (core_with(version=1), "state must have version = 2, found 1"),
+        (core_with(version=1), "state must have version = 3, found 1"),
         (core_with(format="x"), "state must have format = 'rl_accel.tail_batching', found 'x'"),
         (core_with(prompts_per_step=3), "state must have prompts_per_step = 2, found 3"),
         (core_with(responses_per_prompt=8), "state must have responses_per_prompt = 2, found 8"),
         (core_with(rounds=None), "state is damaged or does not fit: TypeError"),
         (core_with(settled=-1), "state is damaged or does not fit: ValueError: a number must be at least 0, found -1"),
-        (core_with(version=torch.ones(2)), "state must have version = 2, found tensor"),
-        (core_with(times=[]), "state is damaged or does not fit: TypeError"),
+        (core_with(version=torch.ones(2)), "state must have version = 3, found tensor"),
+        (core_with(prompts=3), "state is damaged or does not fit: TypeError"),
         (core_with(data_id="x"), "does not fit this run: state must have data_id = 'train.pa"),
         (lambda state: state["core"]["prompts"].append(["1:4"]), "does not fit this run: state is damaged"),
         (lambda state: state["core"]["prompts"].append(state["core"]["prompts"][0]), "a prompt is there twice"),
-        (lambda state: state["core"]["prompts"][0].__setitem__(0, 7), "TypeError: the id and the domain of a prompt"),
+        (lambda state: state["core"]["prompts"][0].__setitem__(0, 7), "TypeError: the id of a prompt"),
         (lambda state: state.pop("rows_fetched"), "is damaged: KeyError: 'rows_fetched'"),
         (lambda state: state.update(rows_fetched="3"), "rows_fetched must be of type int, found str"),
         (lambda state: state.update(payloads=[]), "payloads must be of type dict, found list"),
@@ -164,7 +164,7 @@ def test_a_run_comes_back_with_its_prompts_and_its_place_in_the_data_wherever_a_
 
 def test_rows_come_back_as_they_were_and_what_would_run_code_is_refused_when_it_is_saved_and_when_it_is_read(tmp_path):
     core, supply = new_run()
-    core.offer(supply.take({"": 1}), 0.0)
+    core.offer(supply.take(1), 0.0)
     supply.payloads["1:1"] = RICH
     save(tmp_path, 4, core.state_dict(), supply.fetched, supply.payloads)
     restore(tmp_path, 4, core, supply)

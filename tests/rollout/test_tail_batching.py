@@ -37,12 +37,8 @@ class Host:
                 prompt = decision.group.prompt_id
                 self.take(self.core.group_checked(prompt, prompt not in self.rejects, self.now))
             elif isinstance(decision, RequestPrompts):
-                wanted = decision.counts.items()
-                self.offer({next(self.rows) + domain: domain for domain, count in wanted for _ in range(count)})
+                self.take(self.core.offer(list(itertools.islice(self.rows, decision.count)), self.now))
         return decisions
-
-    def offer(self, prompts):
-        self.take(self.core.offer(prompts, self.now))
 
     def begin(self):
         self.log, self.responses, self.cancelled = [], {}, []
@@ -90,7 +86,7 @@ def test_a_short_round_launches_a_surplus_of_prompts_and_responses():
     host = Host(P0=4, R0=4).begin()
     assert host.one(RoundStarted) == RoundStarted(number=1, kind="short", prompts=5, responses=5)
     assert [len(launch.response_ids) for launch in host.of(Launch)] == [5] * 5
-    assert host.one(RequestPrompts) == RequestPrompts({"": 5})
+    assert host.one(RequestPrompts) == RequestPrompts(5)
     for ratio, prompts in ((1.1, 11), (1.11, 12)):  # rounded up, but not for a rounding error
         assert Host(P0=10, R0=1, prompt_ratio=ratio).begin().one(RoundStarted).prompts == prompts
 
@@ -117,7 +113,7 @@ def test_kind_and_prompts_of_a_round_and_of_the_same_after_an_interruption(setti
         prompts, responses = len(launched), 3 if kind == "short" else 2
         assert run.one(RoundStarted) == RoundStarted(len(played) + 1, kind, prompts=prompts, responses=responses)
         assert list(run.responses) == launched
-    assert sum(sum(request.counts.values()) for request in host.of(RequestPrompts)) == requested
+    assert sum(request.count for request in host.of(RequestPrompts)) == requested
 
 
 def test_one_round_in_five_is_long_at_the_default_ratio_and_its_prompts_are_the_oldest():
@@ -141,17 +137,6 @@ def test_a_rejection_in_a_long_round_is_filled_with_a_new_prompt():
     assert list(host.responses) == ["1:1", "1:3"], "not with 1:2, which is long"
 
 
-def test_quotas_hold_in_a_round_and_other_domains_are_refused():
-    host = Host(P0=3, R0=1, prompt_ratio=1.5, response_ratio=1.0, domain_quotas={"math": 2, "code": 1}).begin()
-    assert host.one(RequestPrompts) == RequestPrompts({"math": 3, "code": 2})
-    host.complete("1:0math", "1:1math")
-    assert host.one(Cancel).prompt_id == "1:2math", "its domain has all it gives to the batch"
-    host.complete("1:4code")
-    assert sorted(host.trained()) == ["1:0math", "1:1math", "1:4code"]
-    with pytest.raises(ValueError, match="domain of a prompt must be one of math, code, found 'logic'"):
-        host.offer({"l0": "logic"})
-
-
 def test_batch_and_metrics_of_a_round_that_cuts_off_a_prompt():
     host = Host(P0=2, R0=2, prompt_ratio=1.5, response_ratio=1.5).begin()
     slow = host.responses["1:2"].copy()
@@ -165,28 +150,11 @@ def test_batch_and_metrics_of_a_round_that_cuts_off_a_prompt():
     host.acknowledge(tokens=30)
     metrics = host.one(RoundEnded).metrics
     assert (metrics.number, metrics.kind, metrics.prompt_ratio, metrics.rollout_seconds) == (1, "short", 1.5, 4.0)
-    assert metrics.seconds_saved is None, "nothing is known about the tail yet"
     assert (metrics.prompts_admitted, metrics.prompts_trained, metrics.prompts_deferred) == (3, 2, 1)
     assert (metrics.queue_length, metrics.oldest_deferral_rounds) == (1, 0)
     assert metrics.responses_cancelled == 5  # two of surplus, three of the prompt that was cut off
     assert metrics.wasted_token_share == pytest.approx(150 / (150 + 60))
     assert (metrics.accepted_tokens_mean, metrics.cancelled_tokens_mean) == (15.0, 30.0)
-
-
-def test_seconds_saved_compare_with_waiting_for_all():
-    host, saved = Host(P0=4, R0=1, response_ratio=1.0), {"short": [], "long": []}
-    for _ in range(40):
-        host.begin()
-        order = list(host.responses)
-        seconds = 1.0 if host.one(RoundStarted).kind == "short" else 10.0
-        host.complete(*order[:3])
-        host.complete(order[3], seconds=seconds)
-        host.acknowledge()
-        metrics = host.one(RoundEnded).metrics
-        saved[metrics.kind].append(metrics.seconds_saved)
-    # Three quarters of the prompts take no time at all; a fifth of all is long and takes up to ten seconds.
-    assert saved["short"][-1] > 1.0
-    assert saved["long"][-1] < 0.0
 
 
 def test_what_was_in_flight_at_an_interruption_goes_first_the_furthest_before_the_rest():
@@ -201,7 +169,6 @@ def test_what_was_in_flight_at_an_interruption_goes_first_the_furthest_before_th
     [
         ({"prompts_per_step": 0}, "prompts_per_step to be at least 1, found 0"),
         ({"responses_per_prompt": 0}, "responses_per_prompt to be at least 1, found 0"),
-        ({"flags": TailBatchingFlags(domain_quotas={"math": 1})}, r"must add up to .* 2 prompts, found 1"),
     ],
 )
 def test_a_run_that_makes_no_sense_is_refused(run, message):
@@ -211,10 +178,10 @@ def test_a_run_that_makes_no_sense_is_refused(run, message):
 
 def test_prompts_offered_twice_are_refused_as_a_whole():
     core = TailBatching(TailRun(2, 2))
-    core.offer({"a": ""}, 0.0)
-    for ids in (["b", "a"], ["b", 3]):
+    core.offer(["a"], 0.0)
+    for ids in (["b", "a"], ["b", "b"], ["b", 3]):
         with pytest.raises((ValueError, TypeError), match="ids of prompts must be"):
-            core.offer(dict.fromkeys(ids, ""), 0.0)
+            core.offer(ids, 0.0)
     assert core.unsettled_prompts() == ["a"]
 
 
@@ -242,24 +209,3 @@ def test_impossible_calls_are_refused():
     refuses("cancelled responses are not acknowledged", core.begin_round, 9, 0.0)
     host.acknowledge()
     refuses("steps_left must be at least 1, found 0", core.begin_round, 0, 0.0)
-
-
-def test_auto_starts_at_the_default_and_follows_the_observed_times():
-    host = Host(P0=8, R0=1, prompt_ratio="auto", response_ratio=1.0)
-    rounds = [host.play(seconds=1.0).one(RoundStarted) for _ in range(12)]
-    started = [decision.prompts for decision in rounds if decision.kind == "short"]
-    assert started[0] == 10
-    assert started[-1] == 8, "all take the same time"
-
-
-def test_auto_forgets_the_round_in_which_engines_warm_up_after_a_start_and_after_a_resumption():
-    def played(*seconds, resumes=None):
-        host = Host(8, 1, epoch=str(len(seconds)), prompt_ratio="auto", response_ratio=1.0, resumes=resumes)
-        for each in seconds:
-            host.play(seconds=each)
-        return host
-
-    cold, warm = played(100.0, *[1.0] * 5), played(*[1.0] * 6)
-    times = [host.core.state_dict()["times"] for host in (cold, warm, played(100.0, resumes=cold))]
-    assert times[0]["short"]
-    assert times == times[:1] * 3

@@ -21,12 +21,12 @@ class Books:
     """What a host can know for certain. Copied at a save, restored after a crash."""
 
     def __init__(self):
-        self.offered = {}  # prompt -> domain
+        self.offered = []
         self.outcome = {}  # prompt -> trained, rejected or failed
         self.used = set()  # response ids ever launched
 
-    def unsettled(self, domain=""):
-        return {p for p, d in self.offered.items() if p not in self.outcome and domain in ("", d)}
+    def unsettled(self):
+        return {prompt for prompt in self.offered if prompt not in self.outcome}
 
     def settle(self, prompt, outcome):
         assert prompt in self.offered
@@ -41,7 +41,7 @@ class Host(RuleBasedStateMachine):
         responses=st.integers(1, 3),
         flags=st.fixed_dictionaries(
             {
-                "prompt_ratio": st.sampled_from([1.0, 1.25, 1.5, 2.0, "auto"]),
+                "prompt_ratio": st.sampled_from([1.0, 1.25, 1.5, 2.0]),
                 "response_ratio": st.sampled_from([1.0, 1.5, 2.0]),
                 "queue_threshold": st.none() | st.integers(1, 6),
                 "max_deferrals": st.integers(1, 3),
@@ -49,14 +49,11 @@ class Host(RuleBasedStateMachine):
             }
         ),
         filtered=st.booleans(),
-        split=st.integers(0, 3),
     )
-    def start(self, prompts, responses, flags, filtered, split):
+    def start(self, prompts, responses, flags, filtered):
         self.P0, self.R0, self.filtered, self.retries = prompts, responses, filtered, flags["max_retries"]
         self.surplus = -(-responses * flags["response_ratio"] // 1)
-        self.quotas = {"code": split, "math": prompts - split} if 0 < split < prompts else {}
-        self.slots = self.quotas or {"": prompts}
-        self.run = TailRun(prompts, responses, TailBatchingFlags(**flags, domain_quotas=self.quotas), filtered)
+        self.run = TailRun(prompts, responses, TailBatchingFlags(**flags), filtered)
         self.books = Books()
         self.now = 0.0
         self.saved = None
@@ -78,11 +75,9 @@ class Host(RuleBasedStateMachine):
 
     def on_requestprompts(self, decision):
         assert not self.stopping
-        assert decision.counts
-        for domain, count in decision.counts.items():
-            slots = self.steps * self.slots[domain]
-            assert 0 < count <= slots - len(self.books.unsettled(domain)), "more than can be trained"
-        self.request = dict(decision.counts)
+        room = self.steps * self.P0 - len(self.books.unsettled())
+        assert 0 < decision.count <= room, "more than can be trained"
+        self.request = decision.count
 
     def on_roundstarted(self, decision):
         assert not self.open
@@ -175,8 +170,6 @@ class Host(RuleBasedStateMachine):
             for response_id in group.response_ids:
                 self.tally["used"] += self.live.pop(response_id).tokens
                 self.gone.append(response_id)
-        if self.quotas:
-            assert Counter(self.books.offered[group.prompt_id] for group in decision.groups) == self.quotas
         self.batches[decision.kind] += 1
         self.tally["prompts_trained"] += len(decision.groups)
         self.open, self.stopping, self.request = False, True, None
@@ -279,14 +272,14 @@ class Host(RuleBasedStateMachine):
         assert self.open or self.request
         assert not self.open or self.to_launch == 0
 
-    @rule(few=st.integers(1, 4), all_wanted=st.booleans(), domain=st.sampled_from(["code", "math"]))
-    def offer(self, few, all_wanted, domain):
-        wanted = self.request if all_wanted and self.request else {domain: few}
-        if wanted is not self.request and len(self.books.unsettled()) > 40:
+    @rule(few=st.integers(1, 4), all_wanted=st.booleans())
+    def offer(self, few, all_wanted):
+        answers = all_wanted and self.request
+        if not answers and len(self.books.unsettled()) > 40:
             return
-        domains = [name or domain for name, count in wanted.items() for _ in range(count)]
-        new = {f"1:{len(self.books.offered) + number}": name for number, name in enumerate(domains)}
-        self.books.offered |= new
+        count = self.request if answers else few
+        new = [f"1:{len(self.books.offered) + number}" for number in range(count)]
+        self.books.offered += new
         self.request = None
         self.carry_out(self.core.offer(new, self.now))
 
@@ -318,7 +311,7 @@ class Host(RuleBasedStateMachine):
     @invariant()
     def nothing_waits_without_need(self):
         """A batch is made as soon as it can be, and rejected and failed prompts are replaced at once."""
-        if self.open and not self.quotas:
+        if self.open:
             complete = [a for a in self.attempts.values() if sum(self.is_scored(i) for i in a.generated) == self.R0]
             assert len([a for a in complete if a.kept or not self.filtered]) < self.P0
             if not self.request and len(self.attempts) < self.started:
@@ -330,7 +323,7 @@ class Host(RuleBasedStateMachine):
     def teardown(self):
         """From wherever it is, training comes to an end; batches enough for all prompts leave nothing behind."""
         self.play_round()
-        steps = max(-(-len(self.books.unsettled(domain)) // quota) for domain, quota in self.slots.items())
+        steps = -(-len(self.books.unsettled()) // self.P0)
         for left in range(steps, 0, -1):
             self.begin(left)
             self.play_round()
@@ -340,7 +333,7 @@ class Host(RuleBasedStateMachine):
         rng = random.Random(0)
         while self.open or self.stopping or self.request:
             if self.request:
-                self.offer(0, True, "code")
+                self.offer(0, True)
                 continue
             events = [e for e in self.possible() if e[0] != "fail"]
             assert events, "deadlock"

@@ -58,7 +58,7 @@ def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:
     """Returns the parameters of tail batching for a run on a data set of ``rows`` prompts.
 
     Raises:
-        ConfigError: the flag ``domain_quotas`` does not add up to the batch size, or the data set has fewer prompts than a batch.
+        ConfigError: the data set has fewer prompts than a batch.
     """
     if rows < args.rollout_batch_size:
         _refuse("rows of the data set", f"at least --rollout-batch-size, {args.rollout_batch_size}", rows)

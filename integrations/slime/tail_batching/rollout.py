@@ -47,8 +47,7 @@ def generate_rollout(
     Returns ``rollout_batch_size`` prompt groups of ``n_samples_per_prompt`` responses each.
 
     Raises:
-        ConfigError: the data source is not a :class:`TailDataSource`, or the flag ``domain_quotas`` and the domains of the data do
-            not match.
+        ConfigError: the data source is not a :class:`TailDataSource`.
         RuntimeError: as many prompts as a batch needs have failed in a row, or no rollout server is left.
     """
     if evaluation:
@@ -64,7 +63,7 @@ class TailDataSource(RolloutDataSource):
 
     Attributes:
         supply: source of new prompts. ``supply.payloads`` maps the id of each unfinished prompt to the prompt's row ``{"sample":
-            Sample, "index": group_index, <domain_key>: domain}``.
+            Sample, "index": group_index}``.
 
     Raises:
         ConfigError: a flag is wrong, or one of slime's arguments conflicts with tail batching.
@@ -77,9 +76,8 @@ class TailDataSource(RolloutDataSource):
         super().__init__(args)
         if self.dataset is None:
             raise ConfigError("rl_accel.tail_batching wants --prompt-data, found none")
-        self._domain_key = flags.domain_key
         self._core = TailBatching(run_of(args, flags, len(self)))
-        self.supply = PromptSupply(self._core.run, self._fetch, len(self), flags.domain_key)
+        self.supply = PromptSupply(self._fetch, len(self))
         self._log = saved.Ledger(Path(args.save) / "rollout") if args.save else None
         self._moments: dict[int, tuple[RolloutDataSource, dict[str, Any], int, dict[str, dict[str, Any]]]] = {}
         self._engines = Engines(args)
@@ -94,10 +92,9 @@ class TailDataSource(RolloutDataSource):
 
     def _fetch(self) -> dict[str, Any]:
         sample = self.get_samples(1)[0][0]
-        domain = (sample.metadata or {}).get(self._domain_key, "")
         if not self.supply.fetched:
             saved.packed(sample.to_dict())  # a row that cannot be saved raises now instead of at the first checkpoint
-        return {"sample": sample, "index": sample.group_index, self._domain_key: domain}
+        return {"sample": sample, "index": sample.group_index}
 
     def _new_index(self) -> int:
         """Returns an index that no sample of this run has yet."""

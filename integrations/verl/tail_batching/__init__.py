@@ -50,21 +50,10 @@ def check_data(run: TailRun, rows: int, frame: Any) -> None:
     ``frame`` is the content of the data set. It is checked only if it is a ``datasets.Dataset``.
 
     Raises:
-        ConfigError: a batch needs more prompts, the data set has no column ``domain_key`` or other domains than the flag
-            ``domain_quotas``, or :func:`check_row` refuses a row.
+        ConfigError: a batch needs more prompts, or :func:`check_row` refuses a row.
     """
     if rows < run.prompts_per_step:
         refuse(FLAG, "rows of the data set", f"at least data.train_batch_size, {run.prompts_per_step}", rows)
     if ROLLOUT_N in getattr(frame, "column_names", ()):
         for value in frame.unique(ROLLOUT_N):
             check_row(run, {ROLLOUT_N: value})
-    quotas, domain_key = run.domain_quotas, run.flags.domain_key
-    if not quotas or not hasattr(frame, "unique"):
-        return
-    if domain_key not in frame.column_names:
-        wanted = f"a column of the data set ({', '.join(frame.column_names)})"
-        refuse(FLAG, "domain_key", wanted, repr(domain_key))
-    domains = {str(domain) for domain in frame.unique(domain_key)}
-    if domains != quotas.keys():
-        wanted = f"a quota for each {domain_key} of the data set, {', '.join(sorted(domains))}"
-        refuse(FLAG, "domain_quotas", wanted, f"quotas for {', '.join(quotas)}")

@@ -80,7 +80,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         run = run_of(self.config, data_id)
         check_data(run, rows, getattr(self.train_dataset, "dataframe", None))
         self._core = TailBatching(run)
-        self._supply = PromptSupply(run, self._fetch_row, rows, run.flags.domain_key)
+        self._supply = PromptSupply(self._fetch_row, rows)
         self._log = saved.Ledger(Path(self.config.trainer.default_local_dir))
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
 

@@ -24,7 +24,7 @@ def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
     """Sets the trainer mode ``tail_batching`` and rl-accel's agent-loop manager in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: a setting conflicts with tail batching, or the flag ``domain_quotas`` does not add up to the batch size.
+        ConfigError: a setting conflicts with tail batching.
         ResumeError: the checkpoint to resume from was saved without tail batching.
     """
     run.require_chosen(FLAG, _MODE_KEY, MODE)

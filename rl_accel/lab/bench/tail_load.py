@@ -148,7 +148,7 @@ class Load:
         self._workers = agent_loop.AgentLoops.create(config=config, llm_client=client).agent_loop_workers
         numbers = itertools.count()
         self._core = TailBatching(run_of(config))
-        self._supply = PromptSupply(self._core.run, lambda: _row(next(numbers)), 10**9)
+        self._supply = PromptSupply(lambda: _row(next(numbers)), 10**9)
         names = ("abort_all_requests", "resume_generation")  # the methods of verl's replicas that the trainer calls
         replicas = [SimpleNamespace(**{n: getattr(s, n).remote for n in names}) for s in self._servers.values()]
         engine = replace(engine_of(config), pause=None)  # the engine's pause would look for a real engine in the server

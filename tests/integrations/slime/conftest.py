@@ -17,10 +17,9 @@ MODEL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "nu
 
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory) -> Path:
-    """File with 120 prompts. Every third prompt has the domain "code"."""
+    """File with 120 prompts."""
     file = tmp_path_factory.mktemp("slime-data") / "prompts.jsonl"
-    kind = ("code", "math", "math")
-    rows = [{"input": f"{i}x{i * 7}", "label": str(i), "metadata": {"row": i, "kind": kind[i % 3]}} for i in range(120)]
+    rows = [{"input": f"{i}x{i * 7}", "label": str(i), "metadata": {"row": i}} for i in range(120)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 

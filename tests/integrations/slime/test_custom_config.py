@@ -33,8 +33,6 @@ def test_the_file_holds_the_paths_that_its_features_need(check):
     assert content["rl_accel"] == {"gae": {"enable": True}, "tail_batching": {"enable": True, "prompt_ratio": 1.5}}
     assert check(content) == []
     assert "data_source_path" not in custom_config.make(["advantages"], {})
-    quotas = {"domain_quotas": {"math": 6, "code": 2}}
-    assert check(custom_config.make(["tail_batching"], {"tail_batching": quotas})) == [], "right for some batch"
 
 
 def test_every_path_can_be_imported_as_slime_does(slime_root):
@@ -79,7 +77,6 @@ def test_an_unknown_feature_is_named():
         ("tail_batching", {"prompt_ration": 1.5}, r"unknown key rl_accel\.tail_batching\.prompt_ration"),
         ("reward_timeout", {"minimum": 40, "maximum": 30}, "timeout: maximum must be at least minimum = 40, found 30"),
         ("tp_replan", {"min_tp": 4, "max_tp": 2}, r"rl_accel\.tp_replan: max_tp must be at least min_tp = 4, found 2"),
-        ("tail_batching", {"domain_quotas": {"math": 0}}, r"domain_quotas\['math'\] must be at least 1, found 0"),
         ("sampler", {"max_delay_s": 0.5}, r"rl_accel\.sampler\.max_delay_s wants 0\.02 on slime, found 0\.5"),
         ("tp_replan", {"action": "restart"}, r"rl_accel\.tp_replan\.action wants advise on slime, found restart"),
     ],

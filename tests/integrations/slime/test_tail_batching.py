@@ -325,15 +325,6 @@ def test_a_run_that_is_killed_while_it_saves_leaves_a_checkpoint_to_resume_or_on
     assert other.supply.payloads == queue, "of the last one"
 
 
-def test_quotas_hold_in_every_batch(start, plugins):
-    flags = {"enable": True, "domain_quotas": {"math": 5, "code": 3}, "domain_key": "kind"}
-    args, _, rollout = start(rl_accel={"tail_batching": flags}, num_rollout=6)
-    for rollout_id in range(6):
-        output = rollout(rollout_id)
-        check_batch(args, output)
-        assert Counter(group[0].metadata["kind"] for group in output.samples) == {"math": 5, "code": 3}
-
-
 def test_evaluation_is_slimes_own_and_another_data_source_is_named(start, evaluation_of, prompts_file, plugins):
     from slime.rollout.data_source import RolloutDataSource
 
