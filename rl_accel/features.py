@@ -346,26 +346,6 @@ DRAFTS = Feature(
 )
 
 
-@dataclass
-class BalanceFlags(ByNameFlags):
-    """Flags of the feature ``balance``, which routes requests to rollout replicas.
-
-    Requests wait until a replica has room for one more. Long requests start first. Running requests may be preempted or migrate.
-    """
-
-    slots: int | None = flag(None, "number of requests that a replica runs at once; null: its max_num_seqs", minimum=1)
-    max_moves: int = flag(2, "number of times that a response may be preempted or migrated; 0: never", minimum=0)
-    margin: float = flag(2.0, "least expected gain of a migration, as a multiple of its cost", minimum=0.0)
-
-
-BALANCE = Feature(
-    name="balance",
-    flags=BalanceFlags,
-    switches={"verl": ("rl_accel.integrations.verl.balance",)},
-    verl="rl_accel.integrations.verl.balance",
-)
-
-
 FEATURES: tuple[Feature[Any], ...] = (
     GAE,
     ADVANTAGES,
@@ -376,7 +356,6 @@ FEATURES: tuple[Feature[Any], ...] = (
     REWARD_TIMEOUT,
     TELEMETRY,
     TP_REPLAN,
-    BALANCE,
     DRAFTS,
 )
 """All features, in the order in which they are listed and configured."""

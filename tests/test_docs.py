@@ -121,7 +121,6 @@ def test_the_metrics_of_tail_batching_are_all_described():
 CLOCK = "telemetry.stage_clock:"
 LOGGED_BY = {
     "advantages": ["patches.parity:with_fallback"],
-    "balance": ["rollout.balance:_Numbers.summary"],
     "gae": ["patches.parity:with_fallback", "patches.verl.gae:_make"],
     "reward_timeout": ["integrations.ray.reward_anchors:Collector", "reward.anchor_store:AnchorStore"],
     "sampler": ["patches.verl.sampler:_adaptive"],

@@ -35,11 +35,6 @@ class EngineSupport:
             of that server.
         death_errors: class names of exceptions with which a living server reports that its engine is dead.
         read_counters: function that reads the servers' preemption counters; None if unsupported.
-        stop: function ``stop(server, request_id)`` that ends one request, whose ``generate`` call then returns the tokens so far.
-            None if unsupported.
-        cache_tokens: function ``cache_tokens(server)`` that returns the capacity of the server's key-value cache in tokens, or None
-            if unknown.
-        seeds_by_position: True if a request with a seed draws the same tokens after a migration to another server.
         abort: function ``abort(server, request_id)`` that ends a cancelled request if ``aborts_by_id`` is False. Returns False if
             the caller must cancel the remote ``generate`` call instead. None if unsupported.
         pause: function ``pause(server)`` that ends all requests and holds back later ones until ``resume_generation``, called for a
@@ -51,9 +46,6 @@ class EngineSupport:
     restarts_in_run: bool = False
     death_errors: tuple[str, ...] = ()
     read_counters: ReadCounters | None = None
-    stop: Callable[[Any, str], None] | None = None
-    cache_tokens: Callable[[Any], int | None] = lambda _server: None
-    seeds_by_position: bool = False
     abort: Callable[[Any, str], bool] | None = None
     pause: Callable[[Any], None] | None = None
     counting: tuple[str, Any] | None = None
@@ -63,23 +55,12 @@ def _from_endpoints(engine: str) -> ReadCounters:
     return lambda servers: ask_endpoints({server: f"http://{server}" for server in servers}, COUNTERS[engine])
 
 
-def _cache_of_vllm(server: Any) -> int | None:
-    config = server.engine.vllm_config
-    blocks = config.cache_config.num_gpu_blocks or 0
-    return int(blocks * config.cache_config.block_size * config.parallel_config.data_parallel_size) or None
-
-
 # The functions below are called with __ray_call__, which Ray runs in another thread than that of the engine's event loop.
 
 
 def _in_loop_of(task: Any, work: Coroutine[Any, Any, T]) -> Future[T]:
     """Starts ``work`` in the event loop of ``task``, from another thread. Returns a future of the result."""
     return asyncio.run_coroutine_threadsafe(work, task.get_loop())
-
-
-def _stop_in_vllm(server: Any, request_id: str) -> None:
-    stopped = _in_loop_of(server.engine.output_handler, server.engine.abort(request_id))
-    stopped.add_done_callback(Future.result)  # logs an exception of the abort, because nobody awaits the abort
 
 
 def _pause_vllm(server: Any) -> None:
@@ -139,9 +120,7 @@ _ENGINES = {
         restarts_in_run=True,
         death_errors=("EngineDeadError",),
         read_counters=_from_endpoints("vllm"),
-        stop=_stop_in_vllm,
         pause=_pause_vllm,
-        cache_tokens=_cache_of_vllm,
         counting=(f"{ROLLOUT}.disable_log_stats", False),
     ),
     "sglang": EngineSupport(

@@ -14,11 +14,7 @@ from rl_accel.patches.seams import interface_of, remote
 @interface_of("verl.workers.rollout.replica:TokenOutput")
 class TokenOutput(Protocol):
     token_ids: list[int]
-    log_probs: list[float] | None
-    routed_experts: Any
     stop_reason: str | None
-    num_preempted: int | None
-    extra_fields: dict[str, Any]
 
 
 class RolloutServer(Protocol):
@@ -67,20 +63,6 @@ class StickyRouter(Protocol):
     def __init__(self, servers: dict[str, Any]) -> None: ...
     def acquire_server(self, request_id: str) -> tuple[str, Any]: ...
     def require_acquire_fields(self) -> list[str]: ...
-
-
-@interface_of("verl.workers.rollout.router:RequestLoadBalancer")
-class Router(LoadBalancer, Protocol):
-    """Methods of a request router that verl calls."""
-
-    # No ``acquire_server``, because only rl-accel's own client calls it.
-
-    @remote
-    def release_server(self, server_id: str, request_id: str | None = None) -> None: ...
-    @remote
-    def require_acquire_fields(self) -> list[str]: ...
-    @remote
-    def require_release_fields(self) -> list[str]: ...
 
 
 @interface_of("verl.workers.rollout.llm_server:LLMServerClient")
@@ -264,7 +246,6 @@ NEEDS: dict[str, tuple[Any, ...]] = {
     "reward_timeout": (*_AGENT_LOOPS, RewardManagerBase, RateLimitedRewardManager),
     "telemetry": (*_AGENT_LOOPS, AgentLoopWorkerTQ, ObservedClient),
     "tp_replan": (Trainer, LLMServerManager, RolloutReplica),
-    "balance": (*_AGENT_LOOPS, ObservedClient, Router),
     "drafts": (Trainer, LLMServerManager, RolloutReplica, StickyRouter, WorkerExtension),
 }
 """Interfaces of verl that the adapters of each feature use. They are compared with the installed verl before the feature starts."""

@@ -20,7 +20,6 @@ TRAINERS = {
     "reward_timeout": ("V1", "legacy"),
     "telemetry": ("V1", "legacy", "one_step_off"),
     "tp_replan": ON_POLICY,
-    "balance": ON_POLICY,
     "drafts": ("V1",),
 }
 """Mapping from feature to the trainers that the feature supports, as values of :attr:`VerlRun.trainer`. "V1" stands for verl's V1
@@ -182,8 +181,7 @@ class VerlRun:
             return f"algorithm.adv_estimator = {estimator}"
         if self.filters_groups and feature in _IDLE_WITH_GROUP_FILTER:
             return f"algorithm.filter_groups.enable = True: {_IDLE_WITH_GROUP_FILTER[feature]}"
-        replica_gpus = self.gpus_besides_tp * self._number(f"{ROLLOUT}.tensor_model_parallel_size")
-        return "the rollout has one replica" if feature == "balance" and self.gpus == replica_gpus else ""
+        return ""
 
     def _number(self, key: str) -> int:
         return int(self.get(key, 1) or 1)

@@ -28,6 +28,7 @@ from rl_accel.drafts.index import (
     extend,
     hash_of,
     is_live,
+    key_of,
     make_pool,
     predict,
     sequence,
@@ -35,7 +36,6 @@ from rl_accel.drafts.index import (
 )
 from rl_accel.features import DraftsFlags
 from rl_accel.ops.cpu import compiled
-from rl_accel.rollout.balance import key_of
 
 SETTINGS = "rl_accel_drafts"
 """Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration."""

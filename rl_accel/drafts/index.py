@@ -7,6 +7,7 @@ positions in the same prompt and in responses to it. The global chain has positi
 the newest position of each chain.
 """
 
+import hashlib
 import itertools
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ LAST, LENGTH, OLDEST, KEY, VERSION, NUMBER = range(6)
 LAST: position (address in the index) of the last token; -1 for none.
 LENGTH: number of tokens.
 OLDEST: version of the weights. Responses of earlier weights are not used to predict tokens of this sequence.
-KEY: hash of the prompt, see ``key_of`` in ``rollout/balance.py``.
+KEY: hash of the prompt, see :func:`key_of`.
 VERSION: version of the weights that generate the response; PROMPT for a prompt.
 NUMBER: unique number of the sequence."""
 BEFORE, AFTER, COUNT = range(3)
@@ -55,6 +56,11 @@ BEFORE: position (address in the index) of the sequence's last token before this
 AFTER: number of the sequence's next block; -1 for none.
 COUNT: number of tokens in the block."""
 _numbers = itertools.count(1)
+
+
+def key_of(prompt: NDArray[np.int32]) -> int:
+    """Returns a 64-bit hash of the tokens of a prompt, int32[T]. The hash is the same in all processes."""
+    return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 def sequence(key: int, version: int, oldest: int = 0, last: int = -1, length: int = 0) -> Ints:

@@ -7,17 +7,14 @@ from statistics import fmean
 from typing import Any
 
 from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
-from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.setup import Setup
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
-from rl_accel.rollout.simulation import Cluster, Round, play_rounds
+from rl_accel.rollout.simulation import Round, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.telemetry.aggregates import SMALLEST_GAIN, Range
 
 CANCEL_SECONDS = 0.0007
 """Measured seconds that one CPU core needs to cancel a response at the end of a rollout."""
-BALANCED_ROUNDS = 4
-"""Maximum number of rollouts that are simulated with the feature balance, because its simulation is slow. Chosen by hand."""
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
 """Flags with which tail batching launches and waits for the same responses as a run without tail batching."""
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
@@ -66,8 +63,6 @@ class Option:
     def simulate(self, rounds: int, seed: int) -> Prediction:
         """Returns the prediction for the run with this change, from ``rounds`` simulated rollouts."""
         setup = self.setup.skipping_zero(seed) if self.skip_zero else self.setup
-        if setup.cluster is BalancedCluster:
-            return balanced(setup, rounds, seed)
         return outcome_of(setup, rounds_of(setup, self.flags, rounds, seed, self.timeout))
 
 
@@ -108,7 +103,7 @@ def rounds_of(
     run = TailRun(setup.prompts, setup.responses, flags)
     limits = AdaptiveTimeout(RewardTimeoutFlags(maximum=PROGRAM_BUDGET)) if timeout else None
     workload = setup.workload.drawn(None if ends else seed)
-    return play_rounds(run, setup.engine, setup.replicas, workload, rounds, seed, limits, ends, setup.cluster)
+    return play_rounds(run, setup.engine, setup.replicas, workload, rounds, seed, limits, ends)
 
 
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
@@ -141,21 +136,6 @@ def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Pre
     rollout = mean(noticed)
     step = rollout + setup.training_seconds * (generated - wasted) / usual + setup.other_seconds
     return Prediction(rollout, step, wasted / generated, max(played.peak_tokens for played in rounds))
-
-
-def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
-    """Predicts rollouts with the feature balance.
-
-    Simulates all rollouts without balance, and the first :data:`BALANCED_ROUNDS` also with balance. Subtracts the mean seconds that
-    balance saves in the first rollouts from the mean seconds of all rollouts.
-    """
-    stock, few = replace(setup, cluster=Cluster), min(rounds, BALANCED_ROUNDS)
-    whole, plain, migrating = (
-        outcome_of(run, rounds_of(run, PLAIN, count, seed))
-        for run, count in ((stock, rounds), (stock, few), (setup, few))
-    )
-    gain = plain.rollout_seconds - migrating.rollout_seconds
-    return replace(migrating, rollout_seconds=whole.rollout_seconds - gain, step_seconds=whole.step_seconds - gain)
 
 
 def options_of(setup: Setup) -> list[Option]:
@@ -192,9 +172,6 @@ def _features(setup: Setup) -> Iterator[Option]:
             yield option("skip_zero + sampler", unpolled, "sampler", "skip_zero", skip_zero=True, cost=zero)
         both: dict[str, Any] = {"flags": tails, "skip_zero": True, "cost": f"{shorter}; {zero}"}
         yield option(f"skip_zero + {tail}", unpolled, tail, "skip_zero", **both)
-    if setup.replicas > 1 and setup.engine.slots < setup.requests_each and not setup.is_slime:
-        slots, cost = [f"balance.slots={setup.engine.slots}"], "decisions, which take no time here"
-        yield option("balance", replace(setup, cluster=BalancedCluster), "balance", settings=slots, cost=cost)
 
 
 def _alternatives(setup: Setup) -> Iterator[Option]:

@@ -30,7 +30,6 @@ _WANTS = {
     "drafts": "`rl-accel bench drafts` replays them with the texts of a run",
     "skip_zero": "it wants groups of equal rewards in a trainer.rollout_data_dir below LOG, in a run without it and without a"
     " critic, KL or entropy term",
-    "balance": "it wants several replicas with fewer slots than requests, and --slots says how many they have",
 }
 """Mapping from a feature to a text that says what its prediction needs. Printed if the plan has no prediction for the feature."""
 _COLUMNS: Mapping[str, Callable[[Answer], str]] = {
@@ -216,7 +215,7 @@ class Plan:
         if none := [answer.option.name for answer in priced if answer.option.ours and answer.is_nothing]:
             yield f"Nothing to gain from: {', '.join(none)}."
         names = {answer.option.name.partition(" ")[0] for answer in priced}
-        names |= {"skip_zero", "balance"} if self.setup.is_slime else set()  # features for verl
+        names |= {"skip_zero"} if self.setup.is_slime else set()  # features for verl
         yield from (f"Not priced: {name}, {why}." for name, why in _WANTS.items() if name not in names)
         yield from self.advice
 

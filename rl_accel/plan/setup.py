@@ -29,7 +29,6 @@ class Setup:
         stages: mean seconds of each stage of a step except the rollout stage ``gen``, by stage name.
         poll_seconds: seconds between the trainer's checks whether the rollout is done; 0: the trainer notices the end at once.
         after_seconds: seconds of the stage ``gen`` after the trainer has noticed the end of the rollout.
-        cluster: class of the simulated cluster.
         uneven: measured seconds divided by simulated seconds of each rollout of the measured run.
         zero_shares: share of the stage ``update_actor`` that the feature skip_zero would save, as estimated, and then in bootstrap
             samples of the estimate. Empty: nothing would be saved.
@@ -44,7 +43,6 @@ class Setup:
     stages: Mapping[str, float] = field(default_factory=dict)
     poll_seconds: float = 0.0
     after_seconds: float = 0.0
-    cluster: type[Cluster] = Cluster
     uneven: Sequence[float] = (1.0,)
     zero_shares: Sequence[float] = ()
     is_slime: bool = False

@@ -14,7 +14,6 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import repeat
 from operator import attrgetter
 
 import numpy as np
@@ -96,7 +95,7 @@ class SimulatedRequest:
     id: int
     length: int
     replica: "_Replica"
-    tokens: float
+    tokens: float = 0.0
     began: int = 0
     end: float = 0.0
 
@@ -192,8 +191,7 @@ class _Replica:
 class Cluster:
     """Simulated replicas of an engine, and the requests on them. ``now`` is the time of the last event in seconds, from 0 on.
 
-    A new request goes to the replica with the fewest requests, as in stock verl. A subclass can choose replicas in another way in
-    :meth:`launch`, and learn in :meth:`happen` which requests ended.
+    A new request goes to the replica with the fewest requests, as in stock verl.
 
     Raises:
         ValueError: ``replicas`` is below 1.
@@ -214,11 +212,6 @@ class Cluster:
         return len(self._requests)
 
     @property
-    def loads(self) -> list[int]:
-        """Number of running and waiting requests on each replica."""
-        return [len(replica.running) + len(replica.queue) for replica in self._replicas]
-
-    @property
     def preemptions(self) -> int:
         """Number of preemptions so far, over all replicas."""
         return sum(replica.preemptions for replica in self._replicas)
@@ -230,7 +223,7 @@ class Cluster:
             replica.peak = replica.cached
         return peak
 
-    def tokens_of(self, request_id: int) -> float:
+    def _tokens_of(self, request_id: int) -> float:
         """Returns the number of tokens of an unfinished request so far."""
         request = self._requests[request_id]
         if not request.began:
@@ -238,36 +231,22 @@ class Cluster:
         request.replica.advance(self.now)
         return request.length - (request.end - request.replica.steps)
 
-    def launch(
-        self,
-        ids: Sequence[int],
-        lengths: Sequence[int],
-        tokens: Sequence[float] | None = None,
-        prompts: Sequence[int] | None = None,
-        replicas: Iterable[int] | None = None,
-    ) -> None:
-        """Adds requests.
-
-        Args:
-            ids, lengths: id and final number of tokens of each request.
-            tokens: number of tokens that each request already has, and that are only prefilled. None: 0.
-            prompts: index of the prompt of each request. Only subclasses use this argument.
-            replicas: index of the replica for each request. None: the replica with the fewest requests at that moment.
-        """
+    def launch(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
+        """Adds requests. ``lengths`` are their final numbers of tokens."""
         if not self._requests:
             for replica in self._replicas:  # keeps these sums small, because large floats are less exact
                 replica.steps = replica.cached = replica.stall = 0.0
-        if replicas is None:
-            loads, replicas = self.loads, []
-            for _ in ids:
-                replicas.append(loads.index(min(loads)))
-                loads[replicas[-1]] += 1
-        chosen = [self._replicas[index] for index in replicas]
-        begun = tokens or repeat(0.0, len(ids))
-        for request_id, length, replica, had in zip(ids, lengths, chosen, begun, strict=True):
-            request = self._requests[request_id] = SimulatedRequest(request_id, length, replica, had)
+        loads = [len(replica.running) + len(replica.queue) for replica in self._replicas]
+        chosen: dict[_Replica, None] = {}
+        for request_id, length in zip(ids, lengths, strict=True):
+            index = loads.index(min(loads))
+            loads[index] += 1
+            replica = self._replicas[index]
+            request = SimulatedRequest(request_id, length, replica)
+            self._requests[request_id] = request
             replica.queue.append(request)
-        for replica in dict.fromkeys(chosen):
+            chosen[replica] = None
+        for replica in chosen:
             replica.advance(self.now)
             self._go_on(replica)
 
@@ -276,7 +255,7 @@ class Cluster:
         touched: dict[_Replica, None] = {}
         tokens = []
         for request_id in ids:
-            had = self.tokens_of(request_id)
+            had = self._tokens_of(request_id)
             request = self._requests.pop(request_id)
             replica = request.replica
             touched[replica] = None
@@ -341,7 +320,6 @@ def play_rounds(
     seed: int = 0,
     timeout: AdaptiveTimeout | None = None,
     ends: bool = False,
-    cluster: type[Cluster] = Cluster,
 ) -> list[Round]:
     """Simulates consecutive rounds of tail batching and returns the results of each round.
 
@@ -354,9 +332,8 @@ def play_rounds(
         timeout: policy that learns time limits for the simulated rewards. A reward within its limit counts as correct. None: no
             limits.
         ends: True if training ends with the last round. Then only prompts are started that can be trained by then.
-        cluster: class of the cluster; a subclass of :class:`Cluster` can choose replicas in another way.
     """
-    player = Player(run, cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
+    player = Player(run, Cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
     return [player.play(rounds - number if ends else ENDLESS_STEPS) for number in range(rounds)]
 
 
@@ -436,11 +413,11 @@ class Player:
         each = len(launches[0].response_ids)
         prompts = [int(launch.prompt_id) for launch in launches]
         lengths = self._workload.lengths(prompts, each, self._rng).ravel().tolist()
-        prompts = [prompt for prompt in prompts for _ in range(each)]
         seconds = self._workload.reward_seconds(len(ids), self._rng)
         if seconds is not None:
-            self._rewards |= dict(zip(ids, zip(map(str, prompts), seconds.tolist(), strict=True), strict=True))
-        self.cluster.launch(ids, lengths, prompts=prompts)
+            keys = [launch.prompt_id for launch in launches for _ in launch.response_ids]
+            self._rewards |= dict(zip(ids, zip(keys, seconds.tolist(), strict=True), strict=True))
+        self.cluster.launch(ids, lengths)
 
     def _reward_seconds(self, response_id: int) -> float:
         key, seconds = self._rewards[response_id]

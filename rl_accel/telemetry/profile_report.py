@@ -16,7 +16,7 @@ from rl_accel.telemetry.profile import PARTS, WARMUP, Profile, format_seconds, r
 from rl_accel.telemetry.savings import NOTHING_HELPS, Saving, find_savings, levers
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED
 
-_TABLES = {"drafts": "drafted", "balance": "slots_in_use", "skip_zero": "rows"}
+_TABLES = {"drafts": "drafted", "skip_zero": "rows"}
 """Mapping from each feature whose metrics the report prints as a table to the metric that is 0 if the feature did nothing."""
 _NOT_ESTIMATED = (
     "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"

@@ -10,8 +10,7 @@ import pytest
 
 from rl_accel.drafts import index
 from rl_accel.drafts.drafter import FIRST_RATES, FLOOR, PRIOR, Drafter
-from rl_accel.drafts.index import BLOCK, CANDIDATES, CONTEXT, GRAM, OTHER, PROMPT, SOURCES, bucket_of, make_pool
-from rl_accel.rollout.balance import key_of
+from rl_accel.drafts.index import BLOCK, CANDIDATES, CONTEXT, GRAM, OTHER, PROMPT, SOURCES, bucket_of, key_of, make_pool
 
 LENGTH = 110
 END = 1

@@ -1,10 +1,6 @@
-"""Tests real vLLM: lossless features and balance change nothing, and impossible settings are refused in one line each.
-
-Stock and ``auto`` with telemetry run on one replica, balance on two with too few slots for all responses.
-"""
+"""Tests real vLLM: lossless features change nothing, and impossible settings are refused in one line each."""
 
 import json
-import re
 import subprocess
 from fnmatch import fnmatch
 
@@ -45,27 +41,6 @@ def auto(arm):
     return arm(begin="import rl_accel\nrl_accel.enable(auto=True, telemetry=True)\n")
 
 
-@pytest.fixture(scope="module")
-def balanced(arm, tmp_path_factory):
-    """Also the ids of the responses that the servers have stopped. Its flags come from the command line.
-
-    Sampled responses migrate as well, after which vLLM draws other tokens.
-    """
-    stopped = tmp_path_factory.mktemp("stopped") / "ids"
-    run = arm(
-        "trainer.n_gpus_per_node=2",
-        "actor_rollout_ref.rollout.max_num_seqs=4",
-        "actor_rollout_ref.rollout.agent.num_workers=2",
-        "+rl_accel.final_output.enable=True",
-        "+rl_accel.balance.enable=True",
-        "+rl_accel.balance.margin=0.0",
-        "+rl_accel.balance.max_moves=9",
-        VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin,rl_accel_status_probe,seeds_may_move",
-        STOPPED=str(stopped),
-    )
-    return *run, stopped.read_text().split() if stopped.exists() else []
-
-
 @pytest.mark.full  # test_recipe.py shows it on the CPU engine
 def test_lossless_features_change_no_number_of_training(stock, auto):
     assert len(stock[0].steps) == len(auto[0].steps) == 2
@@ -83,20 +58,6 @@ def test_greedy_responses_are_those_of_stock(stock, auto):
     assert auto[1] == stock[1]
     assert len(stock[1]) > 8
     assert max(map(len, stock[1].values())) > 200
-
-
-@pytest.mark.full
-def test_responses_that_migrated_have_the_probabilities_of_the_trainer(stock, balanced):
-    """A token that is missing, twice, or drawn after another prefix would have another probability there."""
-    run, greedy, stopped = balanced
-    assert greedy == stock[1]
-    assert stopped
-    assert all(re.fullmatch("[0-9a-f]{32}", response) for response in stopped)
-    assert len(run.steps) == 2
-    assert sum(run.numbers("balance/moves")) > 0
-    for step in run.steps.values():
-        assert step["training/rollout_probs_diff_max"] < 1e-4
-        assert step["response_length/mean"] > 50
 
 
 def test_what_cannot_work_is_said_before_ray_starts(recipe_command, tmp_path):

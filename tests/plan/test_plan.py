@@ -8,15 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rl_accel.errors import RlAccelError
 from rl_accel.features import TAIL_BATCHING, TailBatchingFlags
 from rl_accel.lab.ab.stats import RunData
 from rl_accel.plan import answers
 from rl_accel.plan.answers import PLAIN, Option, answer, options_of, rounds_of
-from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.command import Plan, plan
 from rl_accel.plan.fit import Fit, fit_engine
 from rl_accel.plan.predict import asynchronous_mode, flags_of_words, predict, words_of_run
@@ -161,34 +158,6 @@ def test_equal_draws_give_equal_answers_and_more_replicas_or_a_lower_limit_less_
     ratios = {found.option.name: found.ratio for found in first}
     assert ratios["twice the replicas"] > 1
     assert ratios["limit of 1,024 tokens"] > 1.2
-
-
-def test_balance_is_priced_by_its_state_machine_where_requests_wait():
-    few = replace(SETUP, engine=replace(SETUP.engine, slots=4))
-    assert "balance" not in options_by_name(SETUP)
-    balance = options_by_name(few)["balance"]
-    assert balance.how.endswith("+rl_accel.balance.slots=4")
-    assert 0.7 * simulated(few, 20, 0).rollout_seconds < balance.simulate(20, 0).rollout_seconds
-    assert balance.simulate(20, 0).rollout_seconds < simulated(few, 20, 0).rollout_seconds
-    whole = answers.outcome_of(balance.setup, rounds_of(balance.setup, PLAIN, 4, 0))
-    assert balance.simulate(4, 0).rollout_seconds == pytest.approx(whole.rollout_seconds)
-
-
-@given(seed=st.integers(0, 1000), slots=st.integers(1, 8), ratio=st.sampled_from([1.0, 1.5]))
-def test_balanced_rounds_train_whole_batches_and_are_the_same_for_a_seed(seed, slots, ratio):
-    flags = TailBatchingFlags(prompt_ratio=ratio, response_ratio=ratio)
-    setup = replace(SETUP, prompts=4, engine=replace(SETUP.engine, slots=slots), cluster=BalancedCluster)
-    first, second = (rounds_of(setup, flags, 6, seed) for _ in range(2))
-    assert first == second
-    assert all(played.metrics.prompts_trained == 4 for played in first)
-    assert all(played.metrics.tokens_wasted < played.metrics.tokens_generated for played in first)
-
-
-def test_with_a_place_for_each_balanced_rounds_are_those_of_stock():
-    stock, balanced = (rounds_of(s, PLAIN, 6, 0) for s in (SETUP, replace(SETUP, cluster=BalancedCluster)))
-    for ours, theirs in zip(balanced, stock, strict=True):
-        assert ours.metrics.rollout_seconds == pytest.approx(theirs.metrics.rollout_seconds, rel=0.02)
-        assert ours.metrics.tokens_generated == theirs.metrics.tokens_generated
 
 
 def test_skip_zero_shortens_the_actor_update_and_nothing_else():
@@ -363,7 +332,6 @@ def test_options_of_slime_are_in_its_own_words():
     assert how["tail_batching 1.25 / 1"] == f"{wanted}1.25 --set tail_batching.response_ratio=1.0"
     assert how["4 slots a replica"] == "--sglang-max-running-requests 4"
     assert how["limit of 1,024 tokens"] == "--rollout-max-response-len 1024"
-    assert "balance" not in how
     assert not any("+rl_accel" in words or "actor_rollout_ref" in words for words in how.values())
 
 

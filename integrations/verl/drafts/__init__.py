@@ -83,8 +83,6 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
     if all(get(f"{ROLLOUT}.{size}_size", 1) == 1 for size in SIZES):
         backend = f"{_VLLM}.distributed_executor_backend"
         settings[backend] = get(backend) or ONE_PROCESS  # an executor that the user has chosen is fine, too
-    if (router := get(ROUTER_KEY)) and Path(router).is_relative_to(ROUTER.parents[1]):
-        settings[ROUTER_KEY] = router  # the router of the balance feature also keeps a prompt's responses together
     for key, value in settings.items():
         present = get(key)
         present = OmegaConf.to_container(present) if OmegaConf.is_config(present) else present

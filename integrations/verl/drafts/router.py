@@ -5,19 +5,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from cachetools import LRUCache
 
+from rl_accel.drafts.index import key_of
 from rl_accel.patches.verl.interfaces import StickyRouter
-from rl_accel.rollout.balance import HOME_MARGIN, PROMPTS, key_of
 
 if TYPE_CHECKING:
     GlobalRequestLoadBalancer = StickyRouter
 else:
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+PROMPTS = 100_000
+"""Maximum number of prompts whose replica is remembered; the least recently used are forgotten. Chosen by hand."""
+HOME_MARGIN = 4
+"""A response goes to the replica of its prompt unless that replica runs over HOME_MARGIN requests more than another. Chosen by
+hand."""
+
 
 class SiblingRouter(GlobalRequestLoadBalancer):
     """verl's load balancer, extended to send all responses to a prompt to the same replica, where they help to draft each other.
 
-    If this replica has over ``HOME_MARGIN`` more running requests than the replica with the fewest, verl chooses the replica.
+    If this replica has over :data:`HOME_MARGIN` more running requests than the replica with the fewest, verl chooses the replica.
     """
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:

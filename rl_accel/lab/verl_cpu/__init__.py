@@ -69,9 +69,6 @@ def activate() -> None:
             aborts_by_id=True,
             restarts_in_run=True,
             read_counters=lambda servers: _from_rollout("read_counters")(servers),
-            stop=_stop,
-            cache_tokens=lambda server: server._engine.kv_tokens,
-            seeds_by_position=True,
         ),
     )
     adapter = {(ENGINE, "async"): "rl_accel.lab.verl_cpu.rollout.CPUServerAdapter"}
@@ -125,10 +122,6 @@ def version_of(distribution: str) -> str | None:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(distribution)
     return None
-
-
-def _stop(server: Any, request_id: str) -> None:
-    server._engine.abort(request_id)
 
 
 def _from_rollout(name: str) -> Any:

@@ -65,8 +65,8 @@ def test_an_unknown_feature_is_named():
     with pytest.raises(ConfigError, match=r"unknown feature 'gea' \(did you mean gae\?\)"):
         custom_config.make(["gea"], {})
     known = "gae, advantages, sampler, tail_batching, reward_timeout, tp_replan, drafts"
-    with pytest.raises(ConfigError, match=f"balance has no part for slime; there are {known}"):
-        custom_config.make(["balance"], {})
+    with pytest.raises(ConfigError, match=f"telemetry has no part for slime; there are {known}"):
+        custom_config.make(["telemetry"], {})
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@ from collections import Counter
 import pytest
 
 from rl_accel.integrations.verl import drafts
-from rl_accel.integrations.verl.drafts.router import SiblingRouter
-from rl_accel.rollout.balance import HOME_MARGIN
+from rl_accel.integrations.verl.drafts.router import HOME_MARGIN, SiblingRouter
 from rl_accel.telemetry import metrics
 
 

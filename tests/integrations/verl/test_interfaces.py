@@ -100,5 +100,5 @@ def test_a_changed_verl_is_named_by_doctor_and_no_feature_starts(python, tmp_pat
         assert verdict == "cannot"
         assert problem in reason
         assert problem in refused[feature]
-    unharmed = {"balance", "tp_replan"} - named.keys()
+    unharmed = {"tp_replan"} - named.keys()
     assert {checks[f"verl.{feature}"][0] for feature in unharmed} == {"works"}

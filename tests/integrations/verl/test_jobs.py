@@ -1,6 +1,5 @@
-"""Tests telemetry, balance and drafts with real Ray actors. This process is the driver."""
+"""Tests telemetry and drafts with real Ray actors. This process is the driver."""
 
-import asyncio
 import json
 from types import SimpleNamespace
 
@@ -9,13 +8,10 @@ import pytest
 import ray
 from omegaconf import OmegaConf
 
-from rl_accel.features import BalanceFlags, DraftsFlags
-from rl_accel.integrations.verl import balance, drafts
-from rl_accel.integrations.verl.balance.router import BalancedRouter
-from rl_accel.integrations.verl.engines import engine_of
+from rl_accel.features import DraftsFlags
+from rl_accel.integrations.verl import drafts
 from rl_accel.integrations.verl.telemetry import TelemetryObserver
 from rl_accel.patches.verl import config_intake
-from rl_accel.telemetry import metrics
 from rl_accel.telemetry.stage_clock import ResponseTimes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("job")]
@@ -64,63 +60,6 @@ def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(kill, tmp_path,
     assert caplog.text.count("notes of an agent-loop worker are missing") == 1
     kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
     assert [len(line["responses"]) for line in kept] == [2, 1, 1, 0]
-
-
-class Nothing:
-    pass
-
-
-class AgentLoops:
-    async def stay_alive(self):
-        await asyncio.Event().wait()
-
-
-@pytest.fixture
-def run_observers():
-    """The observers of the test end with it."""
-    yield metrics.run_observers
-    metrics.set_observer("balance", None)
-
-
-def test_a_resumed_run_knows_the_lengths_of_its_checkpoint(tmp_path, monkeypatch, run_observers):
-    server, worker = start(Nothing), start(AgentLoops)
-
-    def run(step=0, **trainer):
-        """Return what a run that begins after ``step`` knows, and its router."""
-        config = configuration(**{"default_local_dir": str(tmp_path), "resume_mode": "auto", **trainer})
-        monkeypatch.setattr(config_intake, "_trainer", lambda: SimpleNamespace(config=config, global_steps=step))
-        router = BalancedRouter.options(num_cpus=0).remote({"r0": server})
-        client = SimpleNamespace(_load_balancer=router)
-        balance.BalancingWorker.attach(SimpleNamespace(config=config, llm_client=client))
-        return ray.get(router.lengths.remote()), router
-
-    def generate(ticket, prompt, tokens):
-        name, _ = ray.get(router.acquire_server.remote(ticket, worker, prompt=prompt, prompt_tokens=3))
-        ray.get(router.release_server.remote(name, ticket, tokens))
-
-    known, router = run()
-    assert known == {}
-    generate("a", "one", 7)
-    run_observers(1, {"timing_s/gen": 1.0})
-    (tmp_path / "global_step_2").mkdir()
-    generate("b", "one", 9)
-    generate("c", "two", 5)
-    assert 0 < run_observers(2, {"timing_s/gen": 1.0})["rl_accel/balance/slots_in_use"] <= 1
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")] == ["global_step_2/balance.json"]
-    assert run(step=2)[0] == {"one": [7, 9], "two": [5]}
-    assert run(step=1)[0] == {}, "a checkpoint without lengths is one that was saved without this feature"
-    by_path = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_2")}
-    assert run(step=2, **by_path, default_local_dir="x")[0] == {"one": [7, 9], "two": [5]}
-
-
-def test_slots_of_a_worker_that_dies_are_free(kill):
-    dying, living = start(AgentLoops), start(AgentLoops)
-    router = BalancedRouter.options(num_cpus=0).remote({"r0": start(Nothing)})
-    ray.get(router.set_up.remote(engine_of(configuration(1)), {}, 1, BalanceFlags(), True, False))
-    ray.get([router.acquire_server.remote(ticket, dying) for ticket in ("a", "b")])  # one is ready in the engine
-    waiting = router.acquire_server.remote("c", living)
-    kill(dying)
-    assert ray.get(waiting, timeout=60)[0] == "r0"
 
 
 class DraftingServer:

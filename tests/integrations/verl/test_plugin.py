@@ -154,9 +154,9 @@ def test_every_trainer_that_is_built_from_a_configuration_reads_its_flags_and_de
             build = (lambda config: Separate(1, config)) if cls is Separate else lambda config: cls(config, None, {}, None)
             name, message, _ = said(build, gea=True)
             assert name == "ConfigError" and "unknown key rl_accel.gea (did you mean" in message, (cls, message)
-            name, message, _ = said(build, balance=True)
+            name, message, _ = said(build, tp_replan=True)
             found = f"wants the trainer = V1 sync, found {kind} ({cls.__name__})"
-            assert name == "ConfigError" and message == f"rl_accel.balance {found}", (cls, message)
+            assert name == "ConfigError" and message == f"rl_accel.tp_replan {found}", (cls, message)
             assert said(build, gae=True)[0] != "ConfigError", cls
             assert rl_accel.status()["gae"].applied
             Tracking("p", "e", "console", unread)
@@ -236,7 +236,7 @@ def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
     assert error(RL_ACCEL="sampler, gea") == (
         "rl-accel: environment RL_ACCEL: unknown key rl_accel.gea (did you mean rl_accel.gae?); "
         "rl_accel takes auto, gae, advantages, sampler, final_output, skip_zero, tail_batching, reward_timeout, telemetry, "
-        "tp_replan, balance, drafts"
+        "tp_replan, drafts"
     )
     unreadable = error(RL_ACCEL_SOURCES='{"half of the flags')
     wanted = "rl-accel: RL_ACCEL_SOURCES wants what rl-accel writes there, found '{\"half of the flags': unset it"

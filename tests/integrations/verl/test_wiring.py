@@ -17,7 +17,7 @@ import rl_accel
 from rl_accel import features
 from rl_accel.config import resolve
 from rl_accel.errors import ConfigError
-from rl_accel.integrations.verl import agent_loop, balance, drafts, engines, reward_timeout, tail_batching, telemetry
+from rl_accel.integrations.verl import agent_loop, drafts, engines, reward_timeout, tail_batching, telemetry
 from rl_accel.integrations.verl.tp_replan import TP_KEY
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.verl_run import MAINS, VerlRun
@@ -32,7 +32,6 @@ MANAGER = "reward.reward_manager"
 TAIL = features.TailBatchingFlags(enable=True, prompt_ratio=1.5, queue_threshold=3)
 REWARD = features.RewardTimeoutFlags(enable=True, scale=2.0, workers=3)
 TELEMETRY = features.ByNameFlags(enable=True)
-BALANCE = features.BalanceFlags(enable=True)
 DRAFTS = features.DraftsFlags(enable=True, max_tokens=5)
 REPLAN = features.TpReplanFlags(enable=True)
 plain = OmegaConf.to_container
@@ -71,7 +70,6 @@ WIRED = [
     (REWARD, {}, managed("register", "naive", None)),
     (REWARD, MINE, managed("importlib", "Mine", "/x/mine.py")),
     (TELEMETRY, {}, {"trainer.rl_accel_telemetry": NOTES, **loops(telemetry.WORKER_PART)}),
-    (BALANCE, {}, {ROUTER: str(balance.ROUTER), **loops(balance.WORKER_PART)}),
     (DRAFTS, {f"{VLLM}.kv_cache_memory_bytes": 100}, ALONE),
     (DRAFTS, {BACKEND: "mp"}, DRAFTING),
     (DRAFTS, {f"{ROLLOUT}.tensor_model_parallel_size": 2}, DRAFTING),
@@ -206,14 +204,6 @@ REFUSED = {
         ({f"{MANAGER}.name": "prime"}, r"reward_manager\.name = one of .*naive.*, found prime"),
     ],
     "telemetry": [OF_THE_USERS],
-    "balance": [
-        OWN_ROUTER,
-        (ASYNC, r"trainer_mode = sync, found colocate_async"),
-        (DETERMINISTIC, r"full_determinism = False, found True"),
-        DISAGGREGATED,
-        ({f"{ROLLOUT}.max_num_seqs": 0}, r"max_num_seqs = at least 1, found 0"),
-        OF_THE_USERS,
-    ],
     "drafts": [
         ({f"{ROLLOUT}.name": "sglang"}, r"rollout\.name = vllm, found sglang"),
         ({f"{ROLLOUT}.mtp": {"enable": True, "enable_rollout": True}}, r"mtp\.enable_rollout = False, found True"),
@@ -299,14 +289,6 @@ def test_a_restart_whose_script_ignores_the_new_size_is_refused(configured, monk
         config_intake.in_driver(configured(given))
 
 
-def test_places_of_its_own_do_for_any_max_num_seqs_and_with_drafts_there_is_one_router(configured):
-    flags = {"rl_accel.balance": {"enable": True, "slots": 3}, "rl_accel.drafts.enable": True}
-    config = configured({**flags, f"{ROLLOUT}.max_num_seqs": 0})
-    for _ in range(2):
-        config_intake.in_driver(config)
-        assert OmegaConf.select(config, ROUTER) == str(balance.ROUTER)
-
-
 @pytest.mark.parametrize("version", [None, "0.23.1", "0.30.0"])
 def test_a_vllm_outside_of_what_was_tried_is_refused(configured, monkeypatch, version):
     monkeypatch.setattr(drafts, "_vllm_version", lambda: version)
@@ -335,9 +317,8 @@ SEPARATE = ["actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=4"
 DAPO = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc", "data.gen_batch_size=24"]
 GRPO, SGLANG = ["algorithm.adv_estimator=grpo"], [f"{ROLLOUT}.name=sglang"]
 PPO, FULLY, ONE_STEP = MAINS
-TWO_GPUS = ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"]
 ALL = {feature.name for feature in features.FEATURES}
-ON_POLICY_ONLY = {"tail_batching", "tp_replan", "balance"}
+ON_POLICY_ONLY = {"tail_batching", "tp_replan"}
 V1_ONLY = {"sampler", "drafts", *ON_POLICY_ONLY}
 NOT_ONE_STEP = {"reward_timeout", *V1_ONLY}
 NOT_FULLY = {"telemetry", *NOT_ONE_STEP}
@@ -349,7 +330,6 @@ LINES = {  # by line: the features that are refused, and those without effect
     "remax": (PPO, ["algorithm.adv_estimator=remax"], {"tail_batching"}, NO_SCAN),
     "dapo": (PPO, [*GRPO, *DAPO], set(), {"sampler", *NO_SCAN, *NO_GROUPS}),
     "sglang": (PPO, SGLANG, {"final_output", "drafts"}, NO_GROUPS),
-    "one replica": (PPO, TWO_GPUS, set(), {"balance", *NO_GROUPS}),
     "legacy": (PPO, ["trainer.use_v1=False"], V1_ONLY, NO_GROUPS),
     "colocate_async": (PPO, [f"{MODE}=colocate_async"], ON_POLICY_ONLY, NO_GROUPS),
     "separate_async": (PPO, [f"{MODE}=separate_async", *SEPARATE[:2]], ON_POLICY_ONLY, NO_GROUPS),
