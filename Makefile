@@ -18,7 +18,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help setup vllm sglang ab ab-tail ab-vllm ab-sglang ab-drafts suffix test test-fast test-all test-slime corpus check docs bench clean
+.PHONY: help setup vllm sglang ab ab-tail ab-vllm ab-sglang ab-drafts suffix test test-fast test-all test-slime corpus ledger check docs bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -108,6 +108,9 @@ test-slime: $(DEV) $(SGLANG)/.ready  ## with SLIME_ROOT=<checkout of slime>: our
 corpus: $(DEV)  ## with VERL_ROOT=, RECIPE_ROOT=, SLIME_ROOT= (checkouts): every launch script of theirs with every feature
 	$(BIN)/python docs/corpus.py --page docs/corpus.md $(if $(VERL_ROOT),--verl-root $(VERL_ROOT)) \
 	  $(if $(RECIPE_ROOT),--recipe-root $(RECIPE_ROOT)) $(if $(SLIME_ROOT),--slime-root $(SLIME_ROOT))
+
+ledger: $(DEV)  ## what each feature costs and gives: lines, test seconds, gain, evidence, when it can go
+	$(BIN)/python docs/ledger.py
 
 check: $(DEV) docs  ## ruff, mypy --strict on everything that ships, import contracts, the site without a broken link
 	$(BIN)/ruff check .
