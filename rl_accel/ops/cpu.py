@@ -1,4 +1,4 @@
-"""Compiler and threads for CPU kernels. The compiler has a disk cache that is never out of date.
+"""Compiler and threads for CPU kernels.
 
 Compiled kernels use plain IEEE arithmetic and release the interpreter lock. numba's own parallel layer is not used. Its default
 backend ends the process when two Python threads enter the layer at once, and its OpenMP backend ends the process after a fork. Both
@@ -6,12 +6,8 @@ situations occur inside a Ray actor.
 """
 
 import contextlib
-import functools
-import hashlib
-import inspect
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -20,22 +16,8 @@ from numba.core.caching import FunctionCache
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-@functools.cache
-def _digest(folder: Path) -> str:
-    sources = sorted(folder.glob("*.py"))
-    return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
-
-
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Disk cache of compiled kernels, renewed if a source file in the kernel's folder has changed or the cache is damaged."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._sources = _digest(Path(inspect.getfile(function)).parent)
-
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # A kernel also uses constants of other files, such as sizes of buffers, and would write out of bounds with old sizes.
-        return (*super()._index_key(sig, codegen), self._sources)
+    """Disk cache of compiled kernels, in which a damaged file or a full disk costs a compilation."""
 
     def load_overload(self, *args: Any) -> Any:
         try:
@@ -52,7 +34,8 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 def compiled(function: Kernel) -> Kernel:
     """Compiles a Python function to a CPU kernel, and caches the machine code on disk if possible.
 
-    The kernel releases the interpreter lock and uses plain IEEE arithmetic.
+    The kernel releases the interpreter lock and uses plain IEEE arithmetic. numba renews the cache if the file of the kernel has
+    changed, so a kernel must not use constants or kernels of other files.
     """
     jitted: Any = numba.njit(nogil=True, error_model="numpy", fastmath=False)(function)
     with contextlib.suppress(RuntimeError):  # no folder for the cache is writable, neither this file's nor the user's

@@ -1,5 +1,6 @@
-"""Tests the threads of CPU kernels, and the cache of machine code, which is never used after a file of the kernels has changed."""
+"""Tests the threads of CPU kernels, and the cache of machine code, which is never used after the kernel's file has changed."""
 
+import os
 import threading
 
 import pytest
@@ -36,22 +37,23 @@ def test_an_error_is_raised_after_all_threads_have_stopped():
 
 
 @pytest.mark.slow
-def test_compiled_code_is_kept_and_not_loaded_for_other_sources(python, tmp_path):
-    """A small kernel that adds a constant of another file, in three processes; the constant changes before the third."""
-    (tmp_path / "kernel.py").write_text("from constant import C\n\ndef add(a):\n    return a + C\n")
+def test_compiled_code_is_kept_and_not_loaded_for_another_source(python, tmp_path):
+    """A small kernel in three processes, which changes before the third."""
     script = """
         from kernel import add
         from rl_accel.ops import cpu
         from rl_accel.ops.scan import numba
-        assert type(numba.scan_lanes._cache) is cpu._Cache
+        assert type(numba.gae_rows._cache) is cpu._Cache
         kernel = cpu.compiled(add)
         print(kernel(1), sum(kernel.stats.cache_hits.values()))
     """
     results = []
-    for constant in (2, 2, 3):
-        (tmp_path / "constant.py").write_text(f"C = {constant}\n")
+    for constant in (2, 2, 30):
+        (tmp_path / "kernel.py").write_text(f"def add(a):\n    return a + {constant}\n")
+        if constant == 2:
+            os.utime(tmp_path / "kernel.py", (1, 1))
         results.append(python(script, NUMBA_CACHE_DIR=f"{tmp_path}/kept", PYTHONDONTWRITEBYTECODE="1").stdout.split())
-    assert results == [["3", "0"], ["3", "1"], ["4", "0"]]
+    assert results == [["3", "0"], ["3", "1"], ["31", "0"]]
 
 
 @pytest.mark.slow
