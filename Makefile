@@ -121,7 +121,7 @@ check: $(DEV) docs  ## ruff, mypy --strict on everything that ships, import cont
 docs: $(DEV)  ## the site, from docs/ and the docstrings, in out/site
 	$(BIN)/mkdocs build --strict
 
-bench: $(READY)  ## GAE kernels side by side: table, PNG and JSON
+bench: $(READY)  ## GAE kernels side by side: table and picture
 	$(BIN)/rl-accel bench gae --out out/bench
 
 clean:  ## remove what the targets above made, the environment included

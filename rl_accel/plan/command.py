@@ -27,7 +27,7 @@ SCHEMA = "rl_accel.plan/2"
 FIT_LIMIT = 0.5
 """Relative error of the fitted engine model above which the output warns that the plan cannot be trusted. Chosen by hand."""
 _WANTS = {
-    "drafts": "`rl-accel bench drafts` replays them with the texts of a run",
+    "drafts": "it depends on the text that responses share, which no log shows",
     "skip_zero": "it wants groups of equal rewards in a trainer.rollout_data_dir below LOG, in a run without it and without a"
     " critic, KL or entropy term",
 }

@@ -19,8 +19,7 @@ from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED
 _TABLES = {"drafts": "drafted", "skip_zero": "rows"}
 """Mapping from each feature whose metrics the report prints as a table to the metric that is 0 if the feature did nothing."""
 _NOT_ESTIMATED = (
-    "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"
-    " from the files of trainer.rollout_data_dir"
+    "not in these numbers: final_output (host seconds of vLLM for each token), and drafts (text that responses share)"
 )
 _LINES = {COMPLETED: "#4878a8", CANCELLED: "#e8a24c", FAILED: "#d1495b", "reward": "#2a9d5c"}
 _MOST_ROWS = 2000

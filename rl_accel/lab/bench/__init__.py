@@ -1,1 +1,0 @@
-"""Benchmarks of ``rl-accel bench``. Each benchmark checks correctness before it prints a number."""
