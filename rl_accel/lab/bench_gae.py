@@ -133,7 +133,7 @@ def make_inputs(shape: Shape, device: str, seed: int = 0) -> Inputs:
 
 def _is_correct(contestant: Contestant, device: str, console: Console) -> bool:
     """Returns whether a contestant agrees with verl's loop in float64 and, if exact, in the bits of float32. Prints its error."""
-    errors = []
+    errors: list[float] = []
     has_same_bits = True
     try:
         for seed, shape in enumerate([(1, 1), (3, 5), (33, 1500), (2, 4099)]):
@@ -202,8 +202,8 @@ def _show(results: Mapping[Shape, Seconds], console: Console) -> None:
     rows = []
     for (batch, tokens), seconds in results.items():
         cells = [f"{seconds[name] * 1e3:,.2f}" if name in seconds else "-" for name in names]
-        ratio = f"{seconds[LOOP] / seconds[OURS]:,.0f}x" if LOOP in seconds and OURS in seconds else "-"
-        rows.append((f"{batch} x {tokens}", *cells, ratio))
+        speedup = f"{seconds[LOOP] / seconds[OURS]:,.0f}x" if LOOP in seconds and OURS in seconds else "-"
+        rows.append((f"{batch} x {tokens}", *cells, speedup))
     show_table(console, ("B x T", *names, "loop / ours"), rows, "milliseconds, median; - where left out")
     seconds = results.get(GOAL_SHAPE, {})
     for name, wanted in GOALS:
