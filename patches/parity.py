@@ -48,13 +48,17 @@ def require_agreement(
 def with_fallback(function: Callable[..., Any], original: Callable[..., Any], feature: str) -> Callable[..., Any]:
     """Returns a function that calls ``function``, or ``original`` if ``function`` raises TypeError, ValueError or BackendMissing.
 
-    Each error message is logged once as a warning. The metric ``<feature>/stock_calls`` counts the calls of ``original``.
+    Each error message is logged once as a warning. The metrics ``<feature>/calls`` and ``<feature>/stock_calls`` count the calls of
+    ``function`` and of ``original``.
     """
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if not PROBING.get():
+                metrics.add(f"{feature}/calls", 1)
+            return result
         except (TypeError, ValueError, BackendMissing) as error:
             if PROBING.get():
                 raise

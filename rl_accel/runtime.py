@@ -35,7 +35,9 @@ NAMES = f"environment {cfg.NAMES_VAR}"
 ENVIRONMENT = f"environment {cfg.ENV_VAR}"
 FRAMEWORK = "framework config"
 KEYWORDS = "rl_accel.enable()"
-_PRECEDENCE = (NAMES, ENVIRONMENT, FRAMEWORK, KEYWORDS)
+CHECKS = "checks of the framework config"
+"""Name of the source that turns automatic features off which cannot work in this run. A feature that is named stays on."""
+_PRECEDENCE = (CHECKS, NAMES, ENVIRONMENT, FRAMEWORK, KEYWORDS)
 """Names of all sources of flags. A later source overrides the earlier ones."""
 FlagSources = dict[str, dict[str, Any]] | None
 """Mapping from the name of a source (such as an environment variable) to its flags. None: :func:`disable` was called, so that all

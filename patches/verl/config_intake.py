@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_accel.config import AUTO, Flags
-from rl_accel.errors import ConfigError, first_line, refuse
+from rl_accel.errors import ConfigError, PatchRefused, first_line, refuse
 from rl_accel.features import FEATURES, TAIL_BATCHING, Feature
 from rl_accel.log import warn_once
 from rl_accel.patches import seams
@@ -40,7 +40,7 @@ from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import Trainer
 from rl_accel.patches.verl.verl_run import RAY_TRAINER_CLASS, TRAINERS, VerlRun
-from rl_accel.runtime import FRAMEWORK, RUNTIME
+from rl_accel.runtime import CHECKS, FRAMEWORK, RUNTIME
 
 logger = logging.getLogger("rl_accel")
 
@@ -84,14 +84,35 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
     idle = {}
     for feature in FEATURES:
         if flags.requested(feature) != "by name":
-            continue  # automatic features use no extension points, and log nothing if they have no effect
-        run.require(feature.name)
-        if reason := run.idle(feature.name):
+            continue  # automatic features log nothing if they have no effect
+        if reason := _wire_feature(run, feature, flags):
             idle[feature.name] = reason
-        if feature.verl:
-            if not run.in_driver:  # the driver does not import verl's trainers
-                require_adapters(feature)
-            importlib.import_module(feature.verl).wire(run, flags[feature])
+    return idle
+
+
+def rule_out(run: VerlRun, flags: Flags) -> dict[str, str]:
+    """Returns a mapping from each automatic feature that cannot work in ``run`` to the sentence with which it is refused by name.
+
+    Sets the extension points of the other automatic features, as :func:`wire` does for features that are enabled by name.
+    """
+    refusals = {}
+    for feature in FEATURES:
+        if flags.requested(feature) == "automatically":
+            try:
+                _wire_feature(run, feature, flags)
+            except (ConfigError, PatchRefused) as error:
+                refusals[feature.name] = str(error)
+    return refusals
+
+
+def _wire_feature(run: VerlRun, feature: Feature[Any], flags: Flags) -> str:
+    """Sets the extension points of ``feature`` in ``run``. Returns the reason why it would have no effect, or ""."""
+    run.require(feature.name)
+    idle = run.idle(feature.name)
+    if feature.verl:
+        if not run.in_driver:  # the driver does not import verl's trainers
+            require_adapters(feature)
+        importlib.import_module(feature.verl).wire(run, flags[feature])
     return idle
 
 
@@ -183,12 +204,21 @@ def _take_in(config: Any, trainer: Any = None, in_driver: bool = False) -> None:
         section = {}  # flags of an earlier run of this process (hydra's --multirun) end with that run
     if section is not None:
         RUNTIME.set_source(FRAMEWORK, section)
+    logged_before = (RUNTIME.sources() or {}).get(CHECKS, {})
+    if logged_before:
+        RUNTIME.set_source(CHECKS, {})
     flags = RUNTIME.flags()
     for warning in flags.warnings if in_driver else ():
         warn_once(warning, "rl-accel: %s", warning)
     for name, reason in wire(run, flags).items():
         if in_driver or not run.is_v1:  # else verl's V1 driver has logged it
             warn_once((name, reason), "rl-accel: %s is on and has nothing to do in this run: %s", name, reason)
+    refusals = rule_out(run, flags)
+    for name, reason in refusals.items():
+        if name not in logged_before:
+            warn_once((name, reason), "rl-accel: %s stays off: %s", name, reason)
+    if refusals:
+        RUNTIME.set_source(CHECKS, dict.fromkeys(refusals, False))
     checkpoint = run.checkpoint_to_resume if in_driver and not flags[TAIL_BATCHING].enable else None
     if checkpoint is not None and (checkpoint / "tail_batching").is_dir():
         logger.warning(

@@ -62,10 +62,11 @@ def _make(original: Any, settings: Any) -> Any:
             advantages = torch_functional.masked_whiten(advantages, response_mask)
         if not PROBING.get():
             metrics.put(f"gae/kernel/{ops.resolve_backend(settings.backend, values.device)}", 1)
-            metrics.add("gae/seconds", time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            metrics.add("gae/seconds", seconds)
             stock = _stock_seconds(original, arguments, column_seconds)
             if stock is not None:
-                metrics.add("gae/seconds_saved", stock - (time.perf_counter() - started))
+                metrics.add("gae/seconds_saved", stock - seconds)
         return advantages, returns
 
     return with_fallback(compute_gae_advantage_return, original, "gae")

@@ -9,10 +9,13 @@ gradient of other rows. :func:`_require_no_influence` finds the other parts of a
 """
 
 import functools
+import statistics
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -30,6 +33,8 @@ _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
 """Standard deviations of old minus new log-probabilities, one for each batch of :func:`find_influence`. None: both are drawn
 independently, and differ so much that losses clip. With small differences, fewer losses drop rows."""
 _PROMPT = 3  # tokens of each random prompt
+_TIMINGS = 16
+"""Number of mini-batches from whose times ``seconds_saved`` is estimated. Chosen by hand."""
 _ACTOR = "actor_rollout_ref.actor"
 _LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
 _DIFFERENCES = (
@@ -240,34 +245,67 @@ def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) ->
         return None
 
 
-def _train_rows(original: Any, engine: Any, data: Any, loss_function: Any, skipped: Counter[str]) -> Any:
+@dataclass
+class _Engine:
+    """State of one training engine of verl.
+
+    Attributes:
+        loss_function: the loss function for which ``skipped`` was decided.
+        skipped: what this step has left out so far: ``rows``, ``tokens`` and ``seconds_saved``. None if verl trains all rows.
+        timings: tokens and seconds of the latest mini-batches.
+    """
+
+    loss_function: Any
+    skipped: Counter[str] | None
+    timings: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_TIMINGS))
+
+
+def _seconds_of(tokens: int, timings: Collection[tuple[int, float]]) -> float:
+    """Estimates the seconds that ``tokens`` more tokens would add to a mini-batch. ``timings``: tokens and seconds of mini-batches.
+
+    Uses the median slope between mini-batches of different sizes, which leaves out what a mini-batch costs at any size. The slope
+    is at most the lowest quotient of seconds and tokens, and 0 while all mini-batches have the same size.
+    """
+    pairs = combinations(timings, 2)
+    slopes = [(late - early) / (many - few) for (few, early), (many, late) in pairs if many != few]
+    if not slopes:
+        return 0.0
+    lowest_mean = min(seconds / computed for computed, seconds in timings)
+    return tokens * min(max(statistics.median(slopes), 0.0), lowest_mean)
+
+
+def _train_rows(
+    original: Any, engine: Any, data: Any, loss_function: Any, state: _Engine, skipped: Counter[str]
+) -> Any:
     """Calls verl's function ``original`` with only the rows that must be trained. Adds the savings to ``skipped``.
 
-    Savings are ``rows`` (on all ranks together), ``tokens`` (on this rank, times the number of ranks, because verl logs the mean
-    over ranks) and ``seconds_saved`` (estimate for this rank).
+    Savings are ``rows`` and ``tokens`` (of this rank, times the number of ranks, because verl logs the mean over ranks) and
+    ``seconds_saved`` (estimate for this rank). Padding, which are rows without a trained token, is left out but not counted.
     """
     from verl.utils import tensordict_utils as tu
 
     zero = _find_zero_rows(data)
     wanted, sizes, tokens = _agree_on_rows(engine, data, zero)
+    lengths = data["input_ids"].offsets().diff().tolist()
+    started = time.perf_counter()
     if wanted >= min(sizes):
-        return original(engine, data, loss_function, False)
+        output = original(engine, data, loss_function, False)
+        state.timings.append((sum(lengths), time.perf_counter() - started))
+        return output
 
     def normalised_by_all(model_output: Any, data: Any, dp_group: Any = None) -> Any:
         tu.assign_non_tensor(data, batch_num_tokens=tokens)
         return loss_function(model_output=model_output, data=data, dp_group=dp_group)
 
-    lengths = data["input_ids"].offsets().diff().tolist()
     rows = _choose_rows(zero, lengths, wanted)
-    started = time.perf_counter()
     output = original(engine, tu.index_select_tensor_dict(data, rows), normalised_by_all, False)
-    seconds = time.perf_counter() - started
-    left_out = sum(lengths) - (computed := sum(lengths[row] for row in rows))
+    state.timings.append((sum(lengths[row] for row in rows), time.perf_counter() - started))
+    is_trained = [bool(mask.any()) for mask in data["loss_mask"].unbind()]
+    left_out = [row for row in range(len(zero)) if row not in rows and is_trained[row]]
+    left_out_tokens = sum(lengths[row] for row in left_out)
     # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
-    counts = {"rows": sum(sizes) - wanted * len(sizes), "tokens": left_out * len(sizes)}
-    # The lower of two estimates: the kept rows may be short, and then pay more for a token than long rows do.
-    share = min(left_out / computed, (len(zero) - wanted) / wanted)
-    skipped.update({**counts, "seconds_saved": seconds * share})
+    counts = {"rows": len(left_out) * len(sizes), "tokens": left_out_tokens * len(sizes)}
+    skipped.update({**counts, "seconds_saved": _seconds_of(left_out_tokens, state.timings)})
     _warn(_DIFFERENCES)
     return output
 
@@ -277,20 +315,20 @@ def _make(original: Any, settings: Any) -> Any:
     from verl.utils.metric import Metric
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    # For each engine: the loss function, and the counts of the current step. Counts are None if verl trains all rows.
-    engines: weakref.WeakKeyDictionary[Any, tuple[Any, Counter[str] | None]] = weakref.WeakKeyDictionary()
+    engines: weakref.WeakKeyDictionary[Any, _Engine] = weakref.WeakKeyDictionary()
 
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: Any = False) -> Any:
         # A caller that reads the outputs of all rows, such as verl's Tinker worker, asks for the model's output.
         needs_all = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
         if needs_all or "advantages" not in data or type(self) is not FSDPEngineWithLMHead:  # a critic, or not tried
             return original(self, data, loss_function, forward_only)
-        if self not in engines or engines[self][0] is not loss_function:
-            engines[self] = loss_function, _start_counter(settings, self, data, loss_function)
-        skipped = engines[self][1]
+        state = engines.get(self)
+        if state is None or state.loss_function is not loss_function:
+            state = engines[self] = _Engine(loss_function, _start_counter(settings, self, data, loss_function))
+        skipped = state.skipped
         if skipped is None:
             return original(self, data, loss_function, forward_only)
-        output = _train_rows(original, self, data, loss_function, skipped)
+        output = _train_rows(original, self, data, loss_function, state, skipped)
         if tu.get_non_tensor_data(data, "update_lr_scheduler", True):  # the last mini-batch of the step
             for name in ("rows", "tokens", "seconds_saved"):
                 output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(skipped[name]))

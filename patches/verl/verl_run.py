@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rl_accel.errors import refuse
+from rl_accel.patches.verl.trials import gives_zero_advantages
 
 ON_POLICY = ("V1 sync", "V1 tail_batching")
 """Trainers (values of :attr:`VerlRun.trainer`) whose rollouts begin and end within one training step."""
@@ -34,6 +35,9 @@ _IDLE_WITH_GROUP_FILTER = {
     "skip_zero": "no group has equal rewards",
 }
 """Mapping from feature to the reason why the feature has no effect with verl's group filter."""
+
+_IDLE_WITHOUT_TRAINING = ("gae", "advantages", "skip_zero", "tail_batching", "telemetry", "tp_replan")
+"""Features that have no effect if verl only validates. The others also act on the responses of a validation."""
 
 ROLLOUT = "actor_rollout_ref.rollout"
 """Section of verl's configuration for the rollout."""
@@ -111,8 +115,12 @@ class VerlRun:
 
     @property
     def filters_groups(self) -> bool:
-        """True if verl's group filter (DAPO) is on, which drops prompts whose responses all score the same."""
-        return bool(self.get("algorithm.filter_groups.enable", False))
+        """True if the trainer has a group filter (DAPO), and the filter is on. It drops prompts whose responses all score the same.
+
+        verl's legacy trainer has none. Its subclasses in recipes may filter, and are known once they are built.
+        """
+        is_verls_legacy = self.trainer == "legacy" and type(self.built).__name__ in ("NoneType", RAY_TRAINER_CLASS[1])
+        return bool(self.get("algorithm.filter_groups.enable", False)) and not is_verls_legacy
 
     @property
     def checkpoint_to_resume(self) -> Path | None:
@@ -174,13 +182,28 @@ class VerlRun:
         estimator = self.get("algorithm.adv_estimator")
         is_idle_with_estimator = {
             "gae": estimator != "gae",
-            "skip_zero": estimator == "gae",
             "advantages": estimator not in WHITENING_ESTIMATORS,
         }
         if is_idle_with_estimator.get(feature):
             return f"algorithm.adv_estimator = {estimator}"
+        if feature in _IDLE_WITHOUT_TRAINING and self.get("trainer.val_only", False):
+            return "trainer.val_only = True: nothing is trained"
+        if feature == "skip_zero" and (key := self._key_without_zero_advantages()):
+            return f"{key} = {self.get(key)}: no response has advantage 0"
+        if feature == "final_output" and self.get(f"{ROLLOUT}.disaggregation.enabled", False):
+            return f"{ROLLOUT}.disaggregation.enabled = True: its servers return responses as in verl"
         if self.filters_groups and feature in _IDLE_WITH_GROUP_FILTER:
             return f"algorithm.filter_groups.enable = True: {_IDLE_WITH_GROUP_FILTER[feature]}"
+        return ""
+
+    def _key_without_zero_advantages(self) -> str:
+        """Returns the key of the configuration because of which no response can have advantage 0, or "" if one can."""
+        algorithm, group_size = self.get("algorithm", {}), self._number(f"{ROLLOUT}.n")
+        if not gives_zero_advantages(algorithm, group_size):
+            return "algorithm.adv_estimator"
+        has_kl = self.get("algorithm.use_kl_in_reward", False)
+        if has_kl and not gives_zero_advantages(algorithm, group_size, with_kl=True):
+            return "algorithm.use_kl_in_reward"
         return ""
 
     def _number(self, key: str) -> int:

@@ -12,12 +12,14 @@ from rl_accel.errors import refuse
 from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import FLAG, MODE, WORKER_PART, run_of
+from rl_accel.log import warn_once
 from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.rollout import saved
 
 _refuse = functools.partial(refuse, FLAG)
 _MODE_KEY = "trainer.v1.trainer_mode"
+_GEN_BATCH_KEY = "data.gen_batch_size"
 
 
 def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
@@ -32,7 +34,14 @@ def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
     if run.in_driver and run.checkpoint_to_resume:
         saved.state_file(run.checkpoint_to_resume / saved.FOLDER)
     run.set(_MODE_KEY, MODE)
-    run.set("data.gen_batch_size", 1)
+    if (size := run.get(_GEN_BATCH_KEY, 1)) != 1:
+        warn_once(
+            _GEN_BATCH_KEY,
+            "rl-accel: tail_batching replaces %s = %s by 1: rounds take single prompts",
+            _GEN_BATCH_KEY,
+            size,
+        )
+    run.set(_GEN_BATCH_KEY, 1)
     # The trainer process reads the flags from this section, whatever source the flags came from.
     run.set(f"trainer.v1.{MODE}", asdict(flags))
     agent_loop.choose(run, WORKER_PART)

@@ -228,6 +228,31 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(("keys", "message"), REFUSED["skip_zero"])
+def test_an_automatic_feature_is_checked_as_one_by_name_and_stays_off_with_the_same_sentence(
+    configured, caplog, keys, message
+):
+    def requested():
+        return config_intake.RUNTIME.flags().requested(features.SKIP_ZERO)
+
+    for _ in range(2):
+        config_intake.in_driver(configured({"rl_accel.auto": True, **keys}))
+        config_intake.in_trainer(configured({"rl_accel.auto": True, **keys}))
+    assert requested() == "off"
+    (line,) = [line for line in caplog.messages if "skip_zero" in line]
+    assert re.match(rf"rl-accel: skip_zero stays off: rl_accel\.skip_zero wants .*{message}", line)
+    config_intake.in_driver(configured({"rl_accel.auto": True}))
+    assert requested() == "automatically"
+
+
+def test_a_size_that_tail_batching_replaces_is_said_once(configured, caplog):
+    config = configured({"rl_accel.tail_batching.enable": True, "data.gen_batch_size": 16})
+    for _ in range(2):
+        config_intake.in_driver(config)
+    assert caplog.text.count("tail_batching replaces data.gen_batch_size = 16 by 1") == 1
+    assert OmegaConf.select(config, "data.gen_batch_size") == 1
+
+
 @pytest.mark.parametrize(("feature", "keys", "message"), [(name, *row) for name in REFUSED for row in REFUSED[name]])
 def test_what_cannot_work_is_refused_with_key_wanted_and_found(configured, feature, keys, message):
     config = configured({f"rl_accel.{feature}.enable": True, **keys})
@@ -323,10 +348,27 @@ V1_ONLY = {"sampler", "drafts", *ON_POLICY_ONLY}
 NOT_ONE_STEP = {"reward_timeout", *V1_ONLY}
 NOT_FULLY = {"telemetry", *NOT_ONE_STEP}
 NO_GROUPS, NO_SCAN = {"skip_zero"}, {"gae", "advantages"}
+IN_TRAINING = {"gae", "advantages", "skip_zero", "tail_batching", "telemetry", "tp_replan"}
 LINES = {  # by line: the features that are refused, and those without effect
     "ppo": (PPO, [], set(), NO_GROUPS),
     "grpo": (PPO, GRPO, set(), NO_SCAN),
-    "reinforce++": (PPO, ["algorithm.adv_estimator=reinforce_plus_plus"], set(), {"gae"}),
+    "reinforce++": (PPO, ["algorithm.adv_estimator=reinforce_plus_plus"], set(), {"gae", *NO_GROUPS}),
+    "rloo": (PPO, ["algorithm.adv_estimator=rloo"], set(), NO_SCAN),
+    "gdpo": (PPO, ["algorithm.adv_estimator=gdpo"], set(), {"gae", *NO_GROUPS}),
+    "kl in the reward": (PPO, [*GRPO, "algorithm.use_kl_in_reward=True"], set(), {*NO_SCAN, *NO_GROUPS}),
+    "validation alone": (PPO, [*GRPO, "trainer.val_only=True"], set(), IN_TRAINING),
+    "disaggregated": (
+        PPO,
+        [*GRPO, f"{ROLLOUT}.disaggregation.enabled=True"],
+        {"tp_replan"},
+        {"final_output", *NO_SCAN},
+    ),
+    "legacy, whose own trainer filters no groups": (
+        PPO,
+        [*GRPO, *DAPO, "trainer.use_v1=False"],
+        V1_ONLY,
+        NO_SCAN,
+    ),
     "remax": (PPO, ["algorithm.adv_estimator=remax"], {"tail_batching"}, NO_SCAN),
     "dapo": (PPO, [*GRPO, *DAPO], set(), {"sampler", *NO_SCAN, *NO_GROUPS}),
     "sglang": (PPO, SGLANG, {"final_output", "drafts"}, NO_GROUPS),
@@ -357,6 +399,7 @@ def test_a_launch_line_is_right_or_refused_in_one_line(line, caplog):
     assert found == {"refused": refused, "idle": idle}
     for name in refused:
         assert re.fullmatch(rf"rl_accel\.{name} wants .+ found .+", told[name])  # . is no end of line
+    caplog.clear()
     automatic = VerlRun(composed.config.copy(), in_driver=True)
     assert config_intake.wire(automatic, resolve([("a test", {"auto": True})])) == {}
     assert caplog.text == ""

@@ -252,6 +252,29 @@ def test_only_means_over_rows_differ_among_the_metrics(skipping):
         assert ours["metrics"][name].aggregate() == pytest.approx(theirs["metrics"][name].aggregate(), rel=1e-5)
 
 
+def test_padding_is_left_out_but_counted_as_no_response(skipping):
+    """verl pads a batch with short rows in which no token is trained."""
+    batch = make_batch([9, 20, 3, 14], [1, 0, 0, 0], DYNAMIC)
+    for field in ("response_mask", "loss_mask"):
+        batch[field].unbind()[2].zero_()
+    _, output, computed = update(skipping, batch, ppo())
+    left_out = batch["input_ids"].offsets().diff()[[1, 3]].sum()
+    assert computed == [1]
+    assert output["metrics"]["rl_accel/skip_zero/rows"].aggregate() == 2
+    assert output["metrics"]["rl_accel/skip_zero/tokens"].aggregate() == left_out
+
+
+def test_the_estimate_leaves_out_the_fixed_costs_of_a_mini_batch_and_is_never_above_its_mean():
+    def fixed_costs(tokens):
+        return tokens, 1.0 + 0.001 * tokens
+
+    assert skip_zero._seconds_of(500, [fixed_costs(10)]) == 0.0  # nothing is known of a token yet
+    assert skip_zero._seconds_of(500, [fixed_costs(n) for n in (10, 900, 30, 400)]) == pytest.approx(0.5)
+    first_is_slow = [(10, 9.0), *(fixed_costs(n) for n in (900, 30, 400))]
+    assert skip_zero._seconds_of(500, first_is_slow) <= 500 * 1.9 / 900
+    assert skip_zero._seconds_of(500, [(100, 1.0), (200, 0.5), (300, 9.0)]) <= 500 * 0.5 / 200
+
+
 def test_the_last_mini_batch_of_a_step_reports_what_the_step_has_left_out(skipping):
     engine, loss, reports = make_engine(make_model()), ppo(), []
     for last in (False, False, True, True):
