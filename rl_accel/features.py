@@ -33,7 +33,6 @@ class SlimeHooks:
             Called before the first rollout, after ``arguments`` are set.
         estimators: values of slime's ``--advantage-estimator`` that the feature supports. Empty: all values.
         metrics: function ``numbers_of(rollout)`` that returns metrics, by name. Called when slime logs a rollout.
-        after_evaluation: function ``after_evaluation(args)``, called when slime logs an evaluation.
         values: mapping from flag to the values that work on slime. Flags that are not listed may have any value.
         engine: function ``engine(flags)`` that returns the SGLang settings that the feature needs, by name of the slime argument.
     """
@@ -45,7 +44,6 @@ class SlimeHooks:
     check: str = ""
     estimators: tuple[str, ...] = ()
     metrics: str = ""
-    after_evaluation: str = ""
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     engine: Callable[[Any], Mapping[str, Any]] = lambda _flags: {}
 
@@ -282,7 +280,6 @@ class TpReplanFlags(ByNameFlags):
     min_tp: int = flag(1, "smallest tensor-parallel size", minimum=1)
     max_tp: int | None = flag(None, "largest tensor-parallel size; null: the GPUs of a node", minimum=1)
     memory_gb: float | None = flag(None, "memory of one GPU in GiB; null: memory is not considered", minimum=0.1)
-    max_changes: int = flag(6, "maximum number of changes in a run, one of which is reserved for a rollback", minimum=0)
 
     def validate(self) -> None:
         """Raises ValueError if ``max_tp`` is below ``min_tp``."""
@@ -293,22 +290,8 @@ class TpReplanFlags(ByNameFlags):
 TP_REPLAN = Feature(
     name="tp_replan",
     flags=TpReplanFlags,
-    switches={
-        "verl": ("rl_accel.integrations.verl.tp_replan",),
-        "slime": ("rl_accel.integrations.slime.tp_replan",),
-    },
+    switches={"verl": ("rl_accel.integrations.verl.tp_replan",)},
     verl="rl_accel.integrations.verl.tp_replan",
-    slime=SlimeHooks(
-        SLIME_DATA,
-        {
-            "custom_rollout_log_function_path": "rl_accel.integrations.slime.rollout_log.log",
-            "custom_eval_rollout_log_function_path": "rl_accel.integrations.slime.rollout_log.log_evaluation",
-        },
-        check="rl_accel.integrations.slime.tp_replan.check",
-        metrics="rl_accel.integrations.slime.tp_replan.numbers_of",
-        values={"action": ("advise",)},
-        after_evaluation="rl_accel.integrations.slime.tp_replan.set_aside",
-    ),
 )
 
 

@@ -106,7 +106,6 @@ class RolloutMetrics(Protocol):
     def log_rollout_data(
         self, rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float
     ) -> Any: ...
-    def log_eval_rollout_data(self, rollout_id: int, args: Any, data: Any, extra_metrics: Any = None) -> Any: ...
 
 
 @interface_of("slime.observability.logging_utils")

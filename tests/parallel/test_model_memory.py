@@ -7,8 +7,9 @@ import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from rl_accel.errors import ConfigError
 from rl_accel.features import TpReplanFlags
-from rl_accel.parallel.model_memory import KNOWN_FAMILIES, TpBounds, read_memory
+from rl_accel.parallel.model_memory import KNOWN_FAMILIES, possible_sizes, read_memory
 
 QWEN3_8B = json.loads((Path(__file__).parent / "qwen3_8b.json").read_text())
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
@@ -38,48 +39,50 @@ def test_a_published_size_and_shares_of_weights_and_cache():
     assert shape.kv_bytes_per_token(16) == shape.kv_bytes_per_token(8)
 
 
-def bounds(world_size=8, gpus_per_node=8, model=QWEN3_8B, max_tokens=32768, memory_share=0.9, multiple_of=1, **flags):
-    given = {"model": model, "max_tokens": max_tokens, "memory_share": memory_share, "multiple_of": multiple_of}
-    return TpBounds(TpReplanFlags(**flags), world_size, gpus_per_node, **given)
+def sizes_of(world_size=8, gpus_per_node=8, model=QWEN3_8B, max_tokens=32768, memory_share=0.9, **flags):
+    """Each size with what stands against it."""
+    where = {"world_size": world_size, "gpus_per_node": gpus_per_node}
+    return possible_sizes(
+        TpReplanFlags(**flags), model=model, max_tokens=max_tokens, memory_share=memory_share, **where
+    )
+
+
+def possible(**arguments):
+    return tuple(size for size, obstacles in sizes_of(**arguments).items() if not obstacles)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sizes"),
     [
         ({"min_tp": 2, "max_tp": 4}, (2, 4)),
-        ({"multiple_of": 4}, (4, 8)),
         ({"model": {**QWEN3_8B, "intermediate_size": 12290}}, (1, 2)),
-        ({"model": None, "world_size": 6}, (1, 2, 3, 6)),
+        ({"model": {}, "world_size": 6}, (1, 2, 3, 6)),
         ({"model": {"model_type": "other", "num_attention_heads": 12}}, (1, 2, 4)),
         ({"model": {"model_type": "other", "num_attention_heads": [12, 8]}}, (1, 2, 4, 8)),
         ({"model": {"model_type": "qwen2_vl", "text_config": {"num_attention_heads": 12}}}, (1, 2, 4)),
         ({"memory_gb": 36.0, "memory_share": 0.95}, (1, 2, 4, 8)),  # 15.3 GiB of weights and 4 x 4.5 GiB of cache
+        ({"memory_gb": 36.0}, (2, 4, 8)),
     ],
 )
 def test_possible_sizes(arguments, sizes):
-    assert bounds(**arguments).sizes == sizes
+    assert possible(**arguments) == sizes
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"memory_gb": 80.0}, ""),
-        ({}, "memory_gb is not set"),
-        ({"memory_gb": 80.0, "max_tokens": None}, "bounded for weights alone"),
-        ({"memory_gb": 80.0, "model": {**QWEN3_8B, "quantization_config": {"bits": 8}}}, "not bounded: the model"),
-    ],
-)
-def test_it_says_what_it_does_not_know(arguments, words):
-    note = bounds(**arguments).note
-    assert words in note
-    assert bool(words) == bool(note)
+@pytest.mark.parametrize("model", [{}, {"model_type": "other"}, {**QWEN3_8B, "quantization_config": {"bits": 8}}])
+def test_a_memory_that_cannot_be_checked_is_refused(model):
+    with pytest.raises(
+        ConfigError, match=r"tp_replan\.memory_gb wants an unquantised model of llama, .*, found another"
+    ):
+        sizes_of(model=model, memory_gb=80.0)
 
 
 def test_sizes_that_are_not_possible_have_their_reasons():
-    for number in ("15.3 GiB", "18.0 for 131072 tokens", "has 18.0"):
-        assert number in bounds(memory_gb=20.0).obstacles_of(1)
-    with pytest.raises(ValueError, match="no tensor-parallel size is possible on 12 GPUs") as error:
-        bounds(world_size=12, gpus_per_node=4, min_tp=4, memory_gb=8.0)
+    assert (
+        sizes_of(memory_gb=20.0)[1]
+        == "needs 15.3 GiB a GPU for weights and 18.0 for 4 sequences of cache, and has 18.0"
+    )
+    with pytest.raises(ConfigError, match="no tensor-parallel size is possible on 12 GPUs") as error:
+        sizes_of(world_size=12, gpus_per_node=4, min_tp=4, memory_gb=8.0)
     reasons = dict(part.split(": ", 1) for part in str(error.value).split("12 GPUs: ")[1].split("; "))
     words = ["min_tp = 4", "min_tp = 4", "32 attention heads", "has 7.2", "the 4 GPUs of a node", "4 GPUs of a node"]
     for size, part in zip((1, 2, 3, 4, 6, 12), words, strict=True):
@@ -104,10 +107,9 @@ def test_exactly_the_sizes_that_fit_are_possible(world, node, kv_heads, group, m
         return place and whole and need <= have
 
     wanted = tuple(tp for tp in range(1, world + 1) if fits(tp))
-    if not wanted:
-        with pytest.raises(ValueError, match="no tensor-parallel size is possible"):
-            bounds(world, node, model, 1000, memory_gb=memory)
-        return
-    possible = bounds(world, node, model, 1000, memory_gb=memory)
-    assert possible.sizes == wanted
-    assert all(possible.obstacles_of(tp) for tp in range(1, world + 3) if tp not in wanted)
+    arguments = {"world_size": world, "gpus_per_node": node, "model": model, "max_tokens": 1000, "memory_gb": memory}
+    if wanted:
+        assert possible(**arguments) == wanted
+    else:
+        with pytest.raises(ConfigError, match="no tensor-parallel size is possible"):
+            sizes_of(**arguments)

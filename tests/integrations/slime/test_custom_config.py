@@ -64,7 +64,7 @@ def test_arguments_of_sglang_are_looked_up_in_the_installed_version(slime_root, 
 def test_an_unknown_feature_is_named():
     with pytest.raises(ConfigError, match=r"unknown feature 'gea' \(did you mean gae\?\)"):
         custom_config.make(["gea"], {})
-    known = "gae, advantages, sampler, tail_batching, reward_timeout, tp_replan, drafts"
+    known = "gae, advantages, sampler, tail_batching, reward_timeout, drafts"
     with pytest.raises(ConfigError, match=f"telemetry has no part for slime; there are {known}"):
         custom_config.make(["telemetry"], {})
 
@@ -76,9 +76,7 @@ def test_an_unknown_feature_is_named():
         ("gae", {"chunks": 3}, r"unknown key rl_accel\.gae\.chunks"),
         ("tail_batching", {"prompt_ration": 1.5}, r"unknown key rl_accel\.tail_batching\.prompt_ration"),
         ("reward_timeout", {"minimum": 40, "maximum": 30}, "timeout: maximum must be at least minimum = 40, found 30"),
-        ("tp_replan", {"min_tp": 4, "max_tp": 2}, r"rl_accel\.tp_replan: max_tp must be at least min_tp = 4, found 2"),
         ("sampler", {"max_delay_s": 0.5}, r"rl_accel\.sampler\.max_delay_s wants 0\.02 on slime, found 0\.5"),
-        ("tp_replan", {"action": "restart"}, r"rl_accel\.tp_replan\.action wants advise on slime, found restart"),
     ],
 )
 def test_wrong_settings_are_refused_as_a_file_is_made_checked_and_used(check, arguments_of, feature, settings, message):
@@ -248,8 +246,7 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
             "tail_batching": refused and "refused",
             "drafts": "sglang_speculative_algorithm" in line and "refused",
         }
-        if feature in said:  # what tp_replan refuses is in sizes
-            wanted = "refused" if "custom_config_path" in line else said[feature] or "accepted"
-            assert outcome == wanted, (feature, told, line)
+        wanted = "refused" if "custom_config_path" in line else said[feature] or "accepted"
+        assert outcome == wanted, (feature, told, line)
         if feature == "reward_timeout" and outcome == "accepted":
             assert ("grader" in told) == ("custom_rm_path" in line)

@@ -15,13 +15,13 @@ import pytest
 
 from rl_accel.errors import PatchRefused
 from rl_accel.features import TAIL_BATCHING
-from rl_accel.integrations.slime import interfaces, launch_line, reward_timeout, tail_batching, tp_replan
+from rl_accel.integrations.slime import interfaces, launch_line, reward_timeout, tail_batching
 from rl_accel.patches import seams
 from rl_accel.patches.slime import abort, gae, reinforce_plus_plus, requests
 from rl_accel.switch import SwitchState
 
 RECORDED = json.loads(Path(__file__).with_name("facts.json").read_text())
-CHECKS = tuple(check for module in (tail_batching, reward_timeout, tp_replan) for check in module.SWITCHES)
+CHECKS = tuple(check for module in (tail_batching, reward_timeout) for check in module.SWITCHES)
 SWITCHES = (*gae.SWITCHES, *reinforce_plus_plus.SWITCHES, *requests.SWITCHES, *abort.SWITCHES)
 
 
@@ -44,9 +44,9 @@ WANTED = {
     **{_definition(patch): [name for name in patch.params if name != "*"] for patch in SWITCHES},
 }
 """Parameters by function, as our patches and adapters expect them."""
-ARGUMENTS = """custom_rm_path rm_type group_rm reward_key eval_reward_key rollout_sample_hook_path rollout_num_gpus
-    rollout_num_gpus_per_engine num_gpus_per_node custom_rollout_log_function_path custom_eval_rollout_log_function_path
-    custom_advantage_function_path custom_config_path custom_megatron_init_path advantage_estimator"""
+ARGUMENTS = """custom_rm_path rm_type group_rm reward_key eval_reward_key rollout_sample_hook_path
+    custom_rollout_log_function_path custom_advantage_function_path custom_config_path
+    custom_megatron_init_path advantage_estimator"""
 SAMPLE_FIELDS = {*interfaces.Sample.__annotations__, *seams._methods(interfaces.Sample)}
 """Fields and methods of ``Sample`` that features use."""
 

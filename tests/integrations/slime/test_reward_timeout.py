@@ -478,6 +478,6 @@ def test_a_rollout_that_never_grades_is_named_once(end_grading, caplog):
 
     args = SimpleNamespace(rollout_function_path="slime.rollout.sft_rollout.generate_rollout")
     rl_accel.disable()
-    assert [numbers_of(LoggedRollout(number, args, [], {}, 1.0)) for number in range(2)] == [{}, {}]
+    assert [numbers_of(LoggedRollout(number, args, {})) for number in range(2)] == [{}, {}]
     (line,) = caplog.messages
     assert "reward_timeout has nothing to do: --rollout-function-path slime.rollout.sft_rollout" in line

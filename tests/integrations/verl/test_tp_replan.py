@@ -8,11 +8,11 @@ import pytest
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import TpReplanFlags
-from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl import tp_replan
-from rl_accel.integrations.verl.tp_replan import StepObserver, bounds_of, wire
-from rl_accel.parallel.tp_planner import STATE_FILE
+from rl_accel.integrations.verl.tp_replan import StepObserver, sizes_of, wire
+from rl_accel.parallel.tp_planner import EARLIER_STEPS, LATEST_STEPS
 from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.relaunch import NOTE
 from rl_accel.telemetry.server_counters import Reading
 
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -35,23 +35,24 @@ def configure(configured, tmp_path):
     return make
 
 
-def test_bounds_come_from_the_cluster_the_model_and_the_flags(configure):
-    assert bounds_of(configure(), ON).sizes == (1, 2, 4)
-    assert bounds_of(configure({"trainer.nnodes": 2, "trainer.n_gpus_per_node": 2}), ON).sizes == (1, 2)
-    assert bounds_of(configure({"actor_rollout_ref.rollout.data_parallel_size": 2}), ON).sizes == (1, 2)
-    assert bounds_of(configure(), TpReplanFlags(enable=True, max_tp=2)).sizes == (1, 2)
+def test_sizes_come_from_the_cluster_the_model_and_the_flags(configure):
+    assert sizes_of(configure(), ON) == [1, 2, 4]
+    assert sizes_of(configure({"trainer.nnodes": 2, "trainer.n_gpus_per_node": 2}), ON) == [1, 2]
+    assert sizes_of(configure({"actor_rollout_ref.rollout.data_parallel_size": 2}), ON) == [1, 2]
+    assert sizes_of(configure(), TpReplanFlags(enable=True, max_tp=2)) == [1, 2]
     two_heads = configure(model={"num_attention_heads": 2})
-    assert bounds_of(two_heads, ON).sizes == (1, 2)
+    assert sizes_of(two_heads, ON) == [1, 2]
     with pytest.raises(ConfigError, match=r"possible on 4 GPUs: TP 1: is below min_tp = 4; .*TP 4"):
         wire(VerlRun(two_heads, in_driver=True), TpReplanFlags(enable=True, min_tp=4))
-    flags = TpReplanFlags(enable=True, memory_gb=80.0)
-    unknown = bounds_of(configure({"actor_rollout_ref.model.path": "/no/such/model"}), flags)
-    assert (unknown.sizes, "the model" in unknown.note) == ((1, 2, 4), True)
+    unreadable = configure({"actor_rollout_ref.model.path": "/no/such/model"})
+    with pytest.raises(ConfigError, match=r"memory_gb wants an unquantised model"):
+        sizes_of(unreadable, TpReplanFlags(enable=True, memory_gb=80.0))
 
 
 CALM, HIGH = 12, 60
-RISE = [CALM] * 6 + [HIGH] * 2
+RISE = [CALM] * EARLIER_STEPS + [HIGH] * LATEST_STEPS
 """Preemptions of steps, the last of which is enough for a decision."""
+LAST = len(RISE)
 
 
 @pytest.fixture
@@ -73,8 +74,7 @@ def run(configure, monkeypatch):
         def step(number, preemptions, **more):
             trainer.global_steps = number
             total.value += preemptions
-            data = {"training/global_step": number, "timing_s/gen": 10.0, "perf/total_num_tokens": 1000}
-            data |= {"response_length/mean": 80.0, "prompt_length/mean": 20.0, **more}
+            data = {"training/global_step": number, **more}
             return {name.removeprefix("tp_replan/"): value for name, value in observer(number, data).items()}
 
         return SimpleNamespace(step=step, trainer=trainer, observer=observer, total=total)
@@ -83,19 +83,27 @@ def run(configure, monkeypatch):
 
 
 def rise(run):
-    """Steps 1 to 8, at the last of which a larger size is wanted; return its numbers."""
+    """Steps in the last of which a larger size is wanted; return its numbers."""
     return [run.step(1 + i, count) for i, count in enumerate(RISE)][-1]
 
 
 def test_advice_is_one_line_and_leaves_the_trainer_alone(run, caplog):
     one = run()
-    assert rise(one) == {"tp": 1.0, "wanted_tp": 2.0, "preemptions": 60.0, "changes": 0.0}
-    (advice,) = [line for record in caplog.records if "advice" in (line := record.getMessage())]
-    for words in ("advice after step 8: raise TP 1 to 2", "5.000 times", "expected:"):
-        assert words in advice
-    assert "\n" not in advice
+    assert rise(one) == {"tp": 1.0, "wanted_tp": 2.0, "preemptions": 60.0}
+    (advice,) = [line for record in caplog.records if "advise" in (line := record.getMessage())]
+    assert f"advise after step {LAST}: raise TP 1 to 2: 3 steps with 60 preemptions or more, after 12 on" in advice
     assert (one.trainer.checkpoint_manager.calls, one.trainer.total_training_steps) == ([], 100)
-    assert one.step(9, 60)["wanted_tp"] == 1.0
+    assert one.step(LAST + 1, 60)["wanted_tp"] == 1.0
+
+
+@pytest.mark.parametrize("kind", ["short", "long", "final"])
+def test_rounds_of_tail_batching_are_known_by_their_kind(run, kind):
+    one = run()
+    for number, count in enumerate(RISE, 1):
+        one.step(2 * number, count, **{f"rl_accel/tail_batching/{kind}_round": 1.0})
+        logged = one.step(2 * number + 1, 500)
+    assert logged["wanted_tp"] == 1.0
+    assert one.step(99, HIGH, **{f"rl_accel/tail_batching/{kind}_round": 1.0})["wanted_tp"] == 1.0, "it was asked for"
 
 
 def test_preemptions_of_validation_are_not_taken_for_those_of_a_step(run):
@@ -107,58 +115,49 @@ def test_preemptions_of_validation_are_not_taken_for_those_of_a_step(run):
     assert one.step(3, 0, **{"val-core/acc": 0.5})["preemptions"] == 0.0, "none at all is none of the step's"
 
 
-def test_numbers_that_are_missing_cost_one_warning(run, caplog):
-    one = run()
-    for number in (1, 2):
-        assert one.step(number, 0, **{"timing_s/gen": None})["wanted_tp"] == 1.0
-    assert caplog.text.count("tp_replan decides nothing: step 1 has no timing_s/gen") == 1
-    assert StepObserver(TpReplanFlags(enable=True), lambda: None)(1, {"training/global_step": 1}) == {}, "no trainer"
+def test_without_a_trainer_there_is_nothing_to_say():
+    assert StepObserver(ON, lambda: None)(1, {"training/global_step": 1}) == {}
 
 
 @pytest.fixture
-def notes(monkeypatch):
-    left = []
-    monkeypatch.setattr(restart_note, "publish", left.append)
-    return left
+def note(tmp_path):
+    """``note()``: what the trainer has left for ``rl-accel run``; None for nothing."""
+    file = tmp_path / "checkpoints" / NOTE
+    return lambda: json.loads(file.read_text()) if file.exists() else None
 
 
-def test_a_restart_saves_leaves_a_note_and_makes_the_step_the_last(run, notes):
+def test_a_restart_saves_leaves_a_note_and_makes_the_step_the_last(run, note):
     one = run({"action": "restart"})
     assert rise(one)["wanted_tp"] == 2.0
-    assert (one.trainer.checkpoint_manager.calls, one.trainer.total_training_steps) == (["sleep", "save 8"], 8)
+    assert (one.trainer.checkpoint_manager.calls, one.trainer.total_training_steps) == (["sleep", f"save {LAST}"], LAST)
     folder = one.trainer.config.trainer.default_local_dir
     overrides = [f"{TP}=2", "trainer.resume_mode=auto", f"trainer.default_local_dir='{folder}'"]
-    (note,) = notes
-    assert note.pop("reason").startswith("raise TP 1 to 2: preemptions are ")
-    assert note == {"step": 8, "overrides": [*overrides, "trainer.val_before_train=False"]}
+    left = note()
+    assert left.pop("reason").startswith("raise TP 1 to 2: ")
+    overrides += ["trainer.val_before_train=False", "++rl_accel.tp_replan.min_tp=2"]
+    assert left == {"step": LAST, "overrides": overrides}
 
 
-def test_what_is_saved_already_is_not_saved_again(run, notes):
-    one = run({"action": "restart"}, {"trainer.save_freq": 4})
+def test_what_is_saved_already_is_not_saved_again(run, note):
+    one = run({"action": "restart"}, {"trainer.save_freq": 5})
     rise(one)
-    assert (one.trainer.checkpoint_manager.calls, len(notes)) == ([], 1)
+    assert one.trainer.checkpoint_manager.calls == []
+    assert note()["step"] == LAST
 
 
-def test_after_the_last_step_nothing_is_restarted(run, notes, caplog):
+def test_after_the_last_step_nothing_is_restarted(run, note, caplog):
     one = run({"action": "restart"})
-    one.trainer.total_training_steps = 8
+    one.trainer.total_training_steps = LAST
     rise(one)
-    assert (one.trainer.checkpoint_manager.calls, notes) == ([], [])
-    assert "step 8 is the last" in caplog.text
+    assert (one.trainer.checkpoint_manager.calls, note()) == ([], None)
+    assert f"step {LAST} is the last" in caplog.text
 
 
-def test_a_checkpoint_that_cannot_be_saved_wakes_the_servers_and_training_goes_on(run, notes, caplog):
+def test_a_checkpoint_that_cannot_be_saved_wakes_the_servers_and_training_goes_on(run, note, caplog):
     one = run({"action": "restart"})
     one.trainer._save_checkpoint = mock.Mock(side_effect=OSError("no space left on device"))
     assert rise(one)["wanted_tp"] == 2.0
-    assert one.trainer.checkpoint_manager.calls == ["sleep", "wake 8"]
-    assert (one.trainer.total_training_steps, notes) == (100, [])
-    assert "step 8 could not be saved; going on at the old size" in caplog.text
-    assert one.step(9, 60)["wanted_tp"] == 1.0, "it is not asked for again at once"
-
-
-def test_a_restarted_run_goes_on_with_what_the_launch_before_saw(run, notes, tmp_path):
-    rise(run({"action": "restart"}))
-    step, *_ = json.loads((tmp_path / "checkpoints" / STATE_FILE).read_text())["steps"]
-    assert step == {"step": 1, "kind": "all", "tp": 1, "preemptions": 12, "rollout_seconds": 10.0, "tokens": 800}
-    assert run({"action": "restart"}, {TP: 2}).step(9, 0)["changes"] == 1.0
+    assert one.trainer.checkpoint_manager.calls == ["sleep", f"wake {LAST}"]
+    assert (one.trainer.total_training_steps, note()) == (100, None)
+    assert f"step {LAST} could not be saved; going on at the old size" in caplog.text
+    assert one.step(LAST + 1, 60)["wanted_tp"] == 1.0, "it is not asked for again at once"

@@ -21,7 +21,7 @@ from rl_accel.integrations.verl import agent_loop, drafts, engines, reward_timeo
 from rl_accel.integrations.verl.tp_replan import TP_KEY
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.verl_run import MAINS, VerlRun
-from rl_accel.relaunch import OVERRIDES_VAR
+from rl_accel.relaunch import NOTE, NOTE_VAR, OVERRIDES_VAR
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -81,17 +81,14 @@ WIRED = [
 
 
 @pytest.fixture(autouse=True)
-def armed(monkeypatch):
-    """The calls that would change the exit code of the tests' own process. Also: a vLLM that drafts take."""
-    calls = []
-    monkeypatch.setattr("rl_accel.integrations.ray.restart_note.arm", lambda: calls.append(1))
+def installed(monkeypatch):
+    """A vLLM that drafts take, and an engine that always counts preemptions."""
     monkeypatch.setattr(drafts, "_vllm_version", lambda: "0.29.0")
     if importlib.util.find_spec("vllm") is None:
         extension = type("vLLMColocateWorkerExtension", (), {"update_weights_from_ipc": lambda self: None})
         utils = SimpleNamespace(vLLMColocateWorkerExtension=extension)
         monkeypatch.setitem(sys.modules, "verl.workers.rollout.vllm_rollout.utils", utils)
     monkeypatch.setitem(engines._ENGINES, "counts anyway", engines.EngineSupport(read_counters=dict.fromkeys))
-    return calls
 
 
 @pytest.mark.parametrize(("flags", "given", "changes"), WIRED)
@@ -298,12 +295,17 @@ def test_a_run_goes_on_from_the_checkpoint_of_another_trainer_only_where_it_can(
     assert caplog.text.count("prompts that it had deferred in") == 1
 
 
-def test_only_a_restart_wants_whole_checkpoints_and_arms_the_exit_code(configured, armed):
+def test_only_a_restart_wants_whole_checkpoints_and_says_where_its_note_will_be(configured, monkeypatch, tmp_path):
+    monkeypatch.setenv(NOTE_VAR, str(tmp_path / "pointer"))
+    old = tmp_path / NOTE
+    old.touch()
     for keys, _ in WHOLE_CHECKPOINTS:
         config_intake.in_driver(configured({"rl_accel.tp_replan.enable": True, **keys}))
-    assert armed == []
-    config_intake.in_driver(configured({"rl_accel.tp_replan": {"enable": True, "action": "restart"}}))
-    assert armed == [1]
+    assert [*tmp_path.iterdir()] == [old]
+    folder = {"trainer.default_local_dir": str(tmp_path)}
+    config_intake.in_driver(configured({"rl_accel.tp_replan": {"enable": True, "action": "restart"}, **folder}))
+    assert (tmp_path / "pointer").read_text() == str(old)
+    assert not old.exists(), "an earlier launch left it"
 
 
 def test_a_restart_whose_script_ignores_the_new_size_is_refused(configured, monkeypatch):
