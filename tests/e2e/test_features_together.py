@@ -172,7 +172,6 @@ def test_every_response_is_recorded(steps, kept, summary):
         assert telemetry["cancelled"] <= steps[step]["rl_accel/tail_batching/responses_cancelled"]
         assert telemetry["responses"] - telemetry["cancelled"] >= P0 * R0
         assert telemetry["tokens"] == steps[step]["rl_accel/tail_batching/tokens_generated"]
-        assert steps[step]["rl_accel/telemetry/preemptions"] == 0.0
         assert {response.server for response in responses if response.tokens} == {"hf_cpu_server_0"}
         assert all(r.began <= r.generated <= r.rewarded <= r.ended for r in responses if r.outcome == "completed")
 
@@ -180,6 +179,5 @@ def test_every_response_is_recorded(steps, kept, summary):
 def test_profile_reads_the_run(run, kept):
     profile = read_run(run)
     assert list(profile.steps) == list(range(3, STEPS + 1))
-    assert profile.numbers["preemptions"] == 0.0
     assert len(profile.last) == len(kept[STEPS])
     assert not profile.missing

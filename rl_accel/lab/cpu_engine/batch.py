@@ -17,8 +17,8 @@ from cachetools import FIFOCache
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rl_accel.lab.cpu_engine.requests import Request
 from rl_accel.lab.cpu_engine.sampling import BatchSampler
-from rl_accel.lab.cpu_engine.scheduler import Request
 
 ATTENTION = "rl_accel_cpu"
 """Name under which :func:`attend` is registered as an attention function of transformers."""
@@ -197,17 +197,14 @@ class Batch:
         self._prompts: FIFOCache[tuple[int, ...], tuple[DynamicCache, torch.Tensor]] = FIFOCache(_PROMPTS_KEPT)
 
     def begin(self, request: Request) -> tuple[DynamicCache, int, float]:
-        """Computes the key-value cache of the prompt of ``request`` and, after a preemption, of the response so far.
+        """Computes the key-value cache of the prompt of ``request``.
 
         Returns the filled cache, which :meth:`join` takes, the next token of the response, and this token's log-probability.
         """
         prompt = tuple(request.prompt)
-        if request.tokens:
-            memory, logits = self.read(request.prompt + request.tokens)
-        else:
-            if prompt not in self._prompts:  # equal prompts are computed only once
-                self._prompts[prompt] = self.read(request.prompt)
-            memory, logits = self._prompts[prompt]
+        if prompt not in self._prompts:  # equal prompts are computed only once
+            self._prompts[prompt] = self.read(request.prompt)
+        memory, logits = self._prompts[prompt]
         (token,), (logprob,) = BatchSampler([request.params], [request.seed])(logits, [request.length])
         return memory, token, logprob
 

@@ -8,6 +8,7 @@ commands in the order in which they were posted, and so between two steps.
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial, wraps
@@ -16,8 +17,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from rl_accel.lab.cpu_engine.batch import Batch
+from rl_accel.lab.cpu_engine.requests import EngineError, EngineStats, Generation, Request
 from rl_accel.lab.cpu_engine.sampling import SamplingParams, derive_seed
-from rl_accel.lab.cpu_engine.scheduler import EngineError, EngineStats, Generation, Request, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,6 @@ class CPUEngine:
         seed: seed of the engine. A request without a seed gets a seed derived from the engine's seed and the request id.
         seconds_per_step: minimum seconds of a decoding step. Imitates a GPU engine, whose steps take about the same time for few
             requests as for many.
-        kv_tokens: maximum number of tokens (prompts and responses so far) of all running requests together, like the size of a GPU
-            engine's key-value cache; None for no limit. At the limit, the youngest request is preempted: it waits at the front of
-            the queue, and is prefilled again when there is room. The tokens stay the same; log-probabilities differ by rounding.
 
     Raises:
         ValueError: the model has layers without full attention, or a limit is out of range.
@@ -62,16 +60,17 @@ class CPUEngine:
         max_model_len: int = 4096,
         seed: int = 0,
         seconds_per_step: float = 0.0,
-        kv_tokens: int | None = None,
     ) -> None:
         if not 0 <= seconds_per_step < 10:
             raise ValueError(f"seconds_per_step wants a number from 0 to 10, found {seconds_per_step!r}")
         if max_model_len < 2:
             raise ValueError(f"max_model_len wants at least 2, found {max_model_len}")
-        self._scheduler = Scheduler(max_num_seqs, kv_tokens)
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs wants at least 1, found {max_num_seqs}")
+        self._slots = max_num_seqs
+        self._waiting: deque[Request] = deque()
         self._batch = Batch(model, max_num_seqs)
         self._eos = frozenset(eos_token_ids)
-        self.kv_tokens = kv_tokens
         self._longest, self._seed, self._seconds_per_step = max_model_len, seed, seconds_per_step
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._thread = ThreadPoolExecutor(1, "rl-accel-cpu-engine")
@@ -85,8 +84,7 @@ class CPUEngine:
         """Queues a request and returns the future of its output. Cancelling the future drops the request.
 
         Raises:
-            ValueError: the prompt is empty, leaves no room for a response or has a token outside the vocabulary, or prompt and
-                longest possible response exceed ``kv_tokens``.
+            ValueError: the prompt is empty, leaves no room for a response or has a token outside the vocabulary.
         """
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
@@ -99,12 +97,6 @@ class CPUEngine:
             raise ValueError(f"request {request_id}: a prompt token is outside the vocabulary of {self._vocab_size}")
         seed = derive_seed(self._seed, request_id) if params.seed is None else params.seed % 2**64
         request = Request(request_id, prompt, params, seed)
-        response = min(params.max_tokens, self._longest - len(prompt))
-        if self.kv_tokens is not None and len(prompt) + response > self.kv_tokens:
-            raise ValueError(
-                f"request {request_id}: a prompt of {len(prompt)} tokens and a response of up to {response} "
-                f"do not fit into kv_tokens={self.kv_tokens}"
-            )
         self._post(partial(self._add, request))
         return request.future
 
@@ -129,11 +121,13 @@ class CPUEngine:
         """Copies ``weights`` (parameter name -> tensor) into the model. Nothing is written unless all tensors fit.
 
         Raises:
-            EngineError: a request is decoding or preempted.
+            EngineError: a request is decoding.
             ValueError: a name is missing or unknown, or a shape differs.
         """
-        if begun := len(self._batch.requests) + sum(bool(request.tokens) for request in self._scheduler.waiting):
-            raise EngineError(f"{begun} requests are decoding; pause the engine before it gets new weights")
+        if self._batch.requests:
+            raise EngineError(
+                f"{len(self._batch.requests)} requests are decoding; pause the engine before it gets new weights"
+            )
         self._batch.load(weights)
 
     @_command
@@ -141,9 +135,8 @@ class CPUEngine:
         return EngineStats(
             **self._counts,
             prefills=self._batch.prefills,
-            preemptions=self._scheduler.preemptions,
             running=len(self._batch.requests),
-            waiting=len(self._scheduler.waiting),
+            waiting=len(self._waiting),
             paused=self._paused,
         )
 
@@ -169,7 +162,7 @@ class CPUEngine:
 
     def _post_step(self) -> None:
         """Posts a decoding step to the engine's thread if there are requests and no step is posted yet."""
-        if not (self._paused or self._step_is_posted) and (self._scheduler.waiting or self._batch.requests):
+        if not (self._paused or self._step_is_posted) and (self._waiting or self._batch.requests):
             with contextlib.suppress(RuntimeError):  # this process is exiting
                 self._thread.submit(self._step)
                 self._step_is_posted = True
@@ -182,8 +175,8 @@ class CPUEngine:
             return
         try:
             self._drop_cancelled()
-            while (request := self._scheduler.next(self._batch.requests)) is not None:
-                self._admit(request)
+            while self._waiting and len(self._batch.requests) < self._slots:
+                self._admit(self._waiting.popleft())
             if self._batch.requests:
                 due = time.monotonic() + self._seconds_per_step
                 self._decode()
@@ -193,7 +186,7 @@ class CPUEngine:
             logger.exception("the engine thread failed; its requests fail with it")
             self._closed = True
             self._thread.shutdown(wait=False)
-            for request in (*self._batch.requests, *self._scheduler.waiting):
+            for request in (*self._batch.requests, *self._waiting):
                 if not request.future.done():
                     self._fail(request, error)
 
@@ -201,7 +194,7 @@ class CPUEngine:
         if self._closed:  # by a command that was posted earlier
             self._fail(request, EngineError("the engine is closed"))
         else:
-            self._scheduler.add(request)
+            self._waiting.append(request)
 
     def _admit(self, request: Request) -> None:
         try:
@@ -212,7 +205,6 @@ class CPUEngine:
             self._fail(request, error)
 
     def _decode(self) -> None:
-        self._batch.keep(self._scheduler.preempt(self._batch.requests))
         running = self._batch.requests
         try:
             tokens, logprobs = self._batch.step()
@@ -248,7 +240,7 @@ class CPUEngine:
         self._counts[reason] += 1
         logprobs = request.logprobs if request.params.logprobs else None
         if request.future.set_running_or_notify_cancel():
-            request.future.set_result(Generation(request.tokens, logprobs, reason, request.preemptions))
+            request.future.set_result(Generation(request.tokens, logprobs, reason))
 
     def _fail(self, request: Request, error: Exception) -> None:
         self._counts["failed"] += 1
@@ -261,9 +253,9 @@ class CPUEngine:
     def _abort(self, chosen: Callable[[Request], bool]) -> int:
         requests = self._batch.requests
         # asked once for each request, because another thread may cancel a request meanwhile
-        ended = [request for request in (*requests, *self._scheduler.waiting) if chosen(request)]
+        ended = [request for request in (*requests, *self._waiting) if chosen(request)]
         self._batch.keep([row for row, request in enumerate(requests) if request not in ended])
-        self._scheduler.drop(ended)
+        self._waiting = deque(request for request in self._waiting if request not in ended)
         for request in ended:
             self._finish(request, "aborted")
         return len(ended)

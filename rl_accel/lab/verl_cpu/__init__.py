@@ -27,8 +27,6 @@ A trainer ignores a command that does not begin with its own Python interpreter:
 
 _OPTIONS = {
     "seconds_per_step": (int | float, 0, 10, "a number from 0 to 10"),
-    "kv_tokens": (int, 2, math.inf, "a whole number of at least 2"),
-    "weight_tokens": (int, 0, math.inf, "a whole number of at least 0"),
 }
 """Options in verl's section ``rollout.engine_kwargs.hf_cpu``: type, minimum, upper bound (excluded), and these in words."""
 
@@ -68,7 +66,6 @@ def activate() -> None:
         engines.EngineSupport(
             aborts_by_id=True,
             restarts_in_run=True,
-            read_counters=lambda servers: _from_rollout("read_counters")(servers),
         ),
     )
     adapter = {(ENGINE, "async"): "rl_accel.lab.verl_cpu.rollout.CPUServerAdapter"}

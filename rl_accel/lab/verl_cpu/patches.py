@@ -26,7 +26,6 @@ from rl_accel.lab.verl_cpu import (
     Get,
     Problems,
     find_option_problems,
-    longest_request,
     read_model,
     sglang,
     vllm,
@@ -202,15 +201,8 @@ def _hf_cpu_problems(get: Get) -> Problems:
     yield from wanted(get, f"{ROLLOUT}.logprobs_mode", ("processed_logprobs", None), reason)
     yield from _hf_cpu_model_problems(read_model(get))
     options = get(f"{ROLLOUT}.engine_kwargs.hf_cpu", {})
-    if problems := list(find_option_problems(options)):
-        yield from ((f"~{ROLLOUT}.engine_kwargs.hf_cpu.{key}", reason) for key, reason in problems)
-        return
-    tp, budget = get(f"{ROLLOUT}.tensor_model_parallel_size", 1), options.get("kv_tokens")
-    spared = (tp - 1) * (options.get("weight_tokens") or 0)
-    longest = longest_request(get)
-    if budget is not None and budget * tp + spared < longest:
-        least = -(-(longest - spared) // tp)
-        yield f"{ROLLOUT}.engine_kwargs.hf_cpu.kv_tokens={least}", f"one request may need {longest} tokens"
+    for key, reason in find_option_problems(options):
+        yield f"~{ROLLOUT}.engine_kwargs.hf_cpu.{key}", reason
 
 
 def _hf_cpu_model_problems(model: Any) -> Problems:

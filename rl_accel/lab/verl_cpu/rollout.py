@@ -12,19 +12,16 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from rl_accel.errors import first_line
 from rl_accel.lab.cpu_engine.engine import CPUEngine
+from rl_accel.lab.cpu_engine.requests import EngineStats, Generation
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
-from rl_accel.lab.cpu_engine.scheduler import EngineStats, Generation
 from rl_accel.lab.verl_cpu import find_option_problems
-from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Reading
 
 logger = logging.getLogger("rl_accel")
 
@@ -90,7 +87,7 @@ class CPURolloutServer:
             token_ids=generation.token_ids,
             log_probs=generation.logprobs,
             stop_reason=generation.stop_reason,
-            num_preempted=generation.preemptions,
+            num_preempted=0,
             extra_fields={"global_steps": self._global_steps},
         )
 
@@ -120,7 +117,7 @@ class CPURolloutServer:
             await asyncio.wait(self._inflight)
 
     async def get_stats(self) -> EngineStats:
-        """Returns the counters of the engine, such as the number of preemptions."""
+        """Returns the counters of the engine."""
         return await asyncio.wrap_future(self._engine.stats())
 
     async def _nothing(self, *_args: Any, **_kwargs: Any) -> None: ...
@@ -138,11 +135,6 @@ def _engine_options(config: RolloutConfig) -> dict[str, Any]:
     options = {key: value for key, value in (config.engine_kwargs.get("hf_cpu") or {}).items() if value is not None}
     for _, reason in find_option_problems(options):
         raise ValueError(f"rollout.engine_kwargs.{reason}")
-    weights, ranks = options.pop("weight_tokens", 0), config.tensor_model_parallel_size
-    if ranks > 1 and "kv_tokens" in options:
-        # Each rank has memory for kv_tokens tokens and for the weights, which are as large as weight_tokens tokens. The
-        # ranks share one copy of the weights, as in tensor parallelism on GPUs. The other ranks use this memory for tokens, too.
-        options["kv_tokens"] = ranks * options["kv_tokens"] + (ranks - 1) * weights
     return options
 
 
@@ -219,25 +211,3 @@ class CPUServerAdapter(BaseRollout):
 
     def _server(self) -> Any:
         return ray.get_actor(server_name(self.replica_rank))
-
-
-def read_counters(servers: Sequence[str]) -> dict[str, Reading | None]:
-    """Returns the number of preemptions of each server, by name; None for a server that does not answer.
-
-    ``servers`` are names of Ray actors.
-    """
-    readings: dict[str, Reading | None] = dict.fromkeys(servers)
-    pending = {}
-    for server in servers:
-        try:
-            handle = ray.get_actor(server)
-            pending[server] = handle, handle.get_stats.remote()
-        except ValueError as error:  # there is no such actor
-            logger.warning("rl-accel: preemptions are unknown, %s: %s", server, error)
-    for server, (handle, answer) in pending.items():
-        try:
-            stats = ray.get(answer, timeout=ANSWER_SECONDS)
-            readings[server] = Reading(stats.preemptions, handle._actor_id.hex())
-        except RayError as error:
-            logger.warning("rl-accel: preemptions are unknown, %s does not answer: %s", server, first_line(error))
-    return readings

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rl_accel.lab.cpu_engine.engine import CPUEngine
+from rl_accel.lab.cpu_engine.requests import EngineError
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
-from rl_accel.lab.cpu_engine.scheduler import EngineError
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, logprobs=True, ignore_eos=True)
 

