@@ -52,10 +52,8 @@ def _adaptive(original: Any, settings: Any) -> Any:
             # sample() sets the debug time to time.time() at the start of the call. No other record of the start time exists.
             state.started = state.woke = now - max(time.time() - last_debug_time, 0.0)
             state.saved = 0.0
-        outstanding = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
-        settled = len(self.finished_keys[partition_id]) + len(self.failure_keys[partition_id])
         poll_s = _CPU_PER_SECOND * (now - state.woke)
-        self.poll_interval = state.policy.next_wait(now, poll_s, outstanding, settled, interval)
+        self.poll_interval = state.policy.next_wait(poll_s, interval)
         try:
             state.debug_time = original(self, partition_id, last_debug_time)
         finally:

@@ -7,7 +7,6 @@ this case, every process that imports verl calls :func:`activate`.
 import contextlib
 import functools
 import importlib
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
