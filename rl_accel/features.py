@@ -164,6 +164,15 @@ SKIP_ZERO = Feature(
 """Leaves responses with advantage 0 out of the actor update."""
 
 
+OVERLAP_VALIDATION = Feature(
+    name="overlap_validation",
+    flags=LosslessFlags,
+    switches={"verl": ("rl_accel.patches.verl.overlap_validation",)},
+    verl="rl_accel.patches.verl.overlap_validation",
+)
+"""Starts the rollout of the next step while a validation waits for its longest responses."""
+
+
 @dataclass
 class TailBatchingFlags(ByNameFlags):
     """Flags of the feature ``tail_batching``: most rollouts do not wait for the longest responses.
@@ -335,6 +344,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     SAMPLER,
     FINAL_OUTPUT,
     SKIP_ZERO,
+    OVERLAP_VALIDATION,
     TAIL_BATCHING,
     REWARD_TIMEOUT,
     TELEMETRY,

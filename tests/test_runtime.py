@@ -101,7 +101,7 @@ def test_a_bare_enable_is_automatic_and_explicit_names_are_exact(fake_verl, chec
         semantic = {name: found.pop(name) for name in never}
         assert set(semantic.values()) == {"off"}, "neither what changes training nor what only observes is automatic"
         assert set(found.values()) == {"automatically"}, found
-        others = {**semantic, "final_output": "off", "skip_zero": "off"}
+        others = {**semantic, "final_output": "off", "skip_zero": "off", "overlap_validation": "off"}
         rl_accel.enable(auto=True, sampler=False)
         assert requested()["sampler"] == "off" and requested()["gae"] == "automatically"
         rl_accel.enable(gae=False)

@@ -24,7 +24,7 @@ from rl_accel.integrations.verl.engines import engine_of, read_servers
 from rl_accel.log import warn_once
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import step_observer
-from rl_accel.patches.verl import config_intake
+from rl_accel.patches.verl import config_intake, overlap_validation
 from rl_accel.patches.verl.interfaces import AgentLoopManager, ObservedClient
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics, stage_clock
@@ -168,7 +168,7 @@ class TelemetryObserver:
         except OSError as error:
             _warn("responses cannot be kept for rl-accel profile", error)
         metrics_of_step = stage_clock.completion(responses)
-        seconds = logged.get("timing_s/gen", 0.0)
+        seconds = logged.get("timing_s/gen", 0.0) + overlap_validation.ahead_seconds(config_intake.trainer())
         if self._window_known and responses and seconds > 0:
             metrics_of_step |= stage_clock.generation(responses, seconds, self._slots_each * len(servers) or None)
         if self._slots_each:

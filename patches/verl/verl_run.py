@@ -17,6 +17,7 @@ ON_POLICY = ("V1 sync", "V1 tail_batching")
 """Trainers (values of :attr:`VerlRun.trainer`) whose rollouts begin and end within one training step."""
 TRAINERS = {
     "sampler": ("V1",),
+    "overlap_validation": ("V1 sync",),
     "tail_batching": ON_POLICY,
     "reward_timeout": ("V1", "legacy"),
     "telemetry": ("V1", "legacy", "one_step_off"),
@@ -192,6 +193,8 @@ class VerlRun:
             return f"{key} = {self.get(key)}: no response has advantage 0"
         if feature == "final_output" and self.get(f"{ROLLOUT}.disaggregation.enabled", False):
             return f"{ROLLOUT}.disaggregation.enabled = True: its servers return responses as in verl"
+        if feature == "overlap_validation" and (frequency := self.get("trainer.test_freq", -1)) <= 0:
+            return f"trainer.test_freq = {frequency}"
         if self.filters_groups and feature in _IDLE_WITH_GROUP_FILTER:
             return f"algorithm.filter_groups.enable = True: {_IDLE_WITH_GROUP_FILTER[feature]}"
         return ""

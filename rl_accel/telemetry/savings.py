@@ -96,6 +96,10 @@ def find_savings(run: Profile) -> list[Saving]:
         seconds = stages.get("update_actor", 0.0) * np.array(shares)
         gain = Range.of(seconds[1:], float(seconds[0]))
         savings.append(_saving(run, "training of groups with equal rewards", gain.mean, (gain, how), "skip_zero"))
+    validation = stages.get(stage_clock.VALIDATION, 0.0)
+    if validation > 0 and run.is_v1 and not run.overlaps:
+        at_most = "at most all of it, if the rollout after a validation lasts as long"
+        savings.append(_saving(run, "validations", validation, (None, at_most), "overlap_validation"))
     return sorted(savings, key=lambda saving: (not saving.ours, -saving.at_most))
 
 

@@ -36,8 +36,12 @@ STAGES = {
     "update_actor": "#c9b8dd",
     "update_weights": "#5fb3b3",
     "save_checkpoint": "#b7b7a4",
+    "testing": "#8d6e63",
 }
 """Mapping from each stage of a training step (name of verl's timer) to its colour in pictures. Stages do not overlap."""
+
+VALIDATION = "testing"
+"""Stage that verl times after the step, and that counts as part of the step here."""
 
 SLIME_NAMES = {
     "perf/step_time": "timing_s/step",
@@ -120,7 +124,7 @@ def stages(metrics: Mapping[str, float]) -> dict[str, float]:
         timed.pop(SAVING, None)
     if whole is None or not 0 < whole < math.inf or not all(0 <= value < math.inf for value in timed.values()):
         return {}
-    return {**timed, OTHER: float(whole) - sum(timed.values())}
+    return {**timed, OTHER: float(whole) + timed.get(VALIDATION, 0.0) - sum(timed.values())}
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:

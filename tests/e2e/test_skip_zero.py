@@ -12,6 +12,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 STEPS = 15
 OF_TRAINED_ROWS = ["actor/ppo_kl", "actor/pg_clipfrac*"]
 OVERRIDES = [
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=False",
     "actor_rollout_ref.rollout.name=hf_cpu",
     "data.max_response_length=512",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
@@ -28,14 +30,17 @@ OVERRIDES = [
 def steps(ab, read_metrics, repo, tmp_path_factory):
     """The metrics of each step, by arm."""
     folder = tmp_path_factory.mktemp("skip_zero")
-    base = repo / "examples" / "verl_skip_zero" / "recipe.yaml"
+    base = repo / "examples" / "verl_vllm_cpu" / "recipe.yaml"
     prepare = f"python {repo}/examples/verl_ppo_cpu/prepare.py ${{out}}/task --lengths published".split()
     reward = f"reward.custom_reward_function.path={base.parent / 'reward.py'}"
+    arms = {"stock": [], "skip_zero": ["+rl_accel.skip_zero.enable=True"]}
     recipe = {"extends": str(base), "overrides": [reward, *OVERRIDES]}
+    recipe["arms"] = {arm: {"overrides": overrides} for arm, overrides in arms.items()}
+    recipe["checks"] = {"faster": {}, "same_training": {}}
+    recipe["rollout"] = {"wasted_tokens": {}}
     recipe["prepare"] = [*prepare, "--prompts", "64", "--limit", "512"]
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    ab(folder / "recipe.yaml", folder / "ab", f"--steps={STEPS}", "--arms=stock,skip_zero")
-    arms = ("stock", "skip_zero")
+    ab(folder / "recipe.yaml", folder / "ab", f"--steps={STEPS}")
     return {arm: [*read_metrics(folder / f"ab/{arm}-seed0/metrics.jsonl").values()] for arm in arms}
 
 

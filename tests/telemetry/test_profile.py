@@ -423,3 +423,12 @@ def test_rewards_of_any_type_are_compared(run, score):
 def test_advantages_of_early_versions_include_the_rewards(tmp_path, more, name, advice):
     write_log(tmp_path / "m.jsonl", **{"timing_s/adv": 5.0, "timing_s/step": 25.0, **more})
     assert savings_of(read_run(tmp_path))[name].advice == advice
+
+
+def test_a_validation_is_a_part_of_the_step_that_the_rollout_after_it_could_hide(tmp_path):
+    write_run(tmp_path, **{"timing_s/testing": 5.0, "training/off_policy/trajectory_spans/max": 1.0})
+    run = read_run(tmp_path, 0)
+    assert run.stages["testing"] == 5.0
+    assert run.step_seconds == 25.0
+    (saving,) = [saving for saving in find_savings(run) if saving.name == "validations"]
+    assert (saving.at_most, saving.advice) == (5.0, "+rl_accel.overlap_validation.enable=True")

@@ -12,6 +12,7 @@ from rl_accel.lab.ab.stats import RunData, gain, pairs, same
 from rl_accel.lab.ab.tables import cell_text
 
 _PROBS_DIFF = "training/rollout_probs_diff_max"
+_LOSS = "actor/pg_loss"
 _NO_PAIR = "no two arms of one seed to compare"
 Check = dict[str, Any]
 """Result of one check, for ``summary.json``: ``name``, ``status`` (green, red or skipped), ``detail`` (text with measured values or
@@ -43,6 +44,8 @@ def run_checks(
     checks = [_completed(results, asked)]
     if wanted.identical:
         checks.append(_identical(recipe, runs))
+    if wanted.same_training:
+        checks.append(_same_training(recipe, runs))
     if wanted.rollout_probs_diff is not None:
         checks.append(_rollout_probs_diff(wanted.rollout_probs_diff, runs))
     if wanted.reward_gain is not None:
@@ -99,13 +102,44 @@ def _reward_gain(least: float, metric: str, runs: Sequence[RunData]) -> Check:
     return _check("reward_gain", lines, wanted=f"wanted a gain of at least {least:g}")
 
 
+def _same_training(recipe: Recipe, runs: Sequence[RunData]) -> Check:
+    lines = []
+    for base, other in pairs(runs, recipe.baseline):
+        limit = recipe.checks.same_training.get(other.arm)
+        if limit is None:
+            continue
+        for metric in (recipe.metrics.reward, _LOSS):
+            steps = [s for s in base.steps if metric in base.steps[s] and metric in other.steps.get(s, {})]
+            differences = [abs(base.steps[s][metric] - other.steps[s][metric]) for s in steps]
+            worst = max(differences, default=math.nan)
+            text = f"{metric} of {other.name} differs by up to {worst:.2g} in {len(steps)} steps, allowed {limit:g}"
+            lines.append((worst <= limit, text))
+    return _check("same_training", lines, skipped=_NO_PAIR)
+
+
 def _faster(recipe: Recipe, stages: Sequence[Any]) -> Check:
-    rows = {row["stage"]: row["ratios"] for row in stages}
-    arms, lines = list(rows.get(recipe.metrics.step, {})), []
-    for (stage, least), arm in itertools.product(recipe.checks.faster.items(), arms):
-        ratio = rows.get(stage, {}).get(arm, {}).get("ratio") or 0.0
-        lines.append((ratio >= least, f"{stage} {ratio:.2f}x ({arm}), wanted {least:g}x"))
+    rows = {row["stage"]: row for row in stages}
+    whole = recipe.metrics.step
+    arms = list(rows.get(whole, {}).get("ratios", {}))
+    lines = []
+    for name, least in recipe.checks.faster.items():
+        stage = whole if name in recipe.arms else name
+        for arm in [arm for arm in arms if name in (arm, stage)]:
+            ratio = rows.get(stage, {}).get("ratios", {}).get(arm, {}).get("ratio") or 0.0
+            text = f"{stage} {ratio:.2f}x ({arm}), wanted {least:g}x"
+            if ratio < least and stage == whole:
+                text += f": its seconds are {_largest(recipe, stages, arm)}"
+            lines.append((ratio >= least, text))
     return _check("faster", lines, skipped=_NO_PAIR)
+
+
+def _largest(recipe: Recipe, stages: Sequence[Any], arm: str) -> str:
+    """Returns a text with the three stages that take the most seconds of a step of ``arm``, which limit its speedup."""
+    average = recipe.metrics.average
+    seconds = {row["stage"]: row["arms"][arm][average] for row in stages if arm in row["arms"]}
+    del seconds[recipe.metrics.step]
+    largest = sorted(seconds, key=lambda stage: -seconds[stage])[:3]
+    return ", ".join(f"{stage} {seconds[stage]:.2f}" for stage in largest)
 
 
 def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Mapping[str, Any]) -> Iterator[Check]:

@@ -49,6 +49,7 @@ from rl_accel.telemetry.stage_clock import STAGES
 CHECK_NAMES = (
     "completed",
     "identical",
+    "same_training",
     "rollout_probs_diff",
     "reward_gain",
     "faster",
@@ -112,13 +113,17 @@ class Checks:
 
     identical: list[str] = field(default_factory=list)
     """Names of metrics whose values must be equal in all arms, step by step, for runs with the same seed."""
+    same_training: dict[str, float] = field(default_factory=dict)
+    """Mapping from arm to the largest allowed difference from the baseline in the reward and in ``actor/pg_loss``, at any step. For
+    arms that train the same but for rounding."""
     rollout_probs_diff: float | None = 1e-3
     """Largest allowed difference between the probabilities that the rollout engine and the trainer give to a token (verl's metric
     ``training/rollout_probs_diff_max``)."""
     reward_gain: float | None = None
     """Smallest allowed gain of every run: mean reward of the last fifth of the steps minus mean reward of the first fifth."""
     faster: dict[str, float] = field(default_factory=dict)
-    """Mapping from stage, or the whole step, to the smallest allowed speedup (average seconds of the baseline / of the arm)."""
+    """Mapping from stage to the smallest allowed speedup of all arms (average seconds of the baseline / of the arm), or from arm to
+    that of its whole step, validations included."""
     warn_only: list[str] = field(default_factory=list)
     """Names of checks that only warn: if they are red, ``rl-accel ab`` still ends with exit code 0."""
 
@@ -363,9 +368,13 @@ def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
 
 def _problems_of_checks(recipe: Recipe) -> Iterator[str]:
     stages = [*recipe.metrics.stages, recipe.metrics.step]
-    for stage in recipe.checks.faster:
-        if stage not in stages:
-            yield f"checks.faster.{stage} is not a stage{did_you_mean(stage, stages)}; stages are {', '.join(stages)}"
+    known = [*stages, *recipe.arms]
+    for name in recipe.checks.faster:
+        if name not in known:
+            yield f"checks.faster.{name} is no stage or arm{did_you_mean(name, known)}; stages are {', '.join(stages)}"
+    for arm in recipe.checks.same_training:
+        if arm not in recipe.arms:
+            yield f"checks.same_training.{arm} is no arm{did_you_mean(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}"
     for key in ("faster", "wasted_tokens", "prompts_lost"):
         for arm in getattr(recipe.rollout, key):
             if arm not in recipe.arms or (key == "faster" and arm == recipe.baseline):

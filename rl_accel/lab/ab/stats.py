@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rl_accel.lab.ab.recipe import NOT_COMPARED, Metrics, Recipe
 from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.rollout.saved import FOLDER
-from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OTHER, OVERLAPPING, SAVING, read_kept
+from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OTHER, OVERLAPPING, SAVING, VALIDATION, read_kept
 
 LEDGER = f"{FOLDER}/ledger.jsonl"
 """Path of tail batching's log of trained prompts (the ledger), below the folder of checkpoints."""
@@ -141,16 +141,20 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
 def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
     """Returns the seconds of each stage in the measured steps, as stage -> step -> seconds.
 
-    Two more entries are the whole step, and "other", the rest of the step outside all stages. Leaves out steps in which the time of
-    a stage is not finite.
+    Two more entries are the whole step, with its validation, and "other", the rest of it outside all stages. Leaves out steps in
+    which the time of a stage is not finite. A validation takes 0 seconds in the steps without one.
     """
     times: dict[str, dict[int, float]] = {}
-    for step in measured_steps(run, names):
+    steps = measured_steps(run, names)
+    validates = any(names.stage_prefix + VALIDATION in run.steps[step] for step in steps)
+    for step in steps:
         metrics = run.steps[step]
         known = {s: metrics[names.stage_prefix + s] for s in names.stages if names.stage_prefix + s in metrics}
         if not OVERLAPPING.isdisjoint(metrics):
             known.pop(SAVING, None)
-        whole = metrics[names.step_metric]
+        if validates:
+            known.setdefault(VALIDATION, 0.0)
+        whole = metrics[names.step_metric] + known.get(VALIDATION, 0.0)
         if not all(map(math.isfinite, known.values())):
             continue
         for stage, seconds in {**known, OTHER: whole - sum(known.values()), names.step: whole}.items():

@@ -214,6 +214,13 @@ REFUSED = {
         ({f"{ACTOR}.calculate_entropy": True}, r"actor\.calculate_entropy = False, found True"),
         ({"distillation.enabled": True}, r"distillation\.enabled = False, found True"),
     ],
+    "overlap_validation": [
+        (ASYNC, r"trainer_mode = sync, found colocate_async"),
+        (REWARD_MODEL, r"reward_model\.enable_resource_pool = True, found False \(a colocated reward model stops"),
+        ({"trainer.v1.sampler.custom_sampler.path": "x.py"}, r"custom_sampler = None, found x\.py"),
+        ({"algorithm.filter_groups.enable": True}, r"filter_groups\.enable = False, found True \(which prompts"),
+        ({"skip.rollout_tq.enable": True}, r"skip\.rollout_tq\.enable = False, found True"),
+    ],
     "tp_replan": [
         (ASYNC, r"trainer_mode = sync, found colocate_async"),
         ({f"{ROLLOUT}.name": "trtllm"}, r"rollout\.name = one of .*sglang, vllm, found trtllm"),
@@ -345,7 +352,7 @@ DAPO = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=a
 GRPO, SGLANG = ["algorithm.adv_estimator=grpo"], [f"{ROLLOUT}.name=sglang"]
 PPO, FULLY, ONE_STEP = MAINS
 ALL = {feature.name for feature in features.FEATURES}
-ON_POLICY_ONLY = {"tail_batching", "tp_replan"}
+ON_POLICY_ONLY = {"overlap_validation", "tail_batching", "tp_replan"}
 V1_ONLY = {"sampler", "drafts", *ON_POLICY_ONLY}
 NOT_ONE_STEP = {"reward_timeout", *V1_ONLY}
 NOT_FULLY = {"telemetry", *NOT_ONE_STEP}
@@ -372,7 +379,7 @@ LINES = {  # by line: the features that are refused, and those without effect
         NO_SCAN,
     ),
     "remax": (PPO, ["algorithm.adv_estimator=remax"], {"tail_batching"}, NO_SCAN),
-    "dapo": (PPO, [*GRPO, *DAPO], set(), {"sampler", *NO_SCAN, *NO_GROUPS}),
+    "dapo": (PPO, [*GRPO, *DAPO], {"overlap_validation"}, {"sampler", *NO_SCAN, *NO_GROUPS}),
     "sglang": (PPO, SGLANG, {"final_output", "drafts"}, NO_GROUPS),
     "legacy": (PPO, ["trainer.use_v1=False"], V1_ONLY, NO_GROUPS),
     "colocate_async": (PPO, [f"{MODE}=colocate_async"], ON_POLICY_ONLY, NO_GROUPS),
@@ -383,7 +390,7 @@ LINES = {  # by line: the features that are refused, and those without effect
     "fully_async, grpo": (FULLY, [*SEPARATE, *GRPO], NOT_FULLY, NO_SCAN),
 }
 REST = [f"{ROLLOUT}.name=vllm", "data.train_batch_size=256", f"{MINI}=256", "critic.ppo_mini_batch_size=256"]
-REST += ["trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+REST += ["trainer.test_freq=5", "trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=2"]
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -37,6 +37,11 @@ SAME = both([{REWARD: 0.1}, {REWARD: NAN}], [{REWARD: 0.1}, {REWARD: NAN}])
 PARTED = both([{REWARD: 0.1}, {REWARD: NAN}], [{REWARD: 0.1}, {REWARD: 0.25}])
 LEARNS = logged(REWARD, 0.0, 1.0)
 ARMS = both([STEP] * 4, [FAST] * 4)
+VALIDATED = both(
+    [STEP] * 2 + [STEP, {**STEP, "timing_s/testing": 1.0}], [FAST] * 2 + [FAST, {**FAST, "timing_s/testing": 0.5}]
+)
+"""Two steps of warm-up, one step without a validation and one with it."""
+TRAINED = both([{REWARD: 0.5, "actor/pg_loss": 0.1}] * 2, [{REWARD: 0.5, "actor/pg_loss": 0.1005}] * 2)
 ONE = {"stock": [STEP]}
 
 
@@ -63,6 +68,24 @@ ONE = {"stock": [STEP]}
         ("faster", ARMS, {"faster": {"adv": 9.0, "step": 2.0}}, "green", ""),
         ("faster", ARMS, {"faster": {"adv": 11.0, "step": 1.0}}, "red", "adv 10.00x (accelerated), wanted 11x"),
         ("faster", ARMS, {"faster": {"values": 1.0}}, "red", ""),
+        ("faster", VALIDATED, {"faster": {"accelerated": 2.0, "testing": 2.0}}, "green", "step 2.00x (accelerated)"),
+        (
+            "faster",
+            VALIDATED,
+            {"faster": {"accelerated": 3.0}},
+            "red",
+            "its seconds are other 0.90, testing 0.25, adv 0.10",
+        ),
+        ("same_training", TRAINED, {"same_training": {"accelerated": 1e-3}}, "green", "up to 0.0005 in 2 steps"),
+        (
+            "same_training",
+            TRAINED,
+            {"same_training": {"accelerated": 1e-4}},
+            "red",
+            "actor/pg_loss of accelerated-seed0",
+        ),
+        ("same_training", SAME, {"same_training": {"accelerated": 1.0}}, "red", "in 0 steps"),
+        ("same_training", ONE, {"same_training": {"accelerated": 1.0}}, "skipped", ""),
         ("faster", ONE, {"faster": {"adv": 2.0}}, "skipped", ""),
         ("faster", ARMS, {"faster": {"adv": 11.0}, "warn_only": ["faster"]}, "red", ""),
     ],

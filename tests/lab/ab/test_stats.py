@@ -38,6 +38,20 @@ def test_stage_times_leave_out_warm_up_and_the_rest_is_other():
     assert next(row for row in of_means if row["stage"] == "step")["ratios"]["fast"]["ratio"] == pytest.approx(23 / 14)
 
 
+def test_a_step_has_its_validation_which_takes_no_time_in_others():
+    times = [(1, 1, 3)] * 4
+    base = run("stock", times, **{"timing_s/testing": [0, 0, 4, 6]})
+    fast = run("fast", times)
+    del base.steps[3]["timing_s/testing"]
+    rows = {
+        row["stage"]: row
+        for row in stats.stage_table([base, fast], ["stock", "fast"], "stock", Metrics(average="mean"))
+    }
+    means = {stage: row["arms"]["stock"]["mean"] for stage, row in rows.items()}
+    assert means == {"gen": 1, "adv": 1, "testing": 3, "other": 1, "step": 6}
+    assert rows["step"]["ratios"]["fast"]["ratio"] == 2
+
+
 def test_the_interval_holds_the_ratio_and_widens_with_noise():
     steady, noisy = [1 + 0.001 * (i % 5) for i in range(40)], [1 + 0.3 * (i % 5) for i in range(40)]
 

@@ -1,0 +1,206 @@
+"""Starts the rollout of the next training step during a validation, in verl's V1 trainer.
+
+A validation and the rollout after it use the same weights, but verl submits the prompts of the next step only after the last
+response of the validation. The replacement submits them right after the prompts of the validation, which therefore go first.
+TransferQueue keeps both kinds of prompts apart, and metrics, tables and files of the validation keep their step.
+
+Until the next step begins, the data loader answers ``state_dict`` as if the prompts of this step had not been fetched. If a
+checkpoint is saved in between, the resumed run fetches them again.
+
+The first validation runs alone. Its seconds, relative to those of a rollout, are the reference for ``seconds_saved``.
+"""
+
+import contextlib
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from rl_accel.errors import refuse
+from rl_accel.patches.patch import Patch
+from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.telemetry import metrics
+
+NAME = "overlap_validation"
+_FLAG = f"rl_accel.{NAME}"
+_TRAINER_CLASS = ("verl.trainer.ppo.v1.trainer_sync", "PPOTrainerSync")
+_ROLLOUTS = 5
+"""Number of rollouts that are averaged for ``seconds_saved``. Chosen by hand."""
+
+
+@dataclass
+class _Times:
+    """Durations in seconds that one trainer has measured, and the state of its prompts.
+
+    Attributes:
+        validation_alone: first validation; None before its end.
+        rollouts_alone: stage ``gen`` of the last steps whose rollout began with the step.
+        alone_ratio: ``validation_alone`` divided by the mean of ``rollouts_alone`` at that time; None until both are known.
+        submitted: ``perf_counter`` time at which the prompts of the next step were submitted; None if they were not.
+        validation: last validation.
+        ahead: part of the current step's rollout that passed before the step.
+    """
+
+    validation_alone: float | None = None
+    rollouts_alone: deque[float] = field(default_factory=lambda: deque(maxlen=_ROLLOUTS))
+    alone_ratio: float | None = None
+    submitted: float | None = None
+    validation: float = 0.0
+    ahead: float = 0.0
+
+    def seconds_saved(self, rollout: float) -> float | None:
+        """Returns the estimated seconds saved if the current step waited ``rollout`` seconds; None without a reference."""
+        if not self.rollouts_alone or self.validation_alone is None:
+            return None
+        rollout_alone = fmean(self.rollouts_alone)
+        if self.alone_ratio is None:
+            self.alone_ratio = self.validation_alone / rollout_alone
+        return (1 + self.alone_ratio) * rollout_alone - self.validation - rollout
+
+
+_trainers: weakref.WeakKeyDictionary[Any, _Times] = weakref.WeakKeyDictionary()
+
+
+def ahead_seconds(trainer: Any) -> float:
+    """Returns the seconds of the current step's rollout that passed before the step, during a validation of ``trainer``."""
+    return _trainers[trainer].ahead if trainer in _trainers else 0.0
+
+
+def wire(run: VerlRun, _flags: Any = None) -> None:
+    """Checks that a validation of ``run`` can overlap with the rollout after it. Changes nothing.
+
+    Raises:
+        ConfigError: the trainer or a setting conflicts with the feature.
+    """
+    run.require(NAME)
+    if (
+        run.built is not None
+        and (found := (type(run.built).__module__, type(run.built).__qualname__)) != _TRAINER_CLASS
+    ):
+        refuse(_FLAG, "the trainer", ".".join(_TRAINER_CLASS), ".".join(found), "its own methods are unknown")
+    if run.get("reward.reward_model.enable") and not run.get("reward.reward_model.enable_resource_pool"):
+        reason = "a colocated reward model stops the rollout servers during a validation"
+        refuse(_FLAG, "reward.reward_model.enable_resource_pool", True, False, reason)
+    if sampler := run.get("trainer.v1.sampler.custom_sampler.path"):
+        refuse(
+            _FLAG, "trainer.v1.sampler.custom_sampler", None, sampler, "it may take both kinds of prompts for its own"
+        )
+    run.require_off(_FLAG, "algorithm.filter_groups.enable", "which prompts are launched depends on when verl looks")
+    run.require_off(_FLAG, "skip.rollout_tq.enable", "it stores rollouts by the step in which they begin")
+
+
+def _has_next_step(trainer: Any) -> bool:
+    """Returns True if ``fit`` trains another step after this validation, and does not profile the rollout of that step."""
+    config = trainer.config.trainer
+    step = trainer.global_steps
+    if config.get("val_before_train", True) and config.get("val_only", False):
+        return False
+    if step + 1 in (trainer.config.global_profiler.steps or ()):
+        return False  # verl starts the profiler of the rollout servers when the step begins
+    epochs = step // trainer.steps_per_epoch
+    return bool(step < trainer.total_training_steps and epochs < config.total_epochs)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """Replaces a method of the object ``owner`` inside the ``with`` block."""
+    attributes = dict(vars(owner))
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        if name in attributes:  # other code has replaced the method in the same way
+            setattr(owner, name, attributes[name])
+        else:
+            delattr(owner, name)
+
+
+def _submit_next_step(trainer: Any) -> None:
+    state = trainer.train_dataloader.state_dict()
+    trainer.global_steps += 1
+    try:
+        trainer.prepare_step()
+    finally:
+        trainer.global_steps -= 1
+    trainer.train_dataloader.state_dict = lambda: state
+
+
+def _make_validate(original: Any, _settings: Any) -> Any:
+    def validate(self: Any) -> Any:
+        times = _trainers.setdefault(self, _Times())
+        manager = self.agent_loop_manager
+        submit = manager.generate_sequences
+
+        def submit_both(prompts: Any) -> Any:
+            result = submit(prompts)
+            if times.submitted is None:
+                times.submitted = time.perf_counter()
+                _submit_next_step(self)
+            return result
+
+        started = time.perf_counter()
+        if times.validation_alone is None or not _has_next_step(self):
+            result = original(self)
+        else:
+            with _replaced(manager, "generate_sequences", submit_both):
+                result = original(self)
+        times.validation = time.perf_counter() - started
+        if times.validation_alone is None:
+            times.validation_alone = times.validation
+        return result
+
+    return validate
+
+
+def _make_step(original: Any, _settings: Any) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        times = _trainers.setdefault(self, _Times())
+        times.ahead = 0.0
+        if times.submitted is None:
+            batch = original(self, *args, **kwargs)
+            times.rollouts_alone.append(self.timing_raw["gen"])
+            return batch
+        times.ahead = time.perf_counter() - times.submitted
+        times.submitted = None
+        del self.train_dataloader.state_dict
+        with _replaced(self, "prepare_step", dict):
+            batch = original(self, *args, **kwargs)
+        metrics.put("overlap_validation/ahead_seconds", times.ahead)
+        saved = times.seconds_saved(self.timing_raw["gen"])
+        if saved is not None:
+            metrics.put("overlap_validation/seconds_saved", saved)
+        return batch
+
+    return step
+
+
+_NO_SEAM = "verl's trainer calls no plug-in between the submission of a validation and its last response"
+_REMOVE_WHEN = "verl submits the next prompts before it waits for a validation"
+
+SWITCHES = (
+    Patch(
+        name="verl.overlap_validation.validate",
+        target="verl.trainer.ppo.v1.trainer_base:PPOTrainer._validate",
+        supports="verl>=0.9.1",
+        params=("self",),
+        make=_make_validate,
+        fingerprints=("08fb78cf8cd0553a7c05037b1b236a38ad8bb97a0635e7d5476af6aec9da7d20",),
+        uses=("agent_loop_manager", "generate_sequences"),
+        no_seam=_NO_SEAM,
+        remove_when=_REMOVE_WHEN,
+    ),
+    Patch(
+        name="verl.overlap_validation.step",
+        target="verl.trainer.ppo.v1.trainer_base:PPOTrainer.step",
+        supports="verl>=0.9.1",
+        params=("self", "metrics", "timing_raw"),
+        make=_make_step,
+        fingerprints=("48a37abc04e69ae0e7add476c7b684223abd43a1a406c5265a7636311552caa4",),
+        uses=("prepare_step",),
+        no_seam=_NO_SEAM,
+        remove_when=_REMOVE_WHEN,
+    ),
+)
