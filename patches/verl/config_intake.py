@@ -23,7 +23,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +48,34 @@ SECTION = "rl_accel"
 _SECTION_LIKE = re.compile("rl[_-]?accel(?![a-z])", re.IGNORECASE)
 """Pattern for a configuration key that is probably the section ``rl_accel`` misspelt, such as ``rl_accel_auto=True``."""
 
-_is_read = False  # whether flags were looked for in a configuration
-_trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
+
+@dataclass
+class _Process:
+    """What this process has done with verl's configuration."""
+
+    has_looked_for_flags: bool = False
+    trainer: weakref.ref[Any] | None = None  # the trainer that was constructed last
+
+
+_process = _Process()
 
 
 def trainer() -> Any:
     """Returns the verl trainer that was constructed last in this process, or None if there is none."""
-    return _trainer()
+    return None if _process.trainer is None else _process.trainer()
 
 
 def unread_flags() -> list[str]:
     """Returns the ``rl_accel`` flags on the command line; [] if this process has read them or disabled all features."""
-    if _is_read or RUNTIME.sources() is None:
+    if _process.has_looked_for_flags or RUNTIME.sources() is None:
         return []
     return [word for word in sys.argv if word.lstrip("+").startswith(f"{SECTION}.")]
 
 
 def resumed_checkpoint(trainer: Trainer) -> Path | None:
     """Returns the checkpoint folder from which ``trainer`` has resumed, or None. Must be called before the first training step."""
-    config, step = trainer.config.trainer, trainer.global_steps
+    config = trainer.config.trainer
+    step = trainer.global_steps
     if config.resume_mode == "resume_path":
         return Path(config.resume_from_path)
     return Path(config.default_local_dir, f"global_step_{step}") if step else None
@@ -140,9 +149,8 @@ def in_trainer(config: Any, trainer: Any = None) -> None:
     Raises the exceptions of :func:`in_driver`, and ConfigError if a feature needs a setting that the driver process has not made
     (:meth:`VerlRun.require_chosen`).
     """
-    global _trainer
     if trainer is not None:
-        _trainer = weakref.ref(trainer)
+        _process.trainer = weakref.ref(trainer)
     _take_in(config, trainer)
 
 
@@ -168,7 +176,8 @@ def _require_section_name(config: Any) -> None:
             if key == SECTION and not path:
                 continue
             inside = value if isinstance(value, dict) else {}
-            is_like, is_feature = bool(_SECTION_LIKE.match(str(key))), key in flags
+            is_like = bool(_SECTION_LIKE.match(str(key)))
+            is_feature = key in flags
             if path:
                 is_meant = key == SECTION or (is_like and isinstance(value, bool))
             elif not inside:
@@ -186,13 +195,12 @@ def _require_section_name(config: Any) -> None:
 
 
 def _take_in(config: Any, trainer: Any = None, in_driver: bool = False) -> None:
-    global _is_read
     if not OmegaConf.is_dict(config):  # a user's own trainer may take another type
         for feature in FEATURES:
             if RUNTIME.flags().requested(feature) == "by name" and (feature.verl or feature.name in TRAINERS):
                 refuse(f"{SECTION}.{feature.name}", "type of the configuration", "DictConfig", type(config).__name__)
         return
-    _is_read = True
+    _process.has_looked_for_flags = True
     if in_driver:
         _require_section_name(config)
     run = VerlRun(config, trainer, in_driver)
@@ -256,11 +264,11 @@ def _refusing_unread_flags(original: Any, _settings: Any) -> Any:
     """
 
     def with_check(*args: Any, **kwargs: Any) -> None:
-        global _is_read
-        config, sources = inspect.signature(original).bind(*args, **kwargs).arguments.get("config"), RUNTIME.sources()
+        config = inspect.signature(original).bind(*args, **kwargs).arguments.get("config")
+        sources = RUNTIME.sources()
         if config and config.get(SECTION) and sources is not None and FRAMEWORK not in sources:
             message = f"this trainer reads no flags of {SECTION}: leave them out; RL_ACCEL=gae in the environment works"
-            _is_read = True
+            _process.has_looked_for_flags = True
             raise SystemExit(f"rl-accel: {FRAMEWORK}: {message}")  # verl-recipe's spin goes on after any Exception
         original(*args, **kwargs)
 

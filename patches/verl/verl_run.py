@@ -92,7 +92,9 @@ class VerlRun:
             return cls(compose(name or own_name, [*search, *overrides]), in_driver=True)
 
     def __init__(self, config: Any, built: Any = None, in_driver: bool = False) -> None:
-        self.config, self.built, self.in_driver = config, built, in_driver
+        self.config = config
+        self.built = built
+        self.in_driver = in_driver
         self.trainer = self._trainer_by_sections() if built is None else self._trainer_by_class(type(built))
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -153,7 +155,8 @@ class VerlRun:
 
     def require(self, feature: str) -> None:
         """Raises ConfigError unless ``feature`` supports the trainer and the rollout engine of this run."""
-        flag, wanted = f"rl_accel.{feature}", TRAINERS.get(feature, (self.trainer,))
+        flag = f"rl_accel.{feature}"
+        wanted = TRAINERS.get(feature, (self.trainer,))
         if self.trainer not in wanted and not (self.is_v1 and "V1" in wanted):
             names = [name for name in wanted if name != "V1 tail_batching"]  # our own wiring chooses this mode
             if self.is_v1:

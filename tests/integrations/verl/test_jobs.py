@@ -102,7 +102,7 @@ def test_replicas_and_resumed_runs_have_what_others_finished(tmp_path, monkeypat
         replicas = [SimpleNamespace(server_handle=server) for server in servers]
         manager = SimpleNamespace(get_replicas=lambda: replicas)
         trainer = SimpleNamespace(config=OmegaConf.create({"trainer": keys}), llm_server_manager=manager)
-        monkeypatch.setattr(config_intake, "_trainer", lambda: trainer)
+        monkeypatch.setattr(config_intake._process, "trainer", lambda: trainer)
         exchange = drafts.Exchange(DraftsFlags(enable=True, save=True))
 
         def log(step):
