@@ -20,8 +20,8 @@ from launch_lines import launch_lines
 
 from rl_accel import config
 from rl_accel.errors import ConfigError
-from rl_accel.integrations.slime.custom_config import SLIME_ARGUMENTS, make, parsed
-from rl_accel.integrations.slime.launch_line import read_flags, restore_init_function, set_arguments
+from rl_accel.integrations.slime.custom_config import SLIME_ARGUMENTS, make, messages_of_run, parsed
+from rl_accel.integrations.slime.launch_line import read_flags
 
 GIVEN = {"MASTER_ADDR": "127.0.0.1", "BASE_DIR": "/h", "BASE_FOLDER": "/h", "WANDB_KEY": "k"}
 """Environment variables that some scripts expect their user to set."""
@@ -48,13 +48,13 @@ for script in sys.argv[1:]:
 
 
 def slime_lines(root: Path) -> Iterator[list[str]]:
-    """Yields the launch lines of the shell and Python scripts of a checkout: the words after ``train.py``."""
+    """Yields the launch lines of the shell and Python scripts of a checkout: the words from ``train.py`` on."""
     files = sorted(file for name in FOLDERS for file in (root / name).rglob("*.py"))
     python = [str(file) for file in files if "execute_train(" in file.read_text()]
     given = {**GIVEN, "PYTHONPATH": str(root)}
     given["BASH_FUNC_source%%"] = f'() {{ builtin source "${{1/#\\/root\\/slime/{root}}}"; }}'
     for words in launch_lines(root, given, [sys.executable, "-c", RUN_PYTHON, *python], folders=FOLDERS):
-        at = [n for n, word in enumerate(words, 1) if re.search(r"(^|/)train(_async)?\.py$", word)]
+        at = [n for n, word in enumerate(words) if re.search(r"(^|/)train(_async)?\.py$", word)]
         if at:
             yield [OF_THIS_SGLANG.get(word, word) for word in words[at[-1] :]]
 
@@ -78,16 +78,15 @@ def verdicts(root: Path) -> Iterator[tuple[list[str], str, str, str]]:
                 continue
             yield line, "", "accepted", "; ".join(messages)
             for feature in SLIME_ARGUMENTS:
-                yield line, feature, *_verdict(copy.deepcopy(args), feature, line)
+                yield line, feature, *_verdict(copy.deepcopy(args), feature, line, checked=not messages)
 
 
-def _verdict(args: object, feature: str, line: list[str]) -> tuple[str, str]:
+def _verdict(args: object, feature: str, line: list[str], checked: bool) -> tuple[str, str]:
     content = make([feature], {})
     vars(args).update(content)
     try:
         flags = config.resolve([("file", content["rl_accel"])])
-        named = read_flags([*line, "--custom-config-path=ours"])
-        messages = [*restore_init_function(args, flags, named), *set_arguments(args, flags, named)]
+        messages = messages_of_run(args, flags, read_flags([*line, "--custom-config-path=ours"]), idle=checked)
     except ConfigError as error:
         return "refused", str(error)
     except Exception as error:

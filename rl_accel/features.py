@@ -34,6 +34,7 @@ class SlimeHooks:
         estimators: values of slime's ``--advantage-estimator`` that the feature supports. Empty: all values.
         metrics: function ``numbers_of(rollout)`` that returns metrics, by name. Called when slime logs a rollout.
         values: mapping from flag to the values that work on slime. Flags that are not listed may have any value.
+        is_on_policy: whether each batch must come from the latest weights; slime's ``train_async.py`` is then refused.
         engine: function ``engine(flags)`` that returns the SGLang settings that the feature needs, by name of the slime argument.
     """
 
@@ -45,6 +46,7 @@ class SlimeHooks:
     estimators: tuple[str, ...] = ()
     metrics: str = ""
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    is_on_policy: bool = False
     engine: Callable[[Any], Mapping[str, Any]] = lambda _flags: {}
 
 
@@ -208,6 +210,7 @@ TAIL_BATCHING = Feature(
         SLIME_DATA,
         {"rollout_function_path": SLIME_ROLLOUT, "data_source_path": SLIME_DATA_SOURCE},
         check="rl_accel.integrations.slime.tail_batching.check",
+        is_on_policy=True,
     ),
 )
 

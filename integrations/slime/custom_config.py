@@ -24,12 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_accel import config as cfg
 from rl_accel.console import refuse_idle_options
 from rl_accel.errors import ConfigError, did_you_mean, one_line
-from rl_accel.features import FEATURES, SLIME_MEGATRON
-from rl_accel.integrations.slime.hooks import require_values
+from rl_accel.features import FEATURES, SLIME_DATA, SLIME_MEGATRON
+from rl_accel.integrations.slime.hooks import require_functions, require_values
 from rl_accel.integrations.slime.launch_line import (
     STOCK,
     enabled_features,
     flag_of,
+    idle_notes,
     read_flags,
     restore_init_function,
     set_arguments,
@@ -117,7 +118,8 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
                 f"slime reads one --custom-config-path, found {named_file} and {path}: put their keys into one"
             )
         args, warnings = parsed([*line, f"--custom-config-path={path}"], content)
-        warnings += [*restore_init_function(args, flags, named), *set_arguments(args, flags, named)]
+        warnings += messages_of_run(args, flags, named, idle=not _stops(warnings))
+        require_functions(cfg.resolve([(str(path), args.rl_accel)]))  # set_arguments may have changed args.rl_accel
         if SLIME_MEGATRON in [hooks.file for *_, hooks in enabled_features(flags)]:
             warnings += _inits_of_roles(args)
     known = arguments_of(slime_root) if slime_root else {*keys}
@@ -128,6 +130,16 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
         for key in keys
         if key != SECTION and key not in known
     ]
+
+
+def messages_of_run(args: Any, flags: cfg.Flags, named: Mapping[str, str], idle: bool) -> list[str]:
+    """Returns the messages that a run with slime's arguments ``args`` would log, and raises what it would raise.
+
+    ``named`` is the result of :func:`~rl_accel.integrations.slime.launch_line.read_flags`. ``idle``: whether to include messages
+    about features that have nothing to do.
+    """
+    notes = [note for file in (SLIME_MEGATRON, SLIME_DATA) if idle for note in idle_notes(args, flags, file)]
+    return [*notes, *restore_init_function(args, named), *set_arguments(args, flags, named)]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -263,6 +275,10 @@ def require_checkout(slime_root: str | Path) -> Path:
     return arguments
 
 
+def _stops(warnings: Iterable[str]) -> bool:
+    return any(warning.startswith(STOPS) for warning in warnings)
+
+
 @click.command("slime-config")
 @click.option("--enable", multiple=True, help="Features, with commas between them: " + ",".join(SLIME_ARGUMENTS))
 @click.option(
@@ -286,7 +302,7 @@ def slime_config(enable: tuple[str, ...], settings: tuple[str, ...], file: Path 
         warnings = check(file, Path(root) if root else None, words_of_flags(line) if line else None)
         for warning in warnings:
             click.echo(f"{file}: {warning}", err=True)
-        if any(warning.startswith(STOPS) for warning in warnings):
+        if _stops(warnings):
             raise SystemExit(1)
         click.echo(f"{file} is right")
         return

@@ -4,10 +4,10 @@ import logging
 from typing import Any
 
 from rl_accel.config import Flags
-from rl_accel.errors import ConfigError, refuse
-from rl_accel.features import SLIME_MEGATRON
+from rl_accel.errors import ConfigError, one_line, refuse
+from rl_accel.features import REWARD_TIMEOUT, SLIME_DATA, SLIME_MEGATRON
 from rl_accel.integrations.slime import launch_line
-from rl_accel.integrations.slime.launch_line import flag_of, function_at, restore_init_function, set_arguments
+from rl_accel.integrations.slime.launch_line import function_at, idle_notes, restore_init_function, set_arguments
 from rl_accel.runtime import FRAMEWORK, RUNTIME
 
 logger = logging.getLogger("rl_accel")
@@ -38,6 +38,18 @@ def require_values(flags: Flags) -> None:
                 raise ConfigError(f"rl_accel.{feature}.{name} wants {wanted} on slime, found {value}")
 
 
+def require_functions(flags: Flags) -> None:
+    """Raises ConfigError if the grader of the feature ``reward_timeout`` cannot be imported in this process."""
+    grader = flags[REWARD_TIMEOUT].grader
+    if flags.requested(REWARD_TIMEOUT) == "off" or grader is None:
+        return
+    try:
+        function_at(grader)
+    except Exception as error:  # the user's module may raise anything
+        found = f"{grader} ({one_line(repr(error))})"
+        refuse("rl_accel.reward_timeout", "grader", "a function that can be imported", found)
+
+
 def require_file(args: Any, flags: Flags) -> None:
     """Raises ConfigError if slime's YAML file lacks an argument that a feature needs, or has a wrong value for SGLang.
 
@@ -53,19 +65,6 @@ def require_file(args: Any, flags: Flags) -> None:
                 refuse(f"rl_accel.{feature}", f"{key} of --custom-config-path", wanted, found, reason)
 
 
-def idle_notes(args: Any, flags: Flags) -> list[str]:
-    """Returns a log line for each feature that is enabled by name and has nothing to do in the debug mode of this run.
-
-    Debug modes are slime's ``--debug-rollout-only`` (no training) and ``--debug-train-only`` (no rollout).
-    """
-    notes = []
-    for feature, section, hooks in launch_line.enabled_features(flags):
-        mode = "debug_rollout_only" if hooks.file == SLIME_MEGATRON else "debug_train_only"
-        if section.enable and getattr(args, mode, False):
-            notes.append(f"{feature} has nothing to do with {flag_of(mode)}")
-    return notes
-
-
 def data_source(args: Any) -> Any:
     """Turns the enabled features on in slime's rollout process, and returns the run's data source.
 
@@ -77,9 +76,12 @@ def data_source(args: Any) -> Any:
     """
     flags = flags_of(args)
     require_file(args, flags)
-    for note in [*idle_notes(args, flags), *set_arguments(args, flags, launch_line.flags_of_this_job())]:
+    notes = idle_notes(args, flags, SLIME_DATA)
+    if getattr(args, "debug_rollout_only", False):  # no training process would log the line
+        notes += idle_notes(args, flags, SLIME_MEGATRON)
+    for note in [*notes, *set_arguments(args, flags, launch_line.flags_of_this_job())]:
         logger.info("rl-accel: %s", note)
-    flags_of(args)  # set_arguments may have changed args.rl_accel
+    require_functions(flags_of(args))  # set_arguments may have changed args.rl_accel
     return function_at(args.data_source_path)(args)
 
 
@@ -90,7 +92,8 @@ def megatron_init(args: Any) -> None:
     """
     flags = RUNTIME.flags() if getattr(args, "rl_accel", None) is None else flags_of(args)
     before = getattr(args, "custom_megatron_init_path", None)
-    notes = restore_init_function(args, flags, launch_line.flags_of_this_job())
+    notes = idle_notes(args, flags, SLIME_MEGATRON)
+    notes += restore_init_function(args, launch_line.flags_of_this_job())
     for note in notes if getattr(args, "rank", 0) == 0 else ():
         logger.info("rl-accel: %s", note)
     if (user_path := getattr(args, "custom_megatron_init_path", None)) != before:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rl_accel.config import Flags
 from rl_accel.errors import ConfigError, refuse
-from rl_accel.features import FEATURES, REWARD_TIMEOUT, SLIME_DATA, SLIME_MEGATRON, SlimeHooks
+from rl_accel.features import FEATURES, REWARD_TIMEOUT, SAMPLER, SLIME_DATA, SLIME_MEGATRON, TAIL_BATCHING, SlimeHooks
 
 logger = logging.getLogger("rl_accel")
 
@@ -30,6 +30,14 @@ STOCK = {
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
 }
 """slime's own defaults of the arguments that features set, by argument name. Arguments with the default None are left out."""
+FINE_TUNING = "slime.rollout.sft_rollout.generate_rollout"
+"""slime's rollout function that takes responses from the data set."""
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+"""slime's rollout function that keeps unfinished requests for later batches."""
+ASYNC_SCRIPT = "train_async.py"
+"""slime's script that generates the next batch while it trains on the last one."""
+SCRIPT = "script.py"
+"""Key of the script's file name in the result of :func:`read_flags`. No argument of slime has a dot in its name."""
 _QUOTED_FLAG = re.compile(r"--[\w-]+\s")
 """Pattern of a flag and white space within one word, as in ``"--flag value"``: quotes have joined two words by mistake."""
 _UNEXPANDED = re.compile(r"\$[@*]|\$\{\w+\[[@*]\]\}")
@@ -61,7 +69,7 @@ def flags_of_this_job() -> dict[str, str]:
 
 
 def words_of_flags(words: Sequence[str]) -> Sequence[str]:
-    """Returns the words of a launch line that follow the script, the first word that ends in ``.py``.
+    """Returns the words of a launch line from the script on, which is the first word that ends in ``.py``.
 
     Words up to the last ``--``, as in ``ray job submit --``, are left out. Without a script, returns all other words.
 
@@ -83,12 +91,14 @@ def words_of_flags(words: Sequence[str]) -> Sequence[str]:
         raise ConfigError(
             f"a launch line wants slime's flags, found {' '.join(words[command:])}: flags within a script are not read"
         )
-    script = next((n for n, word in enumerate(words, 1) if n > command and word.endswith(".py")), command)
+    script = next((n for n, word in enumerate(words) if n >= command and word.endswith(".py")), command)
     return words[script:]
 
 
 def read_flags(words: Sequence[str]) -> dict[str, str]:
     """Returns the flags on a launch line, as a mapping from the name of slime's argument to the value of the flag.
+
+    The key :data:`SCRIPT` holds the file name of the script, such as ``train.py``, if one comes before the first flag.
 
     Raises:
         ConfigError: the launch line names two custom config files; slime would read only the last.
@@ -103,6 +113,8 @@ def read_flags(words: Sequence[str]) -> dict[str, str]:
             )
         if flag.startswith("--"):
             line[key] = value
+        elif word.endswith(".py") and not line:
+            line[SCRIPT] = os.path.basename(word)
     return line
 
 
@@ -113,27 +125,72 @@ def enabled_features(flags: Flags) -> Iterator[tuple[str, Any, SlimeHooks]]:
             yield feature.name, flags[feature], feature.slime
 
 
-def restore_init_function(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
-    """Sets ``args.custom_megatron_init_path`` back to the user's function, if the launch line names one.
+def idle_notes(args: Any, flags: Flags, file: Mapping[str, str]) -> list[str]:
+    """Returns a log line for each feature that is enabled by name and has nothing to do in this run.
 
-    The YAML file has replaced that function by rl-accel's. ``line`` is the result of :func:`read_flags`.
-
-    Returns:
-        Log lines: one if the argument was set back, and one for each feature that is enabled by name and does not support the
-        run's advantage estimator.
+    Looks only at features with this ``file`` (see :class:`~rl_accel.features.SlimeHooks`): ``SLIME_MEGATRON`` for features of the
+    training processes, ``SLIME_DATA`` for features of rollouts. slime's ``args`` must not have passed :func:`set_arguments` yet.
     """
-    notes, estimator = [], getattr(args, "advantage_estimator", None)
+    notes = []
+    for name, section, hooks in enabled_features(flags):
+        if section.enable and all(hooks.file.get(key) == path for key, path in file.items()):
+            reason = _idle_training(args, hooks) if file == SLIME_MEGATRON else _idle_rollouts(args, name, flags)
+            if reason:
+                notes.append(f"{name} has nothing to do here: {reason}")
+    return notes
+
+
+def _idle_training(args: Any, hooks: SlimeHooks) -> str:
+    """Returns the reason why training calls no advantage function that a feature replaces; "" if it does."""
+    if getattr(args, "debug_rollout_only", False):
+        return "--debug-rollout-only trains nothing"
+    if not getattr(args, "compute_advantages_and_returns", True):
+        return "--disable-compute-advantages-and-returns is set"
+    estimator = getattr(args, "advantage_estimator", None)
     if path := getattr(args, "custom_advantage_function_path", None):
         estimator = f"--custom-advantage-function-path {path} in its place"
-    for name, section, hooks in enabled_features(flags):
-        if section.enable and hooks.estimators and estimator not in (None, *hooks.estimators):
-            wanted = f"--advantage-estimator {' or '.join(hooks.estimators)}"
-            notes.append(f"{name} has nothing to do: it serves {wanted}, found {estimator}")
-    for key, our_path in SLIME_MEGATRON.items():
-        if getattr(args, key, None) == our_path != (user_path := line.get(key, our_path)):
-            setattr(args, key, user_path)
-            notes.append(f"{flag_of(key)} {user_path} is called after ours")
-    return notes
+    if estimator in (None, *hooks.estimators):
+        return ""
+    return f"it serves --advantage-estimator {' or '.join(hooks.estimators)}, found {estimator}"
+
+
+def _idle_rollouts(args: Any, name: str, flags: Flags) -> str:
+    """Returns the reason why nothing is generated, or, for ``sampler``, why slime aborts no request; "" if it does, or may do."""
+    function = getattr(args, "rollout_function_path", None)
+    for key in ("debug_train_only", "load_debug_rollout_data"):
+        if getattr(args, key, None):
+            return f"{flag_of(key)} generates nothing"
+    if function == FINE_TUNING:
+        return f"--rollout-function-path {function} generates nothing"
+    if name != SAMPLER.name:
+        return ""
+    if flags.requested(TAIL_BATCHING) != "off":
+        return "tail_batching aborts requests itself"
+    if function == FULLY_ASYNC:
+        return f"--rollout-function-path {function} aborts no request"
+    size = getattr(args, "rollout_batch_size", None)
+    over_sampling = getattr(args, "over_sampling_batch_size", None)
+    is_exact = over_sampling in (None, size) and getattr(args, "dynamic_sampling_filter_path", None) is None
+    if size is None or not is_exact or function not in (None, STOCK["rollout_function_path"]):
+        return ""
+    return (
+        "slime aborts no request without --dynamic-sampling-filter-path or an --over-sampling-batch-size above"
+        f" --rollout-batch-size, {size}"
+    )
+
+
+def restore_init_function(args: Any, line: Mapping[str, str]) -> list[str]:
+    """Sets ``args.custom_megatron_init_path`` back to the user's function, if the launch line names one.
+
+    The YAML file has replaced that function by rl-accel's. ``line`` is the result of :func:`read_flags`. Returns log lines: one if
+    the argument was set back.
+    """
+    ((key, our_path),) = SLIME_MEGATRON.items()
+    user_path = line.get(key, our_path)
+    if user_path == our_path or getattr(args, key, None) != our_path:
+        return []
+    setattr(args, key, user_path)
+    return [f"{flag_of(key)} {user_path} is called after ours"]
 
 
 def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
@@ -156,6 +213,9 @@ def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]
             args.rl_accel = {**(getattr(args, "rl_accel", None) or {}), name: False}
             notes.append(f"{name} stays off with {flag_of(keys[0])}; rl_accel.{name}.enable turns it on")
             continue
+        if hooks.is_on_policy and line.get(SCRIPT) == ASYNC_SCRIPT:
+            reason = "it generates a batch before the last update, which is not strictly on-policy"
+            refuse(f"rl_accel.{name}", "the script", "train.py", ASYNC_SCRIPT, reason)
         for key, wanted in {**hooks.engine(section), **dict.fromkeys(hooks.unset)}.items():
             # SGLang's parser accepts abbreviated flags
             named = (value for name, value in line.items() if key.startswith(name) and name.startswith("sglang_"))

@@ -52,6 +52,8 @@ def check(args: Any, flags: TailBatchingFlags) -> None:
         _refuse("--over-sampling-batch-size", "unset", over_sampling, reason)
     if args.buffer_filter_path is not None:
         _refuse("--buffer-filter-path", "unset", args.buffer_filter_path, "the queue is tail batching's own")
+    if getattr(args, "prompt_data", "not known yet") is None:
+        _refuse("--prompt-data", "a data set", None)
 
 
 def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:

@@ -74,8 +74,6 @@ class TailDataSource(RolloutDataSource):
         flags = flags_of(args)[TAIL_BATCHING]
         check(args, flags)
         super().__init__(args)
-        if self.dataset is None:
-            raise ConfigError("rl_accel.tail_batching wants --prompt-data, found none")
         self._core = TailBatching(run_of(args, flags, len(self)))
         self.supply = PromptSupply(self._fetch, len(self))
         self._log = saved.Ledger(Path(args.save) / "rollout") if args.save else None

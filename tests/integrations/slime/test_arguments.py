@@ -1,6 +1,7 @@
 """Tests slime's arguments with our flags: conflicts are named, and the launch line loses nothing. Needs no slime."""
 
 import json
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -28,11 +29,15 @@ DISTILLATION = "slime.rollout.on_policy_distillation.reward_func"
 GRADER = {"settings": {"reward_timeout": {"grader": "other.rm"}}}
 TWO_FILES = "--custom-config-path my.yaml --custom-config-path=ours.yaml"
 ONE_FILE = r"one --custom-config-path, found my\.yaml and ours\.yaml: put their keys into one"
-GAE_IDLE = "rl-accel: gae has nothing to do: it serves --advantage-estimator ppo, found "
-ADVANTAGES_IDLE = "rl-accel: advantages has nothing to do: it serves --advantage-estimator reinforce_plus_plus, found "
+GAE_IDLE = "rl-accel: gae has nothing to do here: it serves --advantage-estimator ppo, found "
+ADVANTAGES_IDLE = (
+    "rl-accel: advantages has nothing to do here: it serves --advantage-estimator reinforce_plus_plus, found "
+)
 AFTER = "called after ours"
 LOG_AFTER = f"log-function-path own.log is {AFTER}"
 OWN_INIT = "--custom-megatron-init-path own.init"
+NONE_COMPUTED = {"advantage_estimator": "ppo", "compute_advantages_and_returns": False}
+DISABLED = "compute-advantages-and-returns is set"
 OWN = {"advantage_estimator": "ppo", "custom_advantage_function_path": "my.adv"}
 
 
@@ -81,18 +86,21 @@ def test_a_run_of_tail_batching_follows_slimes_and_has_prompts_enough(arguments_
 
 @pytest.fixture
 def launched(arguments_of, monkeypatch):
-    """``launched(features, line, settings={}, **given)``: slime's arguments under the file of ``slime-config``. The functions of a
-    module ``own`` note their calls in ``args.calls``."""
+    """``launched(features, line, settings={}, script="train.py", **given)``: slime's arguments under the file of ``slime-config``.
 
-    def make(features, line="", settings=None, **given):
+    The functions of a module ``own`` note their calls in ``args.calls``.
+    """
+
+    def make(features, line="", settings=None, script="train.py", **given):
         own = ModuleType("own")
         own.calls = []
         own.init = lambda args: (own.calls.append("init"), hooks.megatron_init(args))
         own.Source = lambda args: own.calls.append("source") or "the source"
+        own.rm = lambda args, sample: 1.0
         own.log = lambda *given: own.calls.append(len(given)) or True
         monkeypatch.setitem(sys.modules, "own", own)
         monkeypatch.setitem(launch_line.STOCK, "data_source_path", "own.Source")
-        monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
+        monkeypatch.setattr(sys, "argv", [script, *line.split()])
         args = arguments_of(**{**FINE["tail_batching"], **launch_line.STOCK, "advantage_estimator": "grpo", **given})
         args.rollout_sample_hook_path = given.get("rollout_sample_hook_path")
         vars(args).update(custom_config.make(features, settings or {}), calls=own.calls)
@@ -105,7 +113,11 @@ def launched(arguments_of, monkeypatch):
     ("feature", "given", "says"),
     [
         ("reward_timeout", {"line": "--rm-type math"}, None),
-        ("reward_timeout", {"custom_rm_path": "my.rm"}, "--custom-rm-path my.rm is now rl_accel.reward_timeout.grader"),
+        (
+            "reward_timeout",
+            {"custom_rm_path": "own.rm"},
+            "--custom-rm-path own.rm is now rl_accel.reward_timeout.grader",
+        ),
         ("reward_timeout", {"rollout_sample_hook_path": ["my.hook"]}, None),
         ("reward_timeout", {"custom_rollout_log_function_path": "own.log"}, f"--custom-rollout-{LOG_AFTER}"),
         ("reward_timeout", {"line": "--data-source-path own.Source"}, None),
@@ -139,6 +151,10 @@ def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launche
         ("drafts", {"sglang_speculative_num_steps": 3}, "--sglang-speculative-num-steps = unset, found 3"),
         ("tail_batching", {"line": TWO_FILES}, ONE_FILE),
         ("reward_timeout", {"custom_rm_path": DISTILLATION}, "wants grader = a grader that"),
+        ("reward_timeout", {"custom_rm_path": "does.not.exist"}, "wants grader = a fun.*No module named 'does'"),
+        ("reward_timeout", {"settings": {"reward_timeout": {"grader": "own.gone"}}}, "grader = a fun.*'gone'"),
+        ("tail_batching", {"prompt_data": None}, "wants --prompt-data = a data set, found None"),
+        ("tail_batching", {"script": "/root/slime/train_async.py"}, r"= train\.py, found train_async\.py"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_a_rollout(launched, feature, given, message):
@@ -176,12 +192,46 @@ def test_a_flag_whose_arguments_the_file_lacks_is_named(launched, monkeypatch, f
         hooks.data_source(args)
 
 
-def test_modes_for_debugging_say_what_has_nothing_to_do(launched, caplog):
-    for mode, idle in (("debug_train_only", ["sampler"]), ("debug_rollout_only", ["gae", "advantages"])):
-        caplog.clear()
-        hooks.data_source(launched(["gae", "advantages", "sampler"], **{mode: True}))
-        flag = mode.replace("_", "-")
-        assert caplog.messages == [f"rl-accel: {name} has nothing to do with --{flag}" for name in idle]
+NO_ABORT = (
+    "slime aborts no request without --dynamic-sampling-filter-path or an --over-sampling-batch-size above --roll"
+)
+FINE_TUNED = {"rollout_function_path": launch_line.FINE_TUNING}
+DURING_ROLLOUTS = ["sampler", "reward_timeout", "tp_replan", "drafts"]
+
+
+@pytest.mark.parametrize(
+    ("features", "given", "idle", "reason"),
+    [
+        (["gae", "advantages", "sampler"], {"debug_rollout_only": True}, ["gae", "advantages"], "--debug-rollout-only"),
+        (DURING_ROLLOUTS, {"debug_train_only": True}, DURING_ROLLOUTS, "--debug-train-only generates nothing"),
+        (DURING_ROLLOUTS, {"load_debug_rollout_data": "x"}, DURING_ROLLOUTS, "--load-debug-rollout-data generates no"),
+        (DURING_ROLLOUTS, FINE_TUNED, DURING_ROLLOUTS, f"--rollout-function-path {launch_line.FINE_TUNING} generates"),
+        (["sampler"], {"over_sampling_batch_size": 8}, ["sampler"], NO_ABORT),
+        (["sampler"], {"over_sampling_batch_size": None}, ["sampler"], NO_ABORT),
+        (["sampler"], {"rollout_function_path": launch_line.FULLY_ASYNC}, ["sampler"], ".* aborts no request"),
+        (
+            ["sampler", "tail_batching"],
+            {"over_sampling_batch_size": 8},
+            ["sampler"],
+            "tail_batching aborts requests it",
+        ),
+        (["sampler"], {}, [], ""),
+        (["sampler"], {"over_sampling_batch_size": 8, "dynamic_sampling_filter_path": "my.filter"}, [], ""),
+        (["sampler"], {"over_sampling_batch_size": 8, "rollout_function_path": "my.rollout"}, [], ""),
+        (["reward_timeout", "drafts", "tp_replan"], {"over_sampling_batch_size": 8}, [], ""),
+    ],
+)
+def test_features_that_have_nothing_to_do_in_rollouts_say_so_in_a_line(
+    launched, monkeypatch, caplog, features, given, idle, reason
+):
+    monkeypatch.setitem(
+        sys.modules["rl_accel.integrations.slime.hooks"].__dict__, "function_at", lambda _: lambda _: "s"
+    )
+    hooks.data_source(launched(features, **{"over_sampling_batch_size": 16, **given}))
+    said = [message for message in caplog.messages if "nothing to do" in message]
+    assert len(said) == len(idle)
+    for name, message in zip(idle, said, strict=True):
+        assert re.match(f"rl-accel: {name} has nothing to do here: {reason}", message)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +266,10 @@ def test_tail_batching_sets_its_arguments(launched, monkeypatch):
     [
         ({}, [f"{GAE_IDLE}grpo", f"{ADVANTAGES_IDLE}grpo"]),
         ({"advantage_estimator": "ppo"}, [f"{ADVANTAGES_IDLE}ppo"]),
+        (
+            NONE_COMPUTED,
+            [f"rl-accel: {name} has nothing to do here: --disable-" + DISABLED for name in ("gae", "advantages")],
+        ),
         ({"advantage_estimator": "reinforce_plus_plus", "rank": 0}, [f"{GAE_IDLE}reinforce_plus_plus"]),
         (OWN, [f"{idle}--custom-advantage-function-path my.adv in its place" for idle in (GAE_IDLE, ADVANTAGES_IDLE)]),
         ({"rank": 1}, []),
@@ -250,7 +304,14 @@ ray.init(address={ray_address!r})
 print(json.dumps(ray.get(ray.remote(num_cpus=0)(flags_of_this_job).remote())))
 """
     )
-    found = {"a": 'a "b" c', "b": "it's", "c": '{"d": 1}', "e": "", "data_source_path": "my.Source"}
+    found = {
+        launch_line.SCRIPT: "script.py",
+        "a": 'a "b" c',
+        "b": "it's",
+        "c": '{"d": 1}',
+        "e": "",
+        "data_source_path": "my.Source",
+    }
     assert json.loads(done.stdout.splitlines()[-1]) == found, done.stderr
 
 

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.slime import custom_config, hooks
-from rl_accel.integrations.slime.launch_line import read_flags, words_of_flags
+from rl_accel.integrations.slime.launch_line import FINE_TUNING, SCRIPT, read_flags, words_of_flags
 
 LINE = "python3 train.py --rollout-batch-size 8 --num-rollout 3 --hf-checkpoint m --actor-num-gpus-per-node 1 --num-layers 2"
 
@@ -143,7 +143,16 @@ def test_a_file_that_is_no_mapping_or_not_there_is_named(check, tmp_path):
 @pytest.mark.parametrize(
     ("feature", "words", "code", "says"),
     [
-        ("reward_timeout", "--custom-rm-path my.rm", 0, "--custom-rm-path my.rm is now rl_accel.reward_timeout.grader"),
+        (
+            "reward_timeout",
+            "--custom-rm-path slime_test_plugins.score",
+            0,
+            "score is now rl_accel.reward_timeout.grader",
+        ),
+        ("reward_timeout", "--custom-rm-path my.rm", 1, "wants grader = a function that can be imported, found my.rm"),
+        ("tail_batching", "", 1, "tail_batching wants --prompt-data = a data set, found None"),
+        ("sampler", "", 0, "sampler has nothing to do here: slime aborts no request without"),
+        ("drafts", "--debug-train-only", 0, "drafts has nothing to do here: --debug-train-only generates nothing"),
         ("gae", "", 0, "gae has nothing to do"),
         ("gae", "--advantage-estimator ppo --custom-megatron-init-path my.init", 0, "my.init is called after ours"),
         ("reward_timeout", "--custom-config-path my.yaml", 1, "found my.yaml and rl_accel.yaml: put their keys in"),
@@ -156,7 +165,7 @@ def test_a_file_that_is_no_mapping_or_not_there_is_named(check, tmp_path):
         ("gae", "--sglang-mem-fraction-statc=0.5", 0, "fraction-statc is no .*mean --sglang-mem-fraction-static"),
         ("gae", "--megatron-config-path roles.yaml", 0, "my.init of the critic in roles.yaml must call rl_accel"),
         ("gae", "--megatron-config-path none.yaml", 1, "train.py itself stops: none.yaml: FileNotFound"),
-        ("sampler", "--megatron-config-path roles.yaml", 0, ""),
+        ("sampler", "--over-sampling-batch-size 9 --megatron-config-path roles.yaml", 0, ""),
         ("gae", "--Rm-Type math", 0, "--Rm-Type is no .*mean --rm-type.*skips"),
         ("gae", "--rm_type math", 0, "--rm_type is no .*mean --rm-type.*skips"),
         ("gae", "\N{EN DASH}rm-type math", 0, "rm-type is no .*mean --rm-type.*skips"),
@@ -186,12 +195,12 @@ def test_a_launch_line_is_read_by_slimes_own_parser(slime_root, tmp_path, monkey
 @pytest.mark.parametrize(
     ("line", "flags"),
     [
-        ("python3 -u train.py --save tool.py", "--save tool.py"),
-        ("ray job submit --working-dir x.py -- python3 train_async.py --save x", "--save x"),
+        ("python3 -u train.py --save tool.py", "train.py --save tool.py"),
+        ("ray job submit --working-dir x.py -- python3 train_async.py --save x", "train_async.py --save x"),
         ("--save x", "--save x"),
     ],
 )
-def test_flags_begin_after_the_script(line, flags):
+def test_a_launch_line_begins_with_the_script(line, flags):
     assert list(words_of_flags(line.split())) == flags.split()
 
 
@@ -221,7 +230,12 @@ def test_a_launch_line_that_hides_its_flags_is_refused_in_one_line(words, messag
     with pytest.raises(ConfigError, match=message):
         words_of_flags(words)
     for value in ("$X/y", "$X", "${X}"):
-        assert list(words_of_flags(["python3", "train.py", "--save", value, "--a=b c"])) == ["--save", value, "--a=b c"]
+        assert list(words_of_flags(["python3", "train.py", "--save", value, "--a=b c"])) == [
+            "train.py",
+            "--save",
+            value,
+            "--a=b c",
+        ]
 
 
 @pytest.mark.slow
@@ -236,16 +250,20 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
     for feature, outcome, told, line in results:
         estimator, size = line.get("advantage_estimator", "grpo"), line["rollout_batch_size"]
         refused = {"rollout_function_path", "partial_rollout", "buffer_filter_path"} & {*line}
+        refused |= {line[SCRIPT]} & {"train_async.py"}
+        aborts = "dynamic_sampling_filter_path" in line or line.get("over_sampling_batch_size", size) != size
         refused |= {size} - {line.get("over_sampling_batch_size", size)}
         distils = line.get("custom_rm_path", "").startswith("slime.rollout.on_policy_distillation.")
         said = {
             "gae": estimator != "ppo" and "without effect",
             "advantages": estimator != "reinforce_plus_plus" and "without effect",
-            "sampler": None,
+            "sampler": not aborts and "without effect",
             "reward_timeout": distils and "refused",
             "tail_batching": refused and "refused",
             "drafts": "sglang_speculative_algorithm" in line and "refused",
         }
+        if line.get("rollout_function_path") == FINE_TUNING:
+            said |= dict.fromkeys(("sampler", "reward_timeout", "drafts"), "without effect")
         wanted = "refused" if "custom_config_path" in line else said[feature] or "accepted"
         assert outcome == wanted, (feature, told, line)
         if feature == "reward_timeout" and outcome == "accepted":

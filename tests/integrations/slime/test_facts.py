@@ -46,9 +46,14 @@ WANTED = {
 """Parameters by function, as our patches and adapters expect them."""
 ARGUMENTS = """custom_rm_path rm_type group_rm reward_key eval_reward_key rollout_sample_hook_path
     custom_rollout_log_function_path custom_advantage_function_path custom_config_path
-    custom_megatron_init_path advantage_estimator"""
+    custom_megatron_init_path advantage_estimator dynamic_sampling_filter_path"""
 SAMPLE_FIELDS = {*interfaces.Sample.__annotations__, *seams._methods(interfaces.Sample)}
 """Fields and methods of ``Sample`` that features use."""
+
+
+ROLLOUTS = (launch_line.STOCK["rollout_function_path"], launch_line.FINE_TUNING, launch_line.FULLY_ASYNC)
+ABORTS = ["slime/backends/sglang_utils/server_control.py", "slime/rollout/sglang_rollout.py"]
+"""The function that ``sampler`` replaces, and its only caller."""
 
 
 def arguments():
@@ -90,7 +95,13 @@ def facts_of(root):
     negated = {"rollout_global_dataset"} if "disable-rollout-global-dataset" in flags else set()
     members = {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}
     members |= {n.name for n in sample.body if isinstance(n, ast.FunctionDef)}
+    rollouts = {path.rpartition(".") for path in ROLLOUTS}
+    sources = {file: file.read_text() for file in sorted((root / "slime").rglob("*.py"))}
+    aborts = [file for file, text in sources.items() if re.search(r"abort_servers_until_idle\(|import abort\b", text)]
     return {
+        "aborts": [str(file.relative_to(root)) for file in aborts],
+        "rollouts": sorted(f"{m}.{f}" for m, _, f in rollouts if f in {getattr(n, "name", None) for n in tree(m).body}),
+        "scripts": sorted(file.name for file in root.glob("train*.py")),
         "functions": functions,
         "imported_by_name": imported,
         "sample_fields": sorted(SAMPLE_FIELDS & members),
@@ -105,6 +116,9 @@ def _class(body, name):
 
 
 def test_functions_fields_states_and_flags_that_we_use_are_there():
+    assert RECORDED["aborts"] == ABORTS
+    assert RECORDED["rollouts"] == sorted(ROLLOUTS)
+    assert RECORDED["scripts"] == ["train.py", launch_line.ASYNC_SCRIPT]
     assert RECORDED["functions"] == WANTED
     assert RECORDED["imported_by_name"]
     assert all(RECORDED["imported_by_name"].values()), "a patch writes to places that hold the function by name"
