@@ -25,6 +25,7 @@ from rl_accel import config as cfg
 from rl_accel.console import refuse_idle_options
 from rl_accel.errors import ConfigError, did_you_mean, one_line
 from rl_accel.features import FEATURES, SLIME_DATA, SLIME_MEGATRON
+from rl_accel.integrations.gpu_packages import stand_in
 from rl_accel.integrations.slime.hooks import require_functions, require_values
 from rl_accel.integrations.slime.launch_line import (
     STOCK,
@@ -215,6 +216,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
     Raises:
         ConfigError: slime or SGLang cannot be imported.
     """
+    stand_in()
     try:
         from slime.utils import arguments as slimes
     except Exception as error:  # packages that do not fit each other raise other classes than ImportError

@@ -10,21 +10,17 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 from packaging.version import Version
 
-from rl_accel.errors import PatchRefused
+from rl_accel.integrations.gpu_packages import require, stand_in
 from rl_accel.lab.verl_cpu import ROLLOUT, Get, Problems, longest_request, version_of, wanted
 from rl_accel.post_import import when_imported
 
 TRIED = ("0.5.12.post1", "0.5.15.post1")
 """Tested versions of SGLang, oldest first: the one that verl pins and the one in slime's image."""
-GPU_ONLY = ("sgl_kernel", "torchvision", "torchaudio", "torchao")
-"""Packages that SGLang imports, but that have no build for the pinned CPU version of torch."""
 
 ENGINE_KWARGS = {
     "device": "cpu",
@@ -47,68 +43,18 @@ def activate() -> None:
     """
     oldest, newest = map(Version, TRIED)
     is_tried = oldest <= Version(installed_version() or "0") <= newest
-    if not is_tried or any(isinstance(finder, _Stubs) for finder in sys.meta_path):
+    if not is_tried or not stand_in():
         return
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    sys.meta_path.insert(0, _Stubs())
     when_imported("sglang.srt.utils.patch_torch", _send_cpu_tensors)
-    when_imported("sglang.srt.configs.utils", _skip_images)
     when_imported("sglang.srt.utils.common", _name_requests)
     when_imported("sglang.srt.layers.logits_processor", _pin_no_memory)
     when_imported("sglang.srt.entrypoints.engine", _prepare_children)
 
 
-class _Stubs(MetaPathFinder, Loader):
-    """Import finder that replaces packages of :data:`GPU_ONLY` by stubs if they are not installed, once SGLang is imported."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname == "sglang" and not self._names:
-            from transformers.utils import import_utils
-
-            for package in ("torchvision", "torchaudio", "torchao"):
-                getattr(import_utils, f"is_{package}_available")()  # remembers that there is no such package
-            self._names = [name for name in GPU_ONLY if PathFinder.find_spec(name) is None]
-        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in self._names else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Stub(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None: ...
-
-
-class _Stub(ModuleType):
-    """Empty replacement for a module that is not installed. Every attribute is a class whose call raises RuntimeError."""
-
-    def __getattr__(self, name: str) -> type:
-        return _stub_class(self.__name__, name)
-
-
-class _StubClass(type):
-    def __getattr__(cls, name: str) -> type:
-        return _stub_class(f"{cls.__module__}.{cls.__name__}", name)
-
-    def __call__(cls, *_args: Any, **_kwargs: Any) -> None:
-        raise RuntimeError(f"{cls.__module__}.{cls.__name__} needs a GPU; SGLang runs on a CPU here")
-
-
-def _stub_class(owner: str, name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(f"{owner} has no attribute {name!r}")
-    return _StubClass(name, (), {"__module__": owner})
-
-
-def _require(module: Any, *names: str) -> None:
-    for name in names:
-        if not hasattr(module, name):
-            raise PatchRefused(f"this SGLang has no {module.__name__}.{name}, which the CPU platform repairs")
-
-
 def _send_cpu_tensors(patch_torch: Any) -> None:
     """Lets SGLang send CPU tensors to other processes. SGLang's own function expects a device index, which CPU tensors lack."""
-    _require(patch_torch, "_modify_tuple", "monkey_patch_torch_reductions")
+    require(patch_torch, "_modify_tuple", "monkey_patch_torch_reductions")
     from torch import multiprocessing
 
     share_by: Callable[[str], None] = multiprocessing.set_sharing_strategy
@@ -121,14 +67,9 @@ def _send_cpu_tensors(patch_torch: Any) -> None:
     patch_torch._modify_tuple = _modify_tuple
 
 
-def _skip_images(utils: Any) -> None:
-    _require(utils, "register_image_processor")
-    utils.register_image_processor = lambda *_: None  # transformers has no image processors without torchvision
-
-
 def _name_requests(common: Any) -> None:
     """Makes SGLang's metrics name an HTTP request by the path in the URL. SGLang's own function fails with FastAPI's routers."""
-    _require(common, "_get_fastapi_request_path")
+    require(common, "_get_fastapi_request_path")
     # SGLang's function reads ``path`` of the matching route, which FastAPI's routers lack
     common._get_fastapi_request_path = lambda request: (request.url.path, True)
 
@@ -145,12 +86,12 @@ class _Unpinned(ModuleType):
 
 def _pin_no_memory(logits_processor: Any) -> None:
     """Keeps SGLang's logits processor from pinning memory, which fails without a GPU."""
-    _require(logits_processor, "torch")
+    require(logits_processor, "torch")
     logits_processor.torch = _Unpinned("torch")  # used when SGLang continues a preempted request
 
 
 def _prepare_children(engine: Any) -> None:
-    _require(engine, *_CHILDREN)
+    require(engine, *_CHILDREN)
     for name in _CHILDREN:
         setattr(engine, name, _Child(name))
 

@@ -238,6 +238,25 @@ def test_a_launch_line_that_hides_its_flags_is_refused_in_one_line(words, messag
         ]
 
 
+def test_slimes_parser_is_read_where_sglang_lacks_packages_for_gpus(python, tmp_path):
+    """In the environment of ``make sglang``, SGLang imports torchvision, which has no build for its torch."""
+    sources = {
+        "sglang/__init__": "from torchvision.io import decode_jpeg",
+        "slime/utils/arguments": "import sglang, sgl_kernel.elementwise",
+        "slime/__init__": "",
+        "slime/utils/__init__": "",
+    }
+    for name, source in sources.items():
+        file = tmp_path / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+    lines = "from rl_accel.integrations.slime import custom_config\ncustom_config.parsed([], {})"
+    done = python(lines, PYTHONPATH=str(tmp_path), code=1)
+    assert (
+        "AttributeError: module 'slime.utils.arguments' has no attribute 'get_slime_extra_args_provider'" in done.stderr
+    )
+
+
 @pytest.mark.slow
 def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
     """Each of them with each feature, as ``python docs/corpus.py --slime-root`` counts them."""
@@ -262,8 +281,9 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
             "tail_batching": refused and "refused",
             "drafts": "sglang_speculative_algorithm" in line and "refused",
         }
-        if line.get("rollout_function_path") == FINE_TUNING:
-            said |= dict.fromkeys(("sampler", "reward_timeout", "drafts"), "without effect")
+        if "debug_train_only" in line or line.get("rollout_function_path") == FINE_TUNING:
+            idle = ("sampler", "reward_timeout", "tail_batching", "drafts")
+            said |= {name: said.get(name) or "without effect" for name in idle}
         wanted = "refused" if "custom_config_path" in line else said[feature] or "accepted"
         assert outcome == wanted, (feature, told, line)
         if feature == "reward_timeout" and outcome == "accepted":

@@ -12,6 +12,7 @@ import torch.multiprocessing
 from omegaconf import OmegaConf
 
 from rl_accel.errors import RlAccelError
+from rl_accel.integrations import gpu_packages
 from rl_accel.lab.verl_cpu import sglang
 from rl_accel.lab.verl_cpu.patches import find_problems
 
@@ -54,7 +55,7 @@ def test_the_shortcut_is_enough_and_a_setting_that_fails_is_refused_until_the_ad
 
 @pytest.fixture
 def stubs(monkeypatch):
-    finder = sglang._Stubs()
+    finder = gpu_packages._Stubs()
     finder._names = ["sgl_kernel"]
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     yield
@@ -63,7 +64,7 @@ def stubs(monkeypatch):
 
 
 def test_a_package_for_gpus_can_be_imported_and_says_why_it_cannot_be_called(stubs):
-    assert sglang._Stubs().find_spec("torchvision") is None, "before SGLang is imported there are none"
+    assert gpu_packages._Stubs().find_spec("torchvision") is None, "before SGLang is imported there are none"
     kernel = importlib.import_module("sgl_kernel.elementwise")
     assert kernel.types.float8.name  # read while SGLang is imported
     with pytest.raises(RuntimeError, match=r"sgl_kernel\.elementwise\.rms_norm needs a GPU"):
@@ -94,7 +95,7 @@ def test_memory_is_not_pinned():
     "repair",
     [
         sglang._send_cpu_tensors,
-        sglang._skip_images,
+        gpu_packages._skip_images,
         sglang._name_requests,
         sglang._pin_no_memory,
         sglang._prepare_children,
