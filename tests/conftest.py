@@ -6,7 +6,9 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
+import socket
 import string
 import subprocess
 import sys
@@ -29,8 +31,7 @@ from hypothesis import settings
 
 from rl_accel import log
 from rl_accel.lab import sglang_servers
-from rl_accel.lab.ab.runner import RAY_DID_NOT_START
-from rl_accel.lab.ab.supervisor import forks
+from rl_accel.lab.ab.runner import MODULES, RAY_DID_NOT_START
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing here
 settings.load_profile("shared machine")
@@ -42,6 +43,8 @@ END = "\nimport os, sys\nsys.stdout.flush(), sys.stderr.flush(), os._exit(0)"
 """Last lines of a script that runs in a fork."""
 STARTS = 3
 """Number of attempts to start Ray, whose own fixed time limit may be too short on a busy machine."""
+FORKS = Path(__file__).with_name("forks")
+"""Folder with the server that forks processes, and its client."""
 DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds per test file, as last measured with ``pytest --store-durations``."""
 
@@ -196,16 +199,56 @@ def clean_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def forking(clean_environment) -> Iterator[list[str]]:
-    """A command like that of Python, whose processes are forks of one that has imported torch and transformers.
+def forks() -> Callable[..., Any]:
+    """``with forks(python, environment) as command`` runs a server of forks that has imported torch and transformers.
 
-    What imports verl is sooner ready; each fork imports verl and this project itself, but finds them where this process does.
+    ``command`` starts a process as ``python`` does, but sooner. Each fork imports verl and this project itself.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="rla", dir="/tmp") as folder,
-        forks(sys.executable, f"{folder}/forks", clean_environment) as command,
-    ):
+
+    @contextmanager
+    def run(python: str, environment: dict[str, str]) -> Iterator[list[str]]:
+        one_thread = {
+            "OMP_NUM_THREADS": "1",
+            "JE_ARROW_MALLOC_CONF": "background_thread:false",
+        }  # no fork beside threads
+        with tempfile.TemporaryDirectory(prefix="rla", dir="/tmp") as folder:
+            path = f"{folder}/forks"
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(path)
+                listener.listen(64)  # clients wait while the server imports libraries
+                server = subprocess.Popen(
+                    [python, str(FORKS / "server.py"), str(listener.fileno())],
+                    stdin=subprocess.PIPE,
+                    pass_fds=[listener.fileno()],
+                    env={**environment, **one_thread},
+                )
+            try:
+                yield [python, "-S", "-E", str(FORKS / "client.py"), path]
+            finally:
+                server.stdin.close()
+                server.wait()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def forking(forks, clean_environment) -> Iterator[list[str]]:
+    """A command like that of Python, whose processes are forks of one server."""
+    with forks(sys.executable, clean_environment) as command:
         yield command
+
+
+@pytest.fixture(scope="session")
+def forked_workers() -> Callable[..., dict[str, str]]:
+    """``forked_workers(command, environment)`` returns variables with which verl's Ray workers are forks by ``command``."""
+
+    def variables(command: list[str], environment: dict[str, str]) -> dict[str, str]:
+        paths = [environment.get("PYTHONPATH", ""), str(FORKS)]
+        modules = [environment.get(MODULES, ""), "forked_ray_workers"]
+        found = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), MODULES: ",".join(filter(None, modules))}
+        return {**environment, **found, "FORKING": shlex.join(command)}
+
+    return variables
 
 
 @pytest.fixture

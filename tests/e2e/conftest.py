@@ -130,17 +130,27 @@ class Run:
         assert ghosts or set(self.numbers("tail_batching/ghost_keys")) == {0.0}
 
 
-def supervise(command, environment, folder, follow=lambda metrics: None, completes=True) -> Run:
-    """Runs a trainer in ``folder``. ``follow(metrics)`` is called a few times a second with the path of its metrics.
+@pytest.fixture(scope="session")
+def supervise(forks, forked_workers) -> Callable[..., Run]:
+    """``supervise(command, environment, folder, follow, completes)`` runs a trainer, whose processes are forks, in ``folder``.
 
-    ``completes``: whether it is to end by itself.
+    ``follow(metrics)`` is called a few times a second with the path of its metrics. ``completes``: whether it is to end by itself.
     """
-    metrics, log = folder / "metrics.jsonl", folder / "train.log"
-    with ray_temp_dir() as ray_dir:
-        environment = {**environment, "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
-        outcome = supervised(command, environment, folder, log, Stop(), lambda: bool(follow(metrics)), ray_dir)
-    assert (outcome.exit_code == 0) == completes, last_lines(log, 80)
-    return Run(log.read_text(errors="replace"), metrics_of(metrics))
+
+    def run(command, environment, folder, follow=lambda metrics: None, completes=True) -> Run:
+        metrics = folder / "metrics.jsonl"
+        log = folder / "train.log"
+        at = next(index for index, word in enumerate(command) if Path(word).name.startswith("python"))
+        with ray_temp_dir() as ray_dir:
+            environment = {**environment, "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
+            with forks(command[at], environment) as start:
+                forked = [*command[:at], *start, *command[at + 1 :]]
+                variables = forked_workers(start, environment)
+                outcome = supervised(forked, variables, folder, log, Stop(), lambda: bool(follow(metrics)), ray_dir)
+        assert (outcome.exit_code == 0) == completes, last_lines(log, 80)
+        return Run(log.read_text(errors="replace"), metrics_of(metrics))
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -185,7 +195,7 @@ def probe_environment() -> Callable[[Path], dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def train(recipe_command, probe_environment, read_processes) -> Callable[..., Run]:
+def train(recipe_command, supervise, probe_environment, read_processes) -> Callable[..., Run]:
     """``train(*overrides, folder, begin="", steps=2, batch=None, **env)`` runs the stock arm in a script.
 
     It begins with ``begin``. ``folder`` must be new for each run.
@@ -207,7 +217,7 @@ def train(recipe_command, probe_environment, read_processes) -> Callable[..., Ru
 
 
 @pytest.fixture(scope="module")
-def launch(recipe_command) -> Callable[..., Run]:
+def launch(recipe_command, supervise) -> Callable[..., Run]:
     """``launch(folder, steps, batch, *overrides, checkpoints, before, env, follow, completes)`` runs the stock arm in ``folder``.
 
     ``checkpoints`` is a folder in it unless given; ``before`` are words before the command, ``env`` are more variables.
@@ -302,13 +312,15 @@ def tail_run(launch, workspace, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def ab(repo, clean_environment) -> Callable[..., dict]:
+def ab(repo, clean_environment, forks, forked_workers) -> Callable[..., dict]:
     """``ab(recipe, out, *options, python=..., env={})`` runs ``rl-accel ab`` and returns its summary from the folder ``out``."""
 
     def run(recipe, out, *options, python=sys.executable, env=None):
         words = [python, "-m", "rl_accel", "ab", str(recipe), "--out", str(out), *options]
         environment = {**clean_environment, **(env or {})}
-        done = subprocess.run(words, cwd=repo, env=environment, capture_output=True, text=True)
+        with forks(python, environment) as start:
+            variables = forked_workers(start, environment)
+            done = subprocess.run(words, cwd=repo, env=variables, capture_output=True, text=True)
         assert (out / "summary.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
         print(done.stdout)
         return json.loads((out / "summary.json").read_text())

@@ -109,34 +109,44 @@ def lines_of(path):
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def play(plan, python, seed, folder):
-    """Launches the run of ``plan`` until it ends well, at most once more for each kill. Returns kinds killed, and launches."""
-    folder.mkdir()
-    ledger = folder / "checkpoints" / FOLDER / "ledger.jsonl"
-    metrics = folder / "metrics.jsonl"
-    log = folder / "train.log"
-    killer = Killer(seed, ledger, metrics)
-    command = [python, *plan.command[1:], *OVERRIDES, f"trainer.default_local_dir={folder / 'checkpoints'}"]
-    launches = 0
-    exit_code = None
-    while exit_code != 0 and launches <= KILLS:
-        launches += 1
-        killer.begin_launch()
-        killed_before = len(killer.killed)
-        with ray_temp_dir() as ray_dir:
-            environment = {**plan.env, "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
-            outcome = supervised(command, environment, folder, log, Stop(), killer.stands_still, ray_dir)
-        assert outcome.reason != "timeout", f"no step in {STANDSTILL_S:.0f} s: {last_lines(log, 3)}"
-        exit_code = outcome.exit_code
-        assert exit_code == 0 or len(killer.killed) > killed_before, (
-            f"it ended although nothing was killed: {last_lines(log, 3)}"
-        )
-    trained = [line["trained"] for line in lines_of(ledger)]
-    assert [line["step"] for line in lines_of(ledger)] == list(range(1, STEPS + 1))
-    assert {len(prompts) for prompts in trained} == {PROMPTS}
-    assert len({prompt for prompts in trained for prompt in prompts}) == STEPS * PROMPTS, "no prompt was trained twice"
-    assert not any(line["failed"] for line in lines_of(ledger)), "no prompt was given up"
-    return killer.killed, launches
+@pytest.fixture
+def play(engine, clean_environment, forks, forked_workers):
+    """``play(plan, seed, folder)`` launches the run of ``plan`` until it ends well, at most once more for each kill.
+
+    Returns the kinds of processes killed, and the number of launches.
+    """
+
+    def run(plan, seed, folder):
+        folder.mkdir()
+        ledger = folder / "checkpoints" / FOLDER / "ledger.jsonl"
+        metrics = folder / "metrics.jsonl"
+        log = folder / "train.log"
+        killer = Killer(seed, ledger, metrics)
+        overrides = [*OVERRIDES, f"trainer.default_local_dir={folder / 'checkpoints'}"]
+        launches = 0
+        exit_code = None
+        while exit_code != 0 and launches <= KILLS:
+            launches += 1
+            killer.begin_launch()
+            killed_before = len(killer.killed)
+            with ray_temp_dir() as ray_dir:
+                environment = {key: value for key, value in plan.env.items() if value is not None}
+                environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
+                with forks(engine.python, {**clean_environment, **environment}) as start:
+                    variables = forked_workers(start, environment)
+                    command = [*start, *plan.command[1:], *overrides]
+                    outcome = supervised(command, variables, folder, log, Stop(), killer.stands_still, ray_dir)
+            assert outcome.reason != "timeout", f"no step in {STANDSTILL_S:.0f} s: {last_lines(log, 3)}"
+            exit_code = outcome.exit_code
+            assert exit_code == 0 or len(killer.killed) > killed_before, last_lines(log)
+        trained = [line["trained"] for line in lines_of(ledger)]
+        assert [line["step"] for line in lines_of(ledger)] == list(range(1, STEPS + 1))
+        assert {len(prompts) for prompts in trained} == {PROMPTS}
+        assert len({prompt for prompts in trained for prompt in prompts}) == STEPS * PROMPTS, "none was trained twice"
+        assert not any(line["failed"] for line in lines_of(ledger)), "no prompt was given up"
+        return killer.killed, launches
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -148,7 +158,7 @@ def play(plan, python, seed, folder):
     indirect=["engine"],
     scope="module",
 )
-def test_every_prompt_is_trained_once_whatever_dies(repo, engine, example, seed, victims, tmp_path):
+def test_every_prompt_is_trained_once_whatever_dies(repo, play, engine, example, seed, victims, tmp_path):
     """Two kills in each schedule. Only a dead trainer ends a run, and on SGLang a dead engine or server."""
     recipe_file = repo / "examples" / example / "recipe.yaml"
     recipe = load(recipe_file)
@@ -158,6 +168,6 @@ def test_every_prompt_is_trained_once_whatever_dies(repo, engine, example, seed,
     )
     ends = {"trainer"} if engine.name == "hf_cpu" else {"trainer", "engine", "server"}
     for number, planned in enumerate(victims):
-        killed, launches = play(plan, engine.python, seed + number, tmp_path / str(number))
+        killed, launches = play(plan, seed + number, tmp_path / str(number))
         assert killed == planned
         assert launches == 1 + sum(kind in ends for kind in killed)

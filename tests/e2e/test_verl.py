@@ -26,7 +26,7 @@ ray.init(address="{address}")
 rl_accel.enable(gae=True, advantages=True, sampler=True)
 """
     # 16 prompts in one update a step: at the first the policy still is the reference.
-    run = train(*GRPO, begin=begin, batch=(16, 4), folder=tmp_path, RL_ACCEL_FORK_SERVER="0")
+    run = train(*GRPO, begin=begin, batch=(16, 4), folder=tmp_path)
     assert list(run.steps) == [1, 2]
     assert "dtype mismatch" not in run.log
     for metrics in run.steps.values():

@@ -19,10 +19,6 @@ Get = Callable[..., Any]
 """Function ``get(key, default)`` that returns the value of a setting of verl."""
 Problems = Iterator[tuple[str, str]]
 """Pairs ``(override, reason)``: an argument for verl that corrects a setting, and the reason why the setting fails on a CPU."""
-WORKER_PYTHON = "RL_ACCEL_WORKER_PYTHON"
-"""Environment variable with the command that Ray runs in place of ``python`` to start worker processes.
-
-A trainer ignores a command that does not begin with its own Python interpreter: the command is for another environment."""
 
 _OPTIONS = {
     "seconds_per_step": (int | float, 0, 10, "a number from 0 to 10"),

@@ -10,8 +10,6 @@ session, and the index of the prompt in order of submission, which is also the o
 """
 
 import os
-import shlex
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -22,7 +20,6 @@ from rl_accel.lab.cpu_engine.sampling import derive_seed
 from rl_accel.lab.verl_cpu import (
     ENGINE,
     ROLLOUT,
-    WORKER_PYTHON,
     Get,
     Problems,
     find_option_problems,
@@ -89,9 +86,6 @@ def _check_first(original: Callable[..., Any], _settings: Any) -> Callable[..., 
     def auto_set_device(config: Any) -> Any:
         result = original(config)
         config.trainer.device = "cpu"
-        python = os.environ.get(WORKER_PYTHON, "")
-        if shlex.split(python)[:1] == [sys.executable]:  # a launcher may run in another environment than its trainer
-            config.ray_kwargs.ray_init.runtime_env.py_executable = python
         check_config(config)
         return result
 

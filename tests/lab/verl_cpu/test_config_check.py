@@ -7,7 +7,7 @@ import pytest
 
 from rl_accel.errors import ConfigError
 from rl_accel.lab.verl_cpu import sglang, vllm
-from rl_accel.lab.verl_cpu.patches import SWITCHES, check_config, find_problems
+from rl_accel.lab.verl_cpu.patches import check_config, find_problems
 
 SHORTCUT = ["hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu"]
 
@@ -32,17 +32,6 @@ def test_all_that_a_stock_configuration_lacks_is_in_one_message_and_its_advice_t
     with pytest.raises(ConfigError) as caught:
         check_config(configured(*SHORTCUT, f"{rollout}.dtype=bfloat16"))
     assert "+run_on=cpu" not in str(caught.value), "it is on already"
-
-
-@pytest.mark.parametrize(("interpreter", "is_used"), [(sys.executable, True), (f"{sys.executable}-other", False)])
-def test_workers_are_forks_only_of_the_trainers_own_interpreter(configured, monkeypatch, interpreter, is_used):
-    """A launcher in one environment may start a trainer in another, whose workers need what is installed there."""
-    monkeypatch.setenv("RL_ACCEL_WORKER_PYTHON", f"{interpreter} fork_client.py socket")
-    config = configured(*SHORTCUT)
-    (switch,) = (switch for switch in SWITCHES if switch.target == "verl.utils.device:auto_set_device")
-    switch.make(lambda config: config, None)(config)
-    started = config.ray_kwargs.ray_init.runtime_env.get("py_executable")
-    assert started == (f"{interpreter} fork_client.py socket" if is_used else None)
 
 
 def test_what_a_run_does_not_have_is_not_asked_about(configured):

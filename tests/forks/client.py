@@ -1,4 +1,4 @@
-"""Command ``fork_client.py SOCKET WORDS...``, which runs ``python WORDS...`` in a fork of a running :mod:`fork_server`.
+"""Command ``client.py SOCKET WORDS...``, which runs ``python WORDS...`` in a fork of a running ``server.py``.
 
 The fork gets the standard streams, working folder and environment of this command, which passes signals on to the fork, and ends
 with its exit code. If the server cannot be reached, the command replaces itself by ``python WORDS...``. This module imports only

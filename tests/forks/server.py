@@ -1,7 +1,7 @@
 """Server that forks Python processes in which the libraries of a run are imported already.
 
 A run of verl starts a dozen Python processes on one machine. Each imports torch, transformers and other libraries, which takes ten
-seconds of processor time. ``fork_server.py N`` imports these libraries once, and forks itself for each :mod:`fork_client` that
+seconds of processor time. ``server.py N`` imports these libraries once, and forks itself for each client (``client.py``) that
 connects to the listening socket with file descriptor N.
 
 verl, Ray and this project are not among the libraries, because they read the environment on import. Each fork imports them itself,
@@ -53,7 +53,7 @@ def main(listener: socket.socket) -> None:
             importlib.import_module(library)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:  # a lock that another thread holds would stay locked in a fork
-        print(f"rl-accel ab: processes start without a fork server, because it has {threads} threads", file=sys.stderr)
+        print(f"processes start without a fork server, because it has {threads} threads", file=sys.stderr)
         return
     gc.freeze()  # garbage collection in a fork would copy every memory page
     atexit.register(gc.unfreeze)
@@ -115,6 +115,7 @@ def _run(request: dict[str, Any]) -> None:
 
     np.random.seed()  # without a new seed, all forks would draw the same numbers; `random` and torch reseed themselves
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # OpenMP has read the server's variable
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     words = request["words"]
     if words[0] == "-m":
         sys.argv = words[1:]
