@@ -25,7 +25,7 @@ sys.exit(7)
 """
 
 
-def test_forks_are_as_new_processes_and_end_with_their_command(forking, clean_environment, tmp_path):
+def test_forks_are_as_new_processes_and_end_with_their_command(forking, clean_environment, tmp_path, gone):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     (tmp_path / "path").mkdir()
@@ -49,7 +49,7 @@ def test_forks_are_as_new_processes_and_end_with_their_command(forking, clean_en
             command.send_signal(sent)
             assert command.wait() == code
             command.stdout.read()  # ends with the fork
-            assert not psutil.pid_exists(fork)
+            assert gone(fork)
     with subprocess.Popen([*forking, str(script), "wait"], **how) as command:
         psutil.Process(int(command.stdout.readline())).kill()
         assert command.wait() == -9

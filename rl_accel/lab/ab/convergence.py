@@ -11,10 +11,9 @@ probability of at most 5%:
 
 Arms whose curves are the same in every value are **identical**, whatever the number of runs.
 
-If the margin is a share of the baseline's gain (last level minus first level), the test includes the noise of that gain.
+A margin that is a share of the baseline's gain (last level minus first level) is that share of the mean gain of its runs.
 """
 
-import bisect
 import functools
 import itertools
 import math
@@ -33,10 +32,14 @@ Array = npt.NDArray[np.float64]
 Curves = Sequence[tuple[Array, Array]]
 """Curves of several runs. Each is a pair of arrays: positions on the x axis, and values of a metric."""
 
-EQUAL, DIFFERENT, NOT_ENOUGH, IDENTICAL = "equal within the margin", "different", "not enough runs", "identical"
-ALPHA, MIN_SEEDS = 0.05, 3
-"""``ALPHA``: largest probability of a wrong answer ``EQUAL`` or ``DIFFERENT``, the usual 5%. ``MIN_SEEDS``: smallest number of runs
-per arm for an answer; two runs say almost nothing about noise."""
+EQUAL = "equal within the margin"
+DIFFERENT = "different"
+NOT_ENOUGH = "not enough runs"
+IDENTICAL = "identical"
+ALPHA = 0.05
+"""Largest probability of a wrong answer ``EQUAL`` or ``DIFFERENT``."""
+MIN_SEEDS = 3
+"""Smallest number of runs per arm for an answer. Two runs say almost nothing about noise."""
 AXES = {
     "steps": "training steps",
     "prompts": "prompts trained",
@@ -46,12 +49,10 @@ AXES = {
 """Mapping from each x axis of the report's curves to the label of the axis."""
 _SECONDS = {"hours": 3600, "minutes": 60}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
-_REACH, _WINDOW = 0.9, 5
+_REACH = 0.9
+_WINDOW = 5
 """For :func:`times_to_reach`: default level to reach, as a share of the baseline's gain in reward, and number of values in the
 moving average that must reach it. Chosen by hand."""
-_POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
-"""For :func:`seeds_enough`: share of cases in which the seeds must suffice (the usual power of a test), largest number of seeds to
-try, and number of plausible standard deviations to average."""
 
 
 def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> dict[str, tuple[Array, Array]]:
@@ -78,29 +79,27 @@ def _test(paired: bool, base: Array, other: Array, alternative: str = "two-sided
     from scipy.stats import ttest_ind, ttest_rel
 
     test = ttest_rel if paired else functools.partial(ttest_ind, equal_var=False)
-    with warnings.catch_warnings(), np.errstate(all="ignore"):  # identical runs have no variance
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return test(other, base, axis=-1, alternative=alternative)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # identical runs have no variance
+        return test(other, base, alternative=alternative)
 
 
-def decide(base: Array, other: Array, margin: Array, paired: bool) -> npt.NDArray[np.str_]:
-    """Tests whether two arms are equal or different in a metric. Leading axes [...] are separate comparisons.
+def decide(base: Array, other: Array, margin: float, paired: bool) -> str:
+    """Tests whether two arms are equal or different in a metric. Returns ``EQUAL``, ``DIFFERENT`` or ``NOT_ENOUGH`` (no answer).
 
     Args:
-        base, other: float64 [..., runs], final metric values of the baseline's runs, and of the other arm's runs.
-        margin: float64, same shape as ``base``: largest difference that counts as equal. There is one for each run of the baseline,
-            because a margin may be a share of the run's gain. The test then includes the noise of the gain.
+        base, other: float64 [runs], final metric values of the baseline's runs, and of the other arm's runs.
+        margin: largest difference that counts as equal.
         paired: True if ``base`` and ``other`` have the same seeds in the same order (paired t tests instead of Welch's).
-
-    Returns:
-        ``EQUAL``, ``DIFFERENT`` or ``NOT_ENOUGH`` (no answer) for each comparison, shape [...].
     """
-    if min(base.shape[-1], other.shape[-1]) < MIN_SEEDS:
-        return np.full(base.shape[:-1], NOT_ENOUGH)
-    above_low, below_high = _test(paired, base - margin, other, "greater"), _test(paired, base + margin, other, "less")
-    p_outside = np.maximum(above_low.pvalue, below_high.pvalue)  # 1 - p is the probability for the opposite alternative
-    answers = np.select([p_outside <= ALPHA, p_outside >= 1 - ALPHA / 2], [EQUAL, DIFFERENT], NOT_ENOUGH)
-    return np.where(margin.mean(axis=-1) > 0, answers, NOT_ENOUGH)
+    if min(len(base), len(other)) < MIN_SEEDS or not margin > 0:
+        return NOT_ENOUGH
+    above_low = _test(paired, base - margin, other, "greater").pvalue
+    below_high = _test(paired, base + margin, other, "less").pvalue
+    p_outside = max(above_low, below_high)  # 1 - p is the probability for the opposite alternative
+    if p_outside <= ALPHA:
+        return EQUAL
+    return DIFFERENT if p_outside >= 1 - ALPHA / 2 else NOT_ENOUGH
 
 
 def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
@@ -112,32 +111,6 @@ def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
         return math.nan, math.nan
     bounds = _test(paired, base, other).confidence_interval(1 - ALPHA)
     return float(bounds.low), float(bounds.high)
-
-
-def seeds_enough(base: Array, other: Array, margin: float, paired: bool, true: float = 0.0) -> float:
-    """Estimates how many seeds per arm are needed so that :func:`decide` answers "equal" in 8 of 10 cases; inf if over 1,000.
-
-    Averages over plausible standard deviations of the runs (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4,
-    2005, with the prior 1/sigma). Arguments as in :func:`decide`, with one ``margin`` for all runs.
-
-    ``true``: assumed true difference of the arms, divided by the margin.
-    """
-    from scipy.stats import chi2, norm, t
-
-    spread = np.std(other - base, ddof=1) if paired else math.hypot(np.std(base, ddof=1), np.std(other, ddof=1))
-    known = len(base) - 1 if paired else len(base) + len(other) - 2
-    middle = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
-    sigma = (float(spread) / margin * np.sqrt(known / chi2.ppf(middle, known)))[:, None]
-
-    def assurance(seeds: int) -> float:
-        freedom = seeds - 1 if paired else 2 * (seeds - 1)
-        error = sigma / math.sqrt(seeds)
-        room = 1 - t.ppf(1 - ALPHA, freedom) * error * np.sqrt(chi2.ppf(middle, freedom) / freedom)
-        shown = norm.cdf((room - true) / error) - norm.cdf((-room - true) / error)
-        return float(np.clip(shown, 0, None).mean())
-
-    seeds_needed = MIN_SEEDS + bisect.bisect_left(range(MIN_SEEDS, _MOST_SEEDS + 1), _POWER, key=assurance)
-    return seeds_needed if seeds_needed <= _MOST_SEEDS else math.inf
 
 
 def matched(base: Sequence[RunData], other: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:
@@ -167,8 +140,6 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
       equal, in units of the metric.
     - ``answer``: ``IDENTICAL`` or the result of :func:`decide`.
     - ``runs``: number of runs of each of the two arms. ``paired``: whether the runs are paired by seed.
-    - ``enough``: results of :func:`seeds_enough` for arms that do not differ, and for arms that differ by half the margin; empty
-      unless ``answer`` is ``NOT_ENOUGH`` and both can be computed.
     - ``reach``: result of :func:`times_to_reach`; only for the reward.
     """
     rows, notes, curves = [], [note for run in runs for note in run.notes], {}
@@ -231,16 +202,23 @@ def _row(base: Curves, other: Curves, paired: bool, names: Metrics, is_reward: b
     if not np.isfinite([*after, *value]).all():
         return None
     size, is_share = parse_margin(names.margin)
-    margins = size * (after - before) if is_share else np.full(len(after), size)
+    margin = size * float((after - before).mean()) if is_share else size
     low, high = interval(after, value, paired)
-    row: dict[str, Any] = {"end": min(ends), "longest": max(ends), "runs": [len(base), len(other)], "paired": paired}
-    row |= {"baseline": float(after.mean()), "value": float(value.mean()), "low": low, "high": high, "enough": []}
-    row |= {"margin": float(margins.mean()), "answer": str(decide(after, value, margins, paired))}
+    row: dict[str, Any] = {
+        "end": min(ends),
+        "longest": max(ends),
+        "runs": [len(base), len(other)],
+        "paired": paired,
+        "baseline": float(after.mean()),
+        "value": float(value.mean()),
+        "difference": float(value.mean() - after.mean()),
+        "low": low,
+        "high": high,
+        "margin": margin,
+        "answer": decide(after, value, margin, paired),
+    }
     if len(base) == len(other) and all(map(np.array_equal, itertools.chain(*base), itertools.chain(*other))):
         row["answer"] = IDENTICAL
-    row["difference"] = row["value"] - row["baseline"]
-    if row["answer"] == NOT_ENOUGH and min(row["runs"]) >= MIN_SEEDS and row["margin"] > 0:
-        row["enough"] = [seeds_enough(after, value, row["margin"], paired, true) for true in (0.0, 0.5)]
     if is_reward:
         first, last = levels(base, math.inf).mean(axis=1)
         level = float(first + _REACH * (last - first)) if names.reach is None else names.reach
@@ -286,7 +264,6 @@ def sentence(row: Mapping[str, Any], baseline: str, margin: str) -> str:
         return text
     if not bounds:
         return f"{text}: nothing is decided below {MIN_SEEDS} seeds of each"
-    if not row["enough"]:
+    if not row["margin"] > 0:
         return f"{text}: {baseline} gained nothing, and a share of that is no margin; name one in units of the reward"
-    alike, half = (f"{n:,}" if n < math.inf else f"more than {_MOST_SEEDS:,}" for n in row["enough"])
-    return f"{text}: in 8 of 10 cases {alike} seeds of each show that they are equal, or {half} if half the margin is between them"
+    return text

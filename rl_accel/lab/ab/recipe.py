@@ -35,10 +35,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -178,6 +178,9 @@ class Recipe:
     rollout: RolloutSection = field(default_factory=RolloutSection)
 
 
+_SECTIONS = {"metrics": Metrics, "checks": Checks, "rollout": RolloutSection}
+
+
 def parse_margin(text: str) -> tuple[float, bool]:
     """Parses ``Metrics.margin``. Returns its size, and True if this size is a share of the baseline's gain.
 
@@ -199,21 +202,35 @@ def load(path: Path, platform: str | None = None) -> Recipe:
     ``platform``: name of one of the recipe's platforms (settings for one kind of machine); None: the first, if there are any.
 
     Raises:
-        RecipeError: the file cannot be read, is not YAML, or does not fit :class:`Recipe`. The message names the file, the key, and
-            the expected and the actual value.
+        RecipeError: the file cannot be read, is not YAML, or does not fit :class:`Recipe`. The message names the file and the key.
     """
-    values = _read(path)
-    platforms = values.pop("platforms", {})
-    if not isinstance(platforms, dict) or not all(isinstance(changes, dict) for changes in platforms.values()):
-        raise RecipeError(f"{path}: platforms wants a mapping from names to keys of a recipe, found {platforms!r}")
-    if platform is not None and platform not in platforms:
-        there_are = f"there are {', '.join(platforms)}" if platforms else "it has none"
-        raise RecipeError(
-            f"--platform: {path} has no platform {platform!r}{did_you_mean(platform, platforms)}; {there_are}"
-        )
-    if platforms:
-        values = _merge(values, _extended(platforms[platform or next(iter(platforms))], path))
-    recipe: Recipe = _typed(Recipe, values, str(path), "")
+    layers = _read(path)
+    platforms = [(file, values.pop("platforms", None) or {}) for file, values in layers]
+    for file, choices in platforms:
+        if not isinstance(choices, dict):
+            raise RecipeError(f"{file}: platforms wants a mapping from names to keys of a recipe, found {choices!r}")
+    names = list(dict.fromkeys(name for _, choices in platforms for name in choices))
+    if platform is not None and platform not in names:
+        there_are = f"there are {', '.join(names)}" if names else "it has none"
+        raise RecipeError(f"--platform: {path} has no platform {platform!r}; {there_are}")
+    chosen = platform or next(iter(names), None)
+    for file, choices in platforms:
+        if chosen in choices:
+            layers += _with_bases(choices[chosen] or {}, file)
+    config = OmegaConf.structured(Recipe)
+    for file, values in layers:
+        for key in ("arms", "env", *_SECTIONS):
+            if not isinstance(values.get(key, {}), dict):
+                raise RecipeError(f"{file}: {key} wants a mapping, found {values[key]!r}")
+        try:
+            config = _merge(config, values)
+        except OmegaConfBaseException as error:
+            raise RecipeError(f"{file}: {error.full_key or 'recipe'}: {first_line(error)}") from error
+    # OmegaConf's own way to make objects would fill in ``${...}`` placeholders, which have no values yet
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    plain |= {key: section(**plain[key]) for key, section in _SECTIONS.items()}
+    plain["arms"] = {name: Arm(**keys) for name, keys in plain["arms"].items()}
+    recipe = Recipe(**plain)
     for problem in _problems(recipe):
         raise RecipeError(f"{path}: {problem}")
     parse_margin(recipe.metrics.margin)
@@ -226,101 +243,50 @@ def save(recipe: Recipe, path: Path) -> None:
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(recipe))))
 
 
-def _read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Returns the content of a recipe file, merged into the content of the base recipe if the file has a key ``extends``.
+def _read(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+    """Returns the content of a recipe file, and before it that of the recipes that it extends, each with the path of its file.
 
     ``extended_by``: files of the recipes that extend this recipe; used to detect a cycle.
     """
     try:
-        text = path.read_text()
-        parsed = OmegaConf.create(text)
+        values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-    except OmegaConfBaseException as error:
-        raise RecipeError(f"{path}: {error.full_key or 'recipe'}: {first_line(error)}") from error
     except Exception as error:  # yaml and OmegaConf raise unrelated classes for text that is not YAML
         raise RecipeError(f"{path} is not valid YAML: {one_line(error)}") from error
-    # OmegaConf takes a single word for a key without a value
-    if not isinstance(parsed, DictConfig) or (len(parsed) == 1 and next(iter(parsed)) == text.strip()):
-        raise RecipeError(f"{path}: a recipe is a mapping with the keys {_keys(Recipe)}")
-    return _extended(_plain(parsed), path, extended_by)
+    return _with_bases(values, path, extended_by)
 
 
-def _extended(recipe: dict[str, Any], path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Returns ``recipe`` merged into the base recipe that its key ``extends`` names; ``recipe`` itself without this key.
-
-    ``path``: file of ``recipe``. ``extended_by``: as in :func:`_read`.
-    """
-    if "extends" not in recipe:
-        return recipe
-    base_name = recipe.pop("extends")
+def _with_bases(values: Any, path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+    """Returns ``values``, keys of a recipe in the file ``path``, and before them those of the recipe that ``extends`` names."""
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path}: a recipe and each of its platforms is a mapping, found {values!r}")
+    base_name = values.pop("extends", None)
+    if base_name is None:
+        return [(path, values)]
     if not isinstance(base_name, str):
         raise RecipeError(f"{path}: extends wants the name of a recipe file, found {base_name!r}")
     base_path = (path.parent / base_name).resolve()
     extended_by = (*extended_by, path.resolve())
     if base_path in extended_by:
         raise RecipeError(f"{path}: extends {base_name}, which extends this recipe in turn")
-    return _merge(_read(base_path, extended_by), recipe)
+    return [*_read(base_path, extended_by), (path, values)]
 
 
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        before = base.get(key)
-        if key == "overrides" and isinstance(value, list) and isinstance(before, list):
-            value = before + value
-        elif key in ("env", "metrics", "checks", "rollout") and isinstance(value, dict) and isinstance(before, dict):
-            value = before | value
-        elif key == "platforms" and isinstance(value, dict) and isinstance(before, dict):
-            value = before | {name: _merge(before.get(name) or {}, value[name] or {}) for name in value}
-        merged[key] = value
+def _merge(config: DictConfig, values: dict[str, Any]) -> DictConfig:
+    """Merges the keys of one file into those before it. Overrides are appended; a section is merged key by key."""
+    overrides: list[Any] = list(OmegaConf.to_container(config.overrides, resolve=False))
+    if "arms" in values:
+        config.arms = {}
+    for section in _SECTIONS.keys() & values.keys():
+        for key, value in values[section].items():
+            if isinstance(value, dict):
+                config[section][key] = {}  # OmegaConf would merge this mapping too
+    merged = OmegaConf.merge(config, values)
+    assert isinstance(merged, DictConfig)
+    if "overrides" in values:
+        merged.overrides = overrides + list(OmegaConf.to_container(merged.overrides, resolve=False))
     return merged
-
-
-def _plain(config: DictConfig) -> Any:
-    return OmegaConf.to_container(config, resolve=False)
-
-
-def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
-    """Converts ``values`` to an object of the dataclass ``schema``. Errors name the recipe ``source`` and the key ``where``."""
-    if not isinstance(values, Mapping):
-        raise RecipeError(f"{source}: {where} wants a mapping with the keys {_keys(schema)}, found {values!r}")
-    hints, converted = get_type_hints(schema), {}
-    for key, value in values.items():
-        name = f"{where}.{key}" if where else str(key)
-        if key not in hints:
-            raise RecipeError(
-                f"{source}: unknown key {name}{did_you_mean(key, hints)}; {where or 'a recipe'} takes {_keys(schema)}"
-            )
-        if is_dataclass(hints[key]):
-            converted[key] = _typed(hints[key], value, source, name)
-        elif key == "arms" and isinstance(value, Mapping):
-            converted[key] = {str(arm): _typed(Arm, keys, source, f"{name}.{arm}") for arm, keys in value.items()}
-        else:
-            # one value at a time: a whole object would fill in ``${...}`` placeholders, which have no values yet
-            config = OmegaConf.structured(schema)
-            try:
-                config[key] = value
-            except OmegaConfBaseException as error:
-                raise RecipeError(f"{source}: {name} wants {_wanted(hints[key])}, found {value!r}") from error
-            converted[key] = _plain(config)[key]
-            numbers = converted[key].values() if isinstance(converted[key], dict) else [converted[key]]
-            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-                raise RecipeError(f"{source}: {name} wants finite numbers, found {value!r}")
-    return schema(**converted)
-
-
-def _wanted(hint: Any) -> str:
-    if get_args(hint)[-1:] == (Arm,):
-        return "a mapping from arm names to arms"
-    text = str(hint) if get_args(hint) else hint.__name__
-    if text.startswith("dict"):
-        return "a mapping"
-    return text.replace("None", "null").replace(" | ", " or ").replace("list[", "a list of ").replace("]", "")
-
-
-def _keys(schema: Any) -> str:
-    return ", ".join(f.name for f in fields(schema))
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
@@ -331,29 +297,47 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield "command wants a list such as [python, -m, verl.trainer.main_ppo], found nothing"
     if not recipe.arms:
         yield "arms wants a mapping from arm names to arms, found nothing"
-    for name in recipe.arms:
+    for name, arm in recipe.arms.items():
         if not _NAME.fullmatch(name):
             yield f"arms.{name}: a name of an arm wants letters, digits and ._-"
+        if arm.seeds is not None and not (arm.seeds and set(arm.seeds) <= set(recipe.seeds)):
+            yield f"arms.{name}.seeds wants some of {recipe.seeds}, found {arm.seeds}"
     if recipe.baseline and recipe.baseline not in recipe.arms:
         yield f"baseline wants one of {', '.join(recipe.arms)}, found {recipe.baseline!r}"
     yield from _problems_of_runs(recipe)
-    for name, arm in recipe.arms.items():
-        if arm.seeds is not None and not (arm.seeds and set(arm.seeds) <= set(recipe.seeds)):
-            yield f"arms.{name}.seeds wants some of {recipe.seeds}, found {arm.seeds}"
     metrics = recipe.metrics
-    numbers = (("nodes", recipe.nodes, 1), ("gpus", recipe.gpus, 1), ("metrics.warmup_steps", metrics.warmup_steps, 0))
-    for key, value, minimum in numbers:
+    for key, value, minimum in (
+        ("nodes", recipe.nodes, 1),
+        ("gpus", recipe.gpus, 1),
+        ("metrics.warmup_steps", metrics.warmup_steps, 0),
+    ):
         if value < minimum:
             yield f"{key} wants at least {minimum}, found {value}"
     if recipe.timeout_s is not None and not recipe.timeout_s > 0:
         yield f"timeout_s wants a number above 0, found {recipe.timeout_s}"
     if metrics.average not in AVERAGES:
         yield f"metrics.average wants one of {', '.join(AVERAGES)}, found {metrics.average!r}"
-    yield from _problems_of_checks(recipe)
+    yield from _unknown("checks.faster", recipe.checks.faster, (*metrics.stages, metrics.step, *recipe.arms))
+    yield from _unknown("checks.same_training", recipe.checks.same_training, recipe.arms)
+    yield from _unknown("checks.warn_only", recipe.checks.warn_only, CHECK_NAMES)
+    yield from _unknown("rollout.faster", recipe.rollout.faster, [a for a in recipe.arms if a != recipe.baseline])
+    yield from _unknown("rollout.wasted_tokens", recipe.rollout.wasted_tokens, recipe.arms)
+    yield from _unknown("rollout.prompts_lost", recipe.rollout.prompts_lost, recipe.arms)
+    numbers = {"metrics.reach": [metrics.reach], "checks.faster": recipe.checks.faster.values()}
+    for key, found in numbers.items():
+        for number in found:
+            if number is not None and not math.isfinite(number):
+                yield f"{key} wants finite numbers, found {number}"
     for where, env in [("env", recipe.env), *((f"arms.{name}.env", arm.env) for name, arm in recipe.arms.items())]:
-        for key, value in env.items():
-            if value is not None and not isinstance(value, str | int | float | bool):
-                yield f"{where}.{key} wants text, a number, true, false or null, found {value!r}"
+        for key, text in env.items():
+            if text is not None and not isinstance(text, str | int | float | bool):
+                yield f"{where}.{key} wants text, a number, true, false or null, found {text!r}"
+
+
+def _unknown(where: str, names: Iterable[str], known: Collection[str]) -> Iterator[str]:
+    for name in names:
+        if name not in known:
+            yield f"{where} wants some of {', '.join(known)}, found {name}{did_you_mean(name, known)}"
 
 
 def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
@@ -364,25 +348,6 @@ def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
         yield 'seeds: several want seed_overrides such as ["data.seed=${seed}"], or all runs would be the same'
     if recipe.steps < 1:
         yield f"steps wants at least 1, found {recipe.steps}"
-
-
-def _problems_of_checks(recipe: Recipe) -> Iterator[str]:
-    stages = [*recipe.metrics.stages, recipe.metrics.step]
-    known = [*stages, *recipe.arms]
-    for name in recipe.checks.faster:
-        if name not in known:
-            yield f"checks.faster.{name} is no stage or arm{did_you_mean(name, known)}; stages are {', '.join(stages)}"
-    for arm in recipe.checks.same_training:
-        if arm not in recipe.arms:
-            yield f"checks.same_training.{arm} is no arm{did_you_mean(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}"
-    for key in ("faster", "wasted_tokens", "prompts_lost"):
-        for arm in getattr(recipe.rollout, key):
-            if arm not in recipe.arms or (key == "faster" and arm == recipe.baseline):
-                yield f"rollout.{key}.{arm} is no arm to compare{did_you_mean(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}"
-    for name in recipe.checks.warn_only:
-        if name not in CHECK_NAMES:
-            hint = did_you_mean(name, CHECK_NAMES)
-            yield f"checks.warn_only: unknown check {name!r}{hint}; checks are {', '.join(CHECK_NAMES)}"
 
 
 @dataclass(frozen=True)

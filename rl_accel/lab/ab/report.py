@@ -156,29 +156,41 @@ def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str
 
 
 def _difference(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]:
-    comparison, reward = stats.differences(base, other), names.reward
-    rows, compared = comparison["rows"], comparison["metrics_compared"]
+    comparison = stats.differences(base, other)
+    reward = names.reward
     steps = [step for step in base.steps if reward in base.steps[step] and reward in other.steps.get(step, {})]
-    row = next((row for row in rows if row["metric"] == reward), None)
-    text = f"{other.arm} and {base.arm}, seed {base.seed}: "
+    row = next((row for row in comparison["rows"] if row["metric"] == reward), None)
     if not steps:
-        text += f"no step in which both logged {reward}"
+        sentence = f"there is no step in which both logged {reward}"
     elif row is None:
-        text += f"{reward} is identical in all {len(steps)} steps"
+        sentence = f"{reward} is identical in all {len(steps)} steps; {_other_metrics(comparison)}"
     else:
-        values = ("not logged" if row[side] is None else f"{row[side]:.9g}" for side in ("baseline", "arm"))
-        text += f"{reward} parts at step {row['step']} ({' and '.join(values)})"
-    if steps and not rows:
-        text += f"; so are all {compared} training metrics"
-    elif steps:
-        first = rows[0]
-        text += f"; {len(rows)} of {compared} training metrics differ somewhere, first {first['metric']} at step {first['step']}"
-        text += f" by {first['abs']:.1e}" if first["abs"] is not None else ""
-        text += f" ({first['phase']})"
-        if phases := comparison["identical_phases"]:
-            text += f"; identical throughout: {', '.join(phases)}"
-    reward_keys = {"steps_compared": len(steps), "parts_at": row and row["step"], "text": text}
-    return {"arm": other.arm, "seed": other.seed, **reward_keys, **comparison}
+        values = " and ".join("not logged" if row[side] is None else f"{row[side]:.9g}" for side in ("baseline", "arm"))
+        sentence = f"{reward} parts at step {row['step']} ({values}); {_other_metrics(comparison)}"
+    return {
+        "arm": other.arm,
+        "seed": other.seed,
+        "steps_compared": len(steps),
+        "parts_at": None if row is None else row["step"],
+        "text": f"{other.arm} and {base.arm}, seed {base.seed}: {sentence}",
+        **comparison,
+    }
+
+
+def _other_metrics(comparison: dict[str, Any]) -> str:
+    """Returns the part of a sentence that says which training metrics of two runs differ. Argument: see ``stats.differences``."""
+    rows = comparison["rows"]
+    compared = comparison["metrics_compared"]
+    if not rows:
+        return f"so are all {compared} training metrics"
+    first = rows[0]
+    size = "" if first["abs"] is None else f" by {first['abs']:.1e}"
+    phases = ", ".join(comparison["identical_phases"])
+    same = f"; identical throughout: {phases}" if phases else ""
+    return (
+        f"{len(rows)} of {compared} training metrics differ somewhere, "
+        f"first {first['metric']} at step {first['step']}{size} ({first['phase']}){same}"
+    )
 
 
 def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:

@@ -91,8 +91,6 @@ def test_unequal_lengths_restarts_and_missing_metrics_are_said(call, write, tmp_
     assert "prompts trained are not known of all runs of stock, all runs of tail, which did not tell" in output
     row = rows_of(summary)["tail"]
     assert (row["end"], row["answer"]) == (50, "not enough runs")
-    assert row["enough"][0] > 3
-    assert "seeds of each show that they are equal" in output
 
 
 def test_one_seed_is_never_equal_and_runs_without_a_known_seed_are_not_paired(call, write):

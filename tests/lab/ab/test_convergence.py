@@ -1,4 +1,4 @@
-"""Tests the decision about learning on runs with a known truth: how often each answer is wrong, and the advised number of seeds."""
+"""Tests the decision about learning on runs with a known truth: how often each answer is wrong."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 
 from rl_accel.errors import RecipeError
 from rl_accel.lab.ab import convergence
-from rl_accel.lab.ab.convergence import DIFFERENT, EQUAL, IDENTICAL, NOT_ENOUGH, converge, decide, seeds_enough
+from rl_accel.lab.ab.convergence import DIFFERENT, EQUAL, IDENTICAL, NOT_ENOUGH, converge, decide
 from rl_accel.lab.ab.recipe import Metrics, parse_margin
 from rl_accel.lab.ab.stats import RunData
 
@@ -32,7 +32,12 @@ def draws(rng, seeds, spread, true, paired, share=False, count=DRAWS):
     ours = before + GAIN + own + rng.normal(0, noise, size) + true * MARGIN
     if not paired:
         ours += before[:, ::-1] - before
-    return base, ours, (MARGIN / GAIN) * (base - before - own) if share else np.full(size, MARGIN)
+    margins = (MARGIN / GAIN) * (base - before - own) if share else np.full(size, MARGIN)
+    return base, ours, margins.mean(axis=1)
+
+
+def answers_of(base, ours, margins, paired):
+    return np.array([decide(*case, paired) for case in zip(base, ours, margins, strict=True)])
 
 
 def at_most(share, count):
@@ -48,12 +53,13 @@ def assert_seldom_wrong(answers, true):
         assert at_most(0.05, (answers == DIFFERENT).sum())
 
 
-@pytest.mark.parametrize(("seeds", "spread"), [(3, 0.2), (3, 1.0), (5, 0.7), (10, 1.5)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("seeds", "spread"), [(3, 0.2), (10, 1.0)])
 @pytest.mark.parametrize(("paired", "share"), list(itertools.product((True, False), (True, False))))
 def test_each_answer_is_wrong_in_at_most_one_of_twenty(seeds, spread, paired, share):
-    for true in (0.0, 0.5, 1.0, 2.0):
-        answers = decide(*draws(np.random.default_rng(1), seeds, spread, true, paired, share), paired)
-        assert_seldom_wrong(answers, true)
+    """At a difference of exactly the margin, where both wrong answers are most frequent."""
+    answers = answers_of(*draws(np.random.default_rng(1), seeds, spread, 1.0, paired, share), paired)
+    assert_seldom_wrong(answers, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -61,35 +67,8 @@ def test_each_answer_is_wrong_in_at_most_one_of_twenty(seeds, spread, paired, sh
     [(0.0, 60, EQUAL, 0.95), (0.5, 60, EQUAL, 0.95), (2.0, 60, DIFFERENT, 0.95), (1.0, 200, NOT_ENOUGH, 0.88)],
 )
 def test_with_many_seeds_the_answer_is_the_right_one_and_none_at_exactly_the_margin(true, seeds, answer, share):
-    answers = decide(*draws(np.random.default_rng(2), seeds, 1.0, true, True), True)
+    answers = answers_of(*draws(np.random.default_rng(2), seeds, 1.0, true, True, count=200), True)
     assert (answers == answer).mean() > share
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("paired", [True, False])
-@pytest.mark.parametrize(("true", "supposed"), [(0.0, 0.0), (0.5, 0.5), (2.0, 0.0)])
-@pytest.mark.parametrize("spread", [0.7, 2.0])
-def test_the_seeds_it_asks_for_are_enough_in_four_of_five(paired, true, supposed, spread):
-    """Over draws that were not decided by three or five seeds, and for each a second one with the seeds asked for."""
-    rng = np.random.default_rng(4)
-    for pilot in (3, 5):
-        base, ours, margin = draws(rng, pilot, spread, true, paired)
-        undecided = decide(base, ours, margin, paired) == NOT_ENOUGH
-        base, ours = base[undecided], ours[undecided]
-        of_each = np.hypot(base.std(axis=1, ddof=1), ours.std(axis=1, ddof=1))
-        deviations = (ours - base).std(axis=1, ddof=1) if paired else of_each
-        # it grows with the deviation: the number for the next smaller one of a grid is no larger
-        grid = np.quantile(deviations, np.linspace(0, 1, 25))
-        example = np.array([-1.0, 0.0, 1.0] if pilot == 3 else [-1.5, -0.5, 0.0, 0.5, 1.5])
-        unit = example / example.std(ddof=1)
-        zero = np.zeros(pilot)
-        pairs = [(zero, differences * unit) if paired else (differences * unit / 2**0.5,) * 2 for differences in grid]
-        wanted = [seeds_enough(*pair, MARGIN, paired, supposed) for pair in pairs]
-        asked = np.minimum(np.array(wanted)[np.searchsorted(grid, deviations, side="right") - 1], 1001).astype(int)
-        decided = 0
-        for seeds, count in zip(*np.unique(asked, return_counts=True), strict=True):
-            decided += (decide(*draws(rng, seeds, spread, true, paired, count=count), paired) != NOT_ENOUGH).sum()
-        assert binomtest(int(decided), len(asked), 0.8, alternative="less").pvalue > 0.01, (decided, len(asked), pilot)
 
 
 def curves(rng, arms_true, length=80, seeds=4, noise=0.005, common=0.001):
@@ -105,7 +84,8 @@ def curves(rng, arms_true, length=80, seeds=4, noise=0.005, common=0.001):
     return [[(x, y) for _, x, y in made[:seeds]], [(x, y) for _, x, y in made[seeds:]]]
 
 
-@pytest.mark.parametrize("true", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("true", [0.0, 1.0, 2.0])
 def test_autocorrelated_curves_of_different_lengths_do_not_mislead(true):
     rng, finals = np.random.default_rng(5), []
     for _ in range(DRAWS):
@@ -114,21 +94,21 @@ def test_autocorrelated_curves_of_different_lengths_do_not_mislead(true):
         assert end == 80
         finals.append([convergence.levels(side, end) for side in sides])
     (before, base), (_, ours) = np.array(finals).transpose(1, 2, 0, 3)
-    answers = decide(base, ours, MARGIN / GAIN * (base - before), False)
+    answers = answers_of(base, ours, MARGIN / GAIN * (base - before).mean(axis=1), False)
     assert_seldom_wrong(answers, true)
     if true in (0, 2):
         assert (answers == (EQUAL if true == 0 else DIFFERENT)).sum() > DRAWS / 2, "these runs do tell"
 
 
 def test_runs_that_are_alike_to_the_bit_are_equal_from_three_seeds_on_and_a_constant_difference_is_one():
-    base, margin = np.array([0.5, 0.6, 0.7]), np.full(3, 0.01)
-    assert decide(base, base.copy(), margin, True) == EQUAL
+    base = np.array([0.5, 0.6, 0.7])
+    assert decide(base, base.copy(), 0.01, True) == EQUAL
     assert convergence.interval(base, base.copy(), True) == (0.0, 0.0)
-    assert decide(base, base + 0.02, margin, True) == DIFFERENT
+    assert decide(base, base + 0.02, 0.01, True) == DIFFERENT
     for seeds in (1, 2):
-        same = np.full((1, seeds), 0.7)
-        assert decide(same, same, np.full((1, seeds), 1.0), True) == NOT_ENOUGH
-        assert math.isnan(convergence.interval(same[0], same[0], True)[0])
+        same = np.full(seeds, 0.7)
+        assert decide(same, same, 1.0, True) == NOT_ENOUGH
+        assert math.isnan(convergence.interval(same, same, True)[0])
 
 
 def test_the_interval_is_students_for_pairs_and_welchs_otherwise():
@@ -139,14 +119,6 @@ def test_the_interval_is_students_for_pairs_and_welchs_otherwise():
     assert (low + high) / 2 == pytest.approx(0.1)
     wide = convergence.interval(base, ours, False)
     assert wide[1] - wide[0] > 5 * (high - low)
-
-
-def test_the_seeds_asked_for_grow_with_the_deviation_and_end_at_a_thousand():
-    unit = np.array([-1.0, 0.0, 1.0])
-    asked = [seeds_enough(np.zeros(3), spread * unit, 1.0, True) for spread in (0.1, 0.5, 1.0, 2.0, 100.0)]
-    assert asked == sorted(asked)
-    assert (asked[0], asked[-1]) == (3, math.inf)
-    assert seeds_enough(np.zeros(3), unit, 1.0, True, 0.5) > 2 * seeds_enough(np.zeros(3), unit, 1.0, True)
 
 
 def test_a_margin_is_a_share_of_the_gain_or_a_difference_and_else_refused():

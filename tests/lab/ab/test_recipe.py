@@ -39,40 +39,46 @@ def test_every_section_is_read_placeholders_stay_and_the_first_arm_is_the_baseli
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"step": 3}, r"unknown key step \(did you mean steps\?\); a recipe takes name, "),
-        ({"arms": {"a": {"overides": []}}}, r"key arms\.a\.overides \(did you mean overrides\?\); arms.a takes"),
-        ({"metrics": {"rewards": "x"}}, r"unknown key metrics\.rewards \(did you mean reward\?\); metrics takes"),
-        ({"checks": {"identic": []}}, r"unknown key checks\.identic \(did you mean identical\?\)"),
-        ({"steps": "many"}, "steps wants int"),
+        ({"step": 3}, "step: Key 'step' not in 'Recipe'"),
+        ({"arms": {"a": {"overides": []}}}, r"arms\.a\.overides: Key 'overides' not in 'Arm'"),
+        ({"metrics": {"rewards": "x"}}, r"metrics\.rewards: Key 'rewards' not in 'Metrics'"),
+        ({"steps": "many"}, "steps: Value 'many' .* could not be converted to Integer"),
         ({"steps": 0}, "steps wants at least 1, found 0"),
-        ({"timeout_s": "long"}, "timeout_s wants float or null"),
+        ({"timeout_s": "long"}, "timeout_s: Value 'long' .* could not be converted to Float"),
         ({"timeout_s": 0}, "timeout_s wants a number above 0"),
-        ({"overrides": "a=1"}, "overrides wants a list of str"),
-        ({"overrides": [["a=1"]]}, r"overrides wants a list of str, found \[\['a=1'\]\]"),
-        ({"arms": ["stock"]}, "arms wants a mapping from arm names to arms"),
+        ({"overrides": "a=1"}, "overrides: "),
+        ({"overrides": [["a=1"]]}, r"overrides\[0\]: "),
+        ({"arms": ["stock"]}, "arms wants a mapping"),
         ({"arms": {}}, "arms wants a mapping from arm names to arms, found nothing"),
-        ({"arms": {"stock": 3}}, "arms.stock"),
+        ({"arms": {"stock": 3}}, "arms.stock: "),
         ({"arms": {"a/b": {}}, "baseline": "a/b"}, "name of an arm wants letters"),
-        ({"metrics": 3}, "metrics wants a mapping with the keys reward"),
+        ({"metrics": 3}, "metrics wants a mapping, found 3"),
         ({"arms": {"stock": {"seeds": [1]}}}, r"arms.stock.seeds wants some of \[0\], found \[1\]"),
         ({"baseline": "stok"}, "baseline wants one of stock, accelerated, found 'stok'"),
         ({"command": []}, "command wants a list"),
         ({"name": ""}, "name wants letters"),
-        ({"name": None}, "name wants str"),
+        ({"name": None}, "name: .*None"),
         ({"seeds": [1, 1]}, "seeds wants different numbers"),
         ({"seeds": [-1]}, "seeds wants different numbers of at least 0"),
         ({"seeds": [0, 1], "seed_overrides": []}, "seeds: several want seed_overrides"),
         ({"env": {"A": [1]}}, "env.A wants text, a number"),
         ({"metrics": {"warmup_steps": -1}}, "warmup_steps wants at least 0"),
         ({"metrics": {"average": "mode"}}, "metrics.average wants one of median, mean, found 'mode'"),
-        ({"checks": {"faster": {"adw": 2}}}, r"checks.faster.adw is no stage or arm \(did you mean adv\?\)"),
-        ({"checks": {"same_training": {"stok": 2}}}, r"same_training.stok is no arm \(did you mean stock\?\)"),
-        ({"rollout": {"faster": {"stok": 2}}}, r"rollout.faster.stok is no arm to compare \(did you mean stock\?\)"),
-        ({"rollout": {"faster": {"stock": 2}}}, "rollout.faster.stock is no arm to compare"),
-        ({"checks": {"warn_only": ["fast"]}}, r"unknown check 'fast' \(did you mean faster\?\)"),
-        ({"overrides": ["a=${unclosed"]}, r"overrides\[0\]: no viable"),
+        ({"checks": {"faster": {"adw": 2}}}, r"checks.faster wants some of .*, found adw \(did you mean adv\?\)"),
+        (
+            {"checks": {"same_training": {"stok": 2}}},
+            r"same_training wants some of .*, found stok \(did you mean stock\?\)",
+        ),
+        ({"rollout": {"faster": {"stok": 2}}}, r"rollout.faster wants some of accelerated, found stok"),
+        ({"rollout": {"faster": {"stock": 2}}}, "rollout.faster wants some of accelerated, found stock"),
+        (
+            {"checks": {"warn_only": ["fast"]}},
+            r"checks.warn_only wants some of .*, found fast \(did you mean faster\?\)",
+        ),
+        ({"overrides": ["a=${unclosed"]}, r"no viable"),
         ({"platforms": ["cpu"]}, r"platforms wants a mapping .* found \['cpu'\]"),
-        ({"platforms": {"cpu": {"step": 3}}}, r"unknown key step \(did you mean steps\?\)"),
+        ({"platforms": {"cpu": {"step": 3}}}, "step: Key 'step' not in 'Recipe'"),
+        ({"platforms": {"cpu": 3}}, "each of its platforms is a mapping, found 3"),
         ({"gpus": 0}, "gpus wants at least 1, found 0"),
         ({"metrics": {"reach": math.nan}}, "metrics.reach wants finite numbers, found nan"),
         ({"checks": {"faster": {"step": math.inf}}}, "checks.faster wants finite numbers"),
@@ -82,7 +88,8 @@ def test_a_wrong_recipe_is_refused_with_the_key(recipe_file, changes, message):
     path = recipe_file(**changes)
     with pytest.raises(RecipeError, match=message) as caught:
         load(path)
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).startswith(f"{path}")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_file_that_is_absent_or_no_mapping_is_refused_with_its_path(tmp_path):
@@ -119,7 +126,7 @@ def test_a_recipe_extends_another(recipe_file, tmp_path):
         ({}, {"extends": 3}, "extends wants the name of a recipe file, found 3"),
         ({}, {"extends": "other.yaml"}, r"extends other\.yaml, which extends this recipe in turn"),
         ({"extends": "other.yaml"}, {}, "which extends this recipe in turn"),
-        ({}, {"chekcs": {}}, r"unknown key chekcs \(did you mean checks\?\)"),
+        ({}, {"chekcs": {}}, r"other\.yaml: chekcs: Key 'chekcs' not in 'Recipe'"),
     ],
 )
 def test_extending_what_is_not_there_or_itself_is_refused(recipe_file, base, changes, message):
@@ -194,7 +201,7 @@ def test_the_first_platform_is_the_default_and_another_is_chosen_by_name(recipe_
     assert on_cpu.checks.identical == ["a"]
     words = plan_runs(on_cpu, HOME, OUT)[0].command
     assert ("model=tiny" in words, "model=big" in words) == (True, False)
-    with pytest.raises(RecipeError, match=r"no platform 'cpus' \(did you mean cpu\?\); there are gpu, cpu"):
+    with pytest.raises(RecipeError, match=r"no platform 'cpus'; there are gpu, cpu"):
         load(path, "cpus")
     with pytest.raises(RecipeError, match="no platform 'cpu'; it has none"):
         load(recipe_file(), "cpu")
