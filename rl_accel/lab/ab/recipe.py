@@ -227,7 +227,7 @@ def load(path: Path, platform: str | None = None) -> Recipe:
         except OmegaConfBaseException as error:
             raise RecipeError(f"{file}: {error.full_key or 'recipe'}: {first_line(error)}") from error
     # OmegaConf's own way to make objects would fill in ``${...}`` placeholders, which have no values yet
-    plain: Any = OmegaConf.to_container(config, resolve=False)
+    plain = _plain(config)
     plain |= {key: section(**plain[key]) for key, section in _SECTIONS.items()}
     plain["arms"] = {name: Arm(**keys) for name, keys in plain["arms"].items()}
     recipe = Recipe(**plain)
@@ -249,7 +249,7 @@ def _read(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path, di
     ``extended_by``: files of the recipes that extend this recipe; used to detect a cycle.
     """
     try:
-        values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        values = _plain(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
     except Exception as error:  # yaml and OmegaConf raise unrelated classes for text that is not YAML
@@ -275,7 +275,7 @@ def _with_bases(values: Any, path: Path, extended_by: tuple[Path, ...] = ()) -> 
 
 def _merge(config: DictConfig, values: dict[str, Any]) -> DictConfig:
     """Merges the keys of one file into those before it. Overrides are appended; a section is merged key by key."""
-    overrides: list[Any] = list(OmegaConf.to_container(config.overrides, resolve=False))
+    overrides = list(_plain(config.overrides))
     if "arms" in values:
         config.arms = {}
     for section in _SECTIONS.keys() & values.keys():
@@ -285,8 +285,12 @@ def _merge(config: DictConfig, values: dict[str, Any]) -> DictConfig:
     merged = OmegaConf.merge(config, values)
     assert isinstance(merged, DictConfig)
     if "overrides" in values:
-        merged.overrides = overrides + list(OmegaConf.to_container(merged.overrides, resolve=False))
+        merged.overrides = overrides + list(_plain(merged.overrides))
     return merged
+
+
+def _plain(config: Any) -> Any:
+    return OmegaConf.to_container(config, resolve=False)
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
