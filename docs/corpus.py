@@ -79,7 +79,8 @@ def main_and_overrides(words: Sequence[str]) -> tuple[str, list[str], str, str]:
     first = starts[0] + (words[starts[0]] == "-m")
     main = words[first].removesuffix(".py").replace("/", ".") if first < len(words) else ""
     options = {"--config-path": "", "--config-name": ""}
-    overrides, rest = [], iter(words[first + 1 :])
+    overrides = []
+    rest = iter(words[first + 1 :])
     for word in rest:
         name, _, value = word.partition("=")
         if name in options:
@@ -112,14 +113,17 @@ def _run(root: Path, main: str, overrides: list[str], path: str, name: str) -> t
     """
     from rl_accel.patches.verl.verl_run import MAINS, VerlRun
 
-    folder, built = None, None
+    folder = None
+    built = None
     if main not in MAINS:
         file = _recipe_file(root, main)
         text = file.read_text() if file else ""
         configured = re.search(r'hydra\.main\(config_path="([^"]+)", config_name="(\w+)"', text)
         if file is None or not configured or "ppo" not in text:
             return None, None, "start no PPO trainer that hydra configures"
-        folder, name, built = file.parent / configured[1], name or configured[2], _recipe_trainer(file.parent)
+        folder = file.parent / configured[1]
+        name = name or configured[2]
+        built = _recipe_trainer(file.parent)
         main = "verl.trainer.main_ppo"
     if path:
         candidates = [Path(path), root / path, root / "recipe" / path, *((folder.parent / path,) if folder else ())]

@@ -52,7 +52,9 @@ def launch_lines(
         folders: folders below ``root`` with the shell scripts.
     """
     with tempfile.TemporaryDirectory() as folder:
-        programs, record, work = Path(folder, "bin"), Path(folder, "record"), Path(folder, "work")
+        programs = Path(folder, "bin")
+        record = Path(folder, "record")
+        work = Path(folder, "work")
         programs.mkdir()
         work.mkdir()
         for name in READERS.split():

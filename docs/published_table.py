@@ -23,7 +23,8 @@ from rl_accel.plan.setup import Setup
 from rl_accel.rollout import workload as workloads
 from rl_accel.rollout.simulation import Round
 
-PROMPTS, RESPONSES = 128, 8
+PROMPTS = 128
+RESPONSES = 8
 RATIOS = {
     "none": (1.0, 1.0),
     "responses_x1.125": (1.0, 1.125),
@@ -99,7 +100,8 @@ def setup(model: str, tp: int | None = None) -> Setup:
     training = 6 * sizes["parameters"] * workload.tokens.mean() * count / cluster["training_flops"] / sizes["gpus"]
     stages = {"update_actor": training, "reward": cluster["reward_gpu_seconds"] * count / sizes["gpus"]}
     replicas = sizes["gpus"] // (tp or sizes["tp"])
-    return Setup(PROMPTS, RESPONSES, replicas, engines.engine_of_model(model, tp), workload, stages)
+    engine = engines.engine_of_model(model, tp)
+    return Setup(PROMPTS, RESPONSES, replicas, engine=engine, workload=workload, stages=stages)
 
 
 def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Iterator[Row]:
@@ -112,7 +114,7 @@ def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Itera
     """
     data = workloads.load_data("rollpacker_published.json")
     for column, (model, limit) in enumerate((("7b", "8k"), ("14b", "16k"), ("32b", "32k"))):
-        yield from _rows_of_model(data, column, model, limit, rounds, seed, only)
+        yield from _rows_of_model(data, column, model, limit, rounds=rounds, seed=seed, only=only)
     for tp in (1, 2):
         if only is None or any(name.startswith(f"TP {tp}") for name in only):
             yield from _rows_of_tp(data["tp_preemptions_qwen3_8b_32k_8xH800"], tp, rounds, seed)

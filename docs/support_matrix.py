@@ -79,7 +79,8 @@ def diagnosis(folder: Path | None = None) -> dict[str, Any]:
         return report
 
     # verl finds the CPU build of vLLM on the CPU platform only, which asks for verl 0.9.1
-    report, on_platform = ask(), ask(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin")
+    report = ask()
+    on_platform = ask(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin")
     report["checks"] = [check for check in report["checks"] if check["feature"] not in OF_VLLM]
     report["checks"] += [check for check in on_platform["checks"] if check["feature"] in OF_VLLM]
     return report
@@ -145,7 +146,8 @@ def summary(tests: subprocess.CompletedProcess[str]) -> str:
 
 def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Returns the table cell of each feature for ``framework``, and the reasons why parts of a feature do not work."""
-    cells, reasons = {}, defaultdict(list)
+    cells = {}
+    reasons = defaultdict(list)
     checks = defaultdict(list)
     for check in report["checks"]:
         is_feature = check["feature"] not in ("reads flags", "logs numbers")
@@ -154,7 +156,11 @@ def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict
     for feature, found in checks.items():
         works = sum(check["verdict"] == "works" for check in found)
         separate = feature == "advantages"  # its patches work without each other
-        cells[feature] = "yes" if works == len(found) else f"{works} of {len(found)}" if works and separate else "no"
+        cells[feature] = "no"
+        if works == len(found):
+            cells[feature] = "yes"
+        elif works and separate:
+            cells[feature] = f"{works} of {len(found)}"
         for check in found:
             if check["verdict"] != "works" and not check["reason"].startswith("needs "):
                 first, *others = check["reason"].removeprefix(check["switch"] + ": ").split("; ")
@@ -181,7 +187,9 @@ def main() -> None:
         print(row, flush=True)
     if options.engine:
         return
-    columns, notes, tests = {}, {}, {}
+    columns = {}
+    notes = {}
+    tests = {}
     for version in VERSIONS:
         home = folder / f"verl-{version}"
         install(home, f"verl=={version}", *VERSIONS[version])

@@ -79,3 +79,21 @@ def test_doctor_from_the_wheel_says_what_works_and_without_verl_that_it_is_absen
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules.update(verl=None, ray=None)\n")
     stdout = run("-m", "rl_accel", "doctor", "--json", PYTHONPATH=str(tmp_path), SLIME_ROOT="")
     assert {check["verdict"] for check in json.loads(stdout)["checks"]} == {"absent"}
+
+
+@pytest.mark.slow
+def test_help_of_no_command_imports_a_large_library(python):
+    """Each takes less than a second of processor time; torch alone takes three."""
+    python(
+        """
+        import sys
+        import click
+        from rl_accel.__main__ import cli
+
+        context = click.Context(cli)
+        commands = [cli.get_command(context, name) for name in cli.list_commands(context)]
+        assert len(commands) > 8 and all(commands)
+        heavy = {"torch", "scipy", "pandas", "matplotlib", "transformers", "verl", "ray"} & sys.modules.keys()
+        assert not heavy, heavy
+        """
+    )

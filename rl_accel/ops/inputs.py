@@ -70,8 +70,8 @@ def check_scan(
     Raises TypeError or ValueError with the name of the wrong argument, and the value wanted and found.
     """
     rewards = check_tensor("rewards", rewards, FLOATS).detach()
-    if rewards.dim() != (2 if cu_seqlens is None else 1):
-        layout = "[B, T]" if cu_seqlens is None else "[N], packed, with cu_seqlens"
+    dimensions, layout = (2, "[B, T]") if cu_seqlens is None else (1, "[N], packed, with cu_seqlens")
+    if rewards.dim() != dimensions:
         raise ValueError(f"rewards wants shape {layout}, found {list(rewards.shape)}")
     if needs_values:
         values = check_tensor("values", values, FLOATS, like=rewards).detach()
@@ -155,12 +155,12 @@ def _number(name: str, value: Any, kind: Any, wanted: str, low: float, high: flo
 
 
 def _rate(name: str, value: Any) -> float:
-    return float(_number(name, value, numbers.Real, "a number between 0 and 1", 0, 1))
+    return float(_number(name, value, numbers.Real, wanted="a number between 0 and 1", low=0, high=1))
 
 
 def _count(name: str, value: Any) -> int | None:
     wanted = "a whole number of at least 1 or None"
-    return None if value is None else int(_number(name, value, numbers.Integral, wanted, 1, math.inf))
+    return None if value is None else int(_number(name, value, numbers.Integral, wanted=wanted, low=1, high=math.inf))
 
 
 def _offsets(cu_seqlens: Any, tokens: int) -> tuple[int, ...]:

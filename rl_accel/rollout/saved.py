@@ -1,4 +1,7 @@
-"""Files of tail batching: its state in each checkpoint, and a log of the prompts that each step trained or gave up."""
+"""Files of tail batching: its state in each checkpoint, and a log of the prompts that each step trained or gave up.
+
+Commands that read the log import this module. It imports torch when a state is saved or restored, because that takes seconds.
+"""
 
 import contextlib
 import datetime
@@ -11,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from rl_accel.errors import ConfigError, RlAccelError, first_line, typed_line
 from rl_accel.files import BAD_RECORD, append_line, write_atomically
@@ -68,6 +69,9 @@ def packed(content: Any) -> bytes:
     Raises:
         ConfigError: ``content`` holds an object that is no standard Python type, tensor, NumPy array or Pillow image.
     """
+    import torch
+    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
     file = io.BytesIO()
     torch.save(content, file)
     file.seek(0)
@@ -109,9 +113,11 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
         ResumeError: the saved state is missing, damaged, or of another version or training step, or the saved run had another batch
             size, number of responses per prompt, data set or row order. Nothing is changed then.
     """
+    import torch
+
     file = state_file(folder)
     try:
-        with safe_globals(_row_types()):
+        with torch.serialization.safe_globals(_row_types()):
             state = torch.load(file, weights_only=True)
         if not isinstance(state, dict):
             raise TypeError(f"it must hold a dict, found {type(state).__name__}")

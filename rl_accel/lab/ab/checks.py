@@ -68,7 +68,9 @@ def _completed(results: Sequence[RunResult], asked: int) -> Check:
 
 
 def _identical(recipe: Recipe, runs: Sequence[RunData]) -> Check:
-    metrics, lines, compared = recipe.checks.identical, [], 0
+    metrics = recipe.checks.identical
+    lines = []
+    compared = 0
     for (base, other), metric in itertools.product(pairs(runs, recipe.baseline), metrics):
         steps = [s for s in base.steps if metric in base.steps[s] and metric in other.steps.get(s, {})]
         compared += len(steps)
@@ -146,7 +148,8 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Map
     rows = {row["arm"]: row for row in rollout["arms"]}
     for name, (key, column, holds, form) in _BOUNDS.items():
         bounds: Mapping[str, float] = getattr(recipe.rollout, key)
-        lines, skipped = [], "no such arm was run"
+        lines = []
+        skipped = "no such arm was run"
         for arm, bound in bounds.items():
             if column == "ratio" and recipe.baseline not in rows:
                 skipped = f"{recipe.baseline} was not run"
@@ -192,9 +195,12 @@ def _check(
         green: text of a green check; "" for the texts of all conditions.
         skipped: text of a skipped check: the reason.
     """
-    status, detail = "green", green or "; ".join(text for _, text in lines)
+    status = "green"
+    detail = green or "; ".join(text for _, text in lines)
     if bad := [text for holds, text in lines if not holds]:
-        status, detail = "red", "; ".join([*bad, wanted] if wanted else bad)
+        status = "red"
+        detail = "; ".join([*bad, wanted] if wanted else bad)
     elif not lines:
-        status, detail = "skipped", skipped
+        status = "skipped"
+        detail = skipped
     return {"name": name, "status": status, "detail": detail}

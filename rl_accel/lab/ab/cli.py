@@ -123,8 +123,10 @@ def _launch_or_run(
         out = Path("out") / spec.name
         if not launch:  # the output of --launch must be a pure shell script
             console.print(f"Logs and report go to {out}; --out names another folder")
-    recipe, out = recipe.resolve(), out.resolve()
-    plans = _without_missing_modules(plan_runs(spec, recipe.parent, out, arms, seeds, steps), spec)
+    recipe = recipe.resolve()
+    out = out.resolve()
+    plans = plan_runs(spec, recipe.parent, out, arms=arms, seeds=seeds, steps=steps)
+    plans = _without_missing_modules(plans, spec)
     if launch:
         options = {"--out": out, "--platform": platform, "--arms": arms, "--seeds": seeds, "--steps": steps}
         call = ["rl-accel", "ab", str(recipe)]
@@ -200,7 +202,7 @@ def _run_plans(
                 console.rule(style="red")
         code = int(any(result.status != "done" for result in results))
         if only is None:
-            code = _report(spec, file, out, results, len(plans), console)
+            code = _report(spec, file, out, results, asked=len(plans), console=console)
     return 128 + stop.signals[0] if stop else code
 
 
@@ -214,8 +216,10 @@ def _rebuild(out: Path, recipe: Path | None, platform: str | None, console: Cons
     results = [result for name in names if (result := load_result(out / name)) is not None]
     for result in results:
         if result.status == "running":  # the runner was killed before it could store the final status
-            result.status, result.message = "interrupted", f"the runner ended at step {result.steps_done}"
-    return _report(spec, recipe or Path(manifest["recipe"]), out, results, len(names), console)
+            result.status = "interrupted"
+            result.message = f"the runner ended at step {result.steps_done}"
+    file = recipe or Path(manifest["recipe"])
+    return _report(spec, file, out, results, asked=len(names), console=console)
 
 
 def _report(spec: Recipe, file: Path, out: Path, results: list[RunResult], asked: int, console: Console) -> int:
@@ -229,7 +233,8 @@ class ProgressView:
     """Progress display of ``rl-accel ab``: progress bars on a terminal (the context manager ``bars``), else plain lines."""
 
     def __init__(self, console: Console, plans: Sequence[RunPlan], reward: str) -> None:
-        self._console, self._reward = console, reward
+        self._console = console
+        self._reward = reward
         self._to_run = [plan.name for plan in plans]
         self._width = max(map(len, self._to_run), default=0)
         self._durations: list[float] = []
@@ -247,7 +252,8 @@ class ProgressView:
         )
 
     def started(self, plan: RunPlan) -> None:
-        self._began, self._steps = time.monotonic(), 0
+        self._began = time.monotonic()
+        self._steps = 0
         self._task = self.bars.add_task(plan.name.ljust(self._width), total=plan.steps, note="starting the trainer")
         self._plain(f"{plan.name}: starting, {plan.steps} steps, log {plan.directory / 'train.log'}", always=True)
 

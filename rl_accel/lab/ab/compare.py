@@ -42,7 +42,8 @@ def load_arms(path: Path) -> dict[str, list[str]]:
     lists = list(arms.values()) if isinstance(arms, dict) else []
     if len(lists) < 2 or not all(isinstance(runs, list) and runs for runs in lists):
         raise RecipeError(f"{path} wants two or more arms, the baseline first, each a list of runs, found {arms!r}")
-    folder, paths = path.resolve().parent, {}
+    folder = path.resolve().parent
+    paths = {}
     for arm, runs in arms.items():
         matches = (
             sorted(glob.glob(_below(folder, run))) or [_below(folder, *starts_of(run))] for run in map(str, runs)
@@ -71,7 +72,8 @@ def gather(
     runs: list[RunData] = []
     notes: list[str] = []
     for arm, logs in logged.items():
-        names, reward = set().union(*(run.metric_names for run in logs.values())), recipe.metrics.reward
+        names = set().union(*(run.metric_names for run in logs.values()))
+        reward = recipe.metrics.reward
         if reward not in names:
             hint = did_you_mean(reward, names)
             raise RecipeError(f"{arm}: no run logged {reward}{hint}; --reward names what to compare in all arms")
@@ -80,11 +82,13 @@ def gather(
         if not are_known:
             notes.append(f"{arm}: its runs pair with none, as their paths do not tell a seed of each (seedN)")
         for index, (path, run) in enumerate(logs.items()):
-            seed, label = (seeds[index], "") if are_known else (None, f"{arm}-run{index}")
-            folder, result = Path(path), load_result(Path(path))
+            seed = seeds[index] if are_known else None
+            label = "" if are_known else f"{arm}-run{index}"
+            folder = Path(path) if Path(path).is_dir() else None
+            result = load_result(Path(path))
             batch = batch_size or run.batch()[0]
             command = [*(result.command if result else ()), *([f"data.train_batch_size={batch}"] if batch else ())]
-            runs.append(RunData(arm, seed, run.steps, command, folder if folder.is_dir() else None, label))
+            runs.append(RunData(arm, seed, run.steps, command, folder=folder, label=label))
             where = f"{run.source}, steps {min(run.steps)} to {max(run.steps)}, {path}"
             notes.append(f"{runs[-1].name}: {'; '.join([where, *run.notes])}")
     notes.append("seconds and hours compare only what ran on equal GPUs, which logs do not tell")
@@ -143,10 +147,21 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     is_file = len(words) == 1 and words[0].endswith((".yaml", ".yml"))
     arms = load_arms(Path(words[0])) if is_file else _arms_of(words)
     recipe, runs = gather(arms, {key: value for key, value in metrics.items() if value is not None}, batch_size)
-    facts = [(run, len(run.steps), [*run.command]) for run in runs]
-    results = [RunResult(r.arm, r.seed or 0, n, words, {}, "read", None, n, label=r.label) for r, n, words in facts]
+    results = [
+        RunResult(
+            arm=run.arm,
+            seed=run.seed or 0,
+            steps_wanted=len(run.steps),
+            command=[*run.command],
+            env={},
+            status="read",
+            steps_done=len(run.steps),
+            label=run.label,
+        )
+        for run in runs
+    ]
     out.mkdir(parents=True, exist_ok=True)
-    summary = report.build(recipe, Path(words[0]), out, results, 0, runs)
+    summary = report.build(recipe, Path(words[0]), out, results, asked=0, runs=runs)
     report.show(summary, wide_console(report.WIDTH, markup=False, highlight=False))
     click.echo(f"Report: {out / 'report.html'}")
 
@@ -159,7 +174,7 @@ def _arms_of(words: Sequence[str]) -> dict[str, list[str]]:
         if not is_word
     ]
     if len(sides) < 2:
-        first, second, *_ = *(word for word in words if word != "--against"), "RUN", "RUN"
+        first, second = [*(word for word in words if word != "--against"), "RUN", "RUN"][:2]
         raise click.UsageError(f"found no second arm: write {first} --against {second}, or name a YAML file of arms")
     firsts = [side[0] for side in sides]
     own = list(map(_arm_name, firsts))

@@ -61,7 +61,8 @@ def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> di
     A curve is two arrays of equal length: positions, and finite values of the metric. Axes without data are left out.
     """
     steps, values = (np.array(numbers, dtype=float) for numbers in curve(run, metric).values())
-    steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
+    steps = steps[np.isfinite(values)]
+    values = values[np.isfinite(values)]
     if not len(values):
         return {}
     timed = run.training_steps(names)
@@ -142,7 +143,9 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     - ``runs``: number of runs of each of the two arms. ``paired``: whether the runs are paired by seed.
     - ``reach``: result of :func:`times_to_reach`; only for the reward.
     """
-    rows, notes, curves = [], [note for run in runs for note in run.notes], {}
+    rows = []
+    notes = [note for run in runs for note in run.notes]
+    curves = {}
     logged = set().union(*(step for run in runs for step in run.steps.values()))
     seconds = [sum(metrics[names.step_metric] for metrics in run.training_steps(names).values()) for run in runs]
     time = "minutes" if 0 < max(seconds, default=0) < _SECONDS["hours"] else "hours"
@@ -171,7 +174,8 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
                     notes.append(
                         f"{metric} of {arm} is not compared: a run has fewer than two values until the shortest run ends"
                     )
-    per_step, by_axis = "tell the prompts of a step (compare takes --batch-size)", curves[names.reward]
+    per_step = "tell the prompts of a step (compare takes --batch-size)"
+    by_axis = curves[names.reward]
     for axis, what in (("prompts", per_step), (time, f"log {names.step_metric} of every step")):
         if lacking := [name for name in by_axis["steps"] if name not in by_axis[axis]]:
             notes.append(f"{AXES[axis]} are not known of {listed(lacking, runs)}, which did not {what}")
@@ -257,7 +261,9 @@ def sentence(row: Mapping[str, Any], baseline: str, margin: str) -> str:
     bounds = f", 95% interval {row['low']:+.3g} to {row['high']:+.3g}" if min(row["runs"]) >= MIN_SEEDS else ""
     share = f", {margin} of {baseline}'s gain" if margin.endswith("%") else ""
     base, other = row["runs"]
-    runs = f"{base} seed{'s' * (base > 1)}, paired" if row["paired"] else f"{base} and {other} runs, not paired"
+    runs = f"{base} and {other} runs, not paired"
+    if row["paired"]:
+        runs = f"{base} seed, paired" if base == 1 else f"{base} seeds, paired"
     text = f"{row['arm']} and {baseline}, {row['metric']} against {AXES[row['axis']]}: {row['answer']} (difference "
     text += f"{row['difference']:+.3g}{bounds}; margin {row['margin']:.3g}{share}; {runs})"
     if row["answer"] != NOT_ENOUGH:

@@ -35,14 +35,15 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
         RecipeError: ``form`` is ``slurm`` and the recipe needs several nodes.
     """
     runs = [(plan, [*call, "--only", plan.name, "--resume"]) for plan in plans]
-    prepare, report = shlex.join([*call, "--only", PREPARE]), [*call[:2], "--report-only", str(out)]
+    prepare = shlex.join([*call, "--only", PREPARE])
+    report = [*call[:2], "--report-only", str(out)]
     if form == "print":
         return "\n".join([prepare, *(shlex.join(words) for _, words in runs), shlex.join(report)])
     if form == "ray":
         asked = re.findall(r"\$\{oc\.env:(\w+)\}", repr(recipe))  # Ray jobs do not inherit shell variables
         shell = {name: os.environ[name] for name in asked if name in os.environ}
-        jobs = [_ray_job(plan, words, shell) for plan, words in runs]
-        return "\n".join(["set -e", prepare, *(f"{job} || true" for job in jobs), shlex.join(report)])
+        lines = [f"{_ray_job(plan, words, shell)} || true" for plan, words in runs]
+        return "\n".join(["set -e", prepare, *lines, shlex.join(report)])
     if recipe.nodes > 1:
         raise RecipeError(
             f"--launch slurm wants nodes: 1, found {recipe.nodes}: start a Ray cluster in a Slurm job, then --launch ray"

@@ -112,7 +112,7 @@ def _gpus(wanted: int) -> Row:
     import torch
 
     count = torch.cuda.device_count()
-    what = f"{wanted} GPU{'s' * (wanted > 1)} a node"
+    what = "1 GPU a node" if wanted == 1 else f"{wanted} GPUs a node"
     if count >= wanted:
         return what, "works", torch.cuda.get_device_name(0)
     return what, "missing" if count else "unknown", f"this node has {count or 'no GPU'}"
@@ -177,7 +177,8 @@ def _verl(plan: RunPlan, cpu: bool, prepared: bool) -> Iterator[Row]:
     except Exception as error:  # from hydra, verl or rl-accel: each message names the problem
         yield f"configuration of {plan.arm}", "wrong", one_line(error)[:400]
         return
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    rollout = config.actor_rollout_ref.rollout
+    model = config.actor_rollout_ref.model
     wanted = ["transfer_queue", *([] if rollout.name == "hf_cpu" else [rollout.name])]
     if (model.override_config.get("attn_implementation") or "flash_attention_2") == "flash_attention_2":
         wanted.append("flash_attn")
@@ -185,16 +186,20 @@ def _verl(plan: RunPlan, cpu: bool, prepared: bool) -> Iterator[Row]:
     yield from map(_package, wanted)
     yield from _files("data", [config.data.train_files, config.data.val_files], prepared)
     tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    gpus, tp = config.trainer.n_gpus_per_node * config.trainer.nnodes, rollout.tensor_model_parallel_size
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    tp = rollout.tensor_model_parallel_size
     path = Path(model.path).expanduser()
     yield from _model(str(model.path), prepared and plan.directory.parent in path.parents)
     if not cpu:
-        yield from _memory(str(model.path), tp, gpus, rollout.gpu_memory_utilization, tokens, (0, _FSDP_BYTES))
+        share = rollout.gpu_memory_utilization
+        held = (0, _FSDP_BYTES)
+        yield from _memory(str(model.path), tp=tp, gpus=gpus, share=share, tokens=tokens, training=held)
 
 
 def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
     at = next(n for n, word in enumerate(plan.command) if word.endswith(_SLIME_MAINS))
-    root, arguments = Path(plan.command[at]).parent, plan.command[at + 1 :]
+    root = Path(plan.command[at]).parent
+    arguments = plan.command[at + 1 :]
     if not (root / "slime" / "utils" / "arguments.py").is_file():
         yield "slime", "missing", f"no checkout at {root}"
         return
@@ -215,7 +220,8 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
         yield f"arguments of {plan.arm}", "unknown", "slime's parser needs Megatron-LM on PYTHONPATH"
     path_keys = ("prompt_data", "ref_load", "custom_config_path")
     yield from _files("file", [flags[key] for key in path_keys if key in flags])
-    path, numbers = flags.get("hf_checkpoint", ""), {}
+    path = flags.get("hf_checkpoint", "")
+    numbers = {}
     yield from _model(path)
     for key, default in _SLIME_NUMBERS.items():
         try:
@@ -225,7 +231,8 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
             return
     tp, share, answer, prompt, split = numbers.values()
     held = (_MEGATRON_BYTES[0] / split, _MEGATRON_BYTES[1])
-    yield from _memory(path, int(tp), recipe.gpus * recipe.nodes, share, int(answer + prompt), held)
+    gpus = recipe.gpus * recipe.nodes
+    yield from _memory(path, tp=int(tp), gpus=gpus, share=share, tokens=int(answer + prompt), training=held)
 
 
 def _package(name: str) -> Row:

@@ -400,7 +400,7 @@ def plan_runs(
     if not arms or len(set(arms)) < len(arms):
         raise RecipeError(f"--arms wants different arms, found {', '.join(arms) or 'nothing'}")
     runs = [(arm, seed) for seed in seeds for arm in arms if seed in (recipe.arms[arm].seeds or seeds)]
-    return [_plan(recipe, recipe_dir, out, arm, seed, steps) for arm, seed in runs]
+    return [_plan(recipe, recipe_dir, out, arm=arm, seed=seed, steps=steps) for arm, seed in runs]
 
 
 def prepare_command(recipe: Recipe, recipe_dir: Path, out: Path) -> tuple[list[str], dict[str, str | None]]:
@@ -423,7 +423,15 @@ def _plan(recipe: Recipe, recipe_dir: Path, out: Path, arm: str, seed: int, step
     command = _command(recipe.command, known, "command")
     command += [_fill(item, known, "overrides", strict=False) for item in overrides]
     env = _environment(recipe.env, known, "env") | _environment(recipe.arms[arm].env, known, f"arms.{arm}.env")
-    return RunPlan(arm, seed, steps, directory, tuple(command), env, recipe.timeout_s)
+    return RunPlan(
+        arm=arm,
+        seed=seed,
+        steps=steps,
+        directory=directory,
+        command=tuple(command),
+        env=env,
+        timeout_s=recipe.timeout_s,
+    )
 
 
 def _command(words: Sequence[str], known: Mapping[str, str], where: str) -> list[str]:

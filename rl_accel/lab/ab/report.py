@@ -72,7 +72,7 @@ def build(
         # a run that failed early has no log, because verl creates the log late
         steps = {name: read_log(log) for name, log in logs.items() if log.exists()}
         runs = [RunData(r.arm, r.seed, steps[r.name], r.command, out / r.name) for r in results if steps.get(r.name)]
-    summary = summarise(recipe, recipe_file, out, results, asked, runs)
+    summary = summarise(recipe, recipe_file, out, results, asked=asked, runs=runs)
     (out / "summary.json").write_text(strict_json(summary))
     pictures = plots.write_plots(summary, out)
     tails = {r.name: last_lines(out / r.name / "train.log") for r in results if r.status in ("failed", "timeout")}
@@ -91,7 +91,11 @@ def summarise(
     if rollouts:
         _predict(recipe, runs, rollouts["arms"])
     convergence = converge(runs, arms, recipe.baseline, names)
-    checks = run_checks(recipe, results, runs, stages, rollouts, convergence, asked) if asked else []
+    checks = []
+    if asked:
+        checks = run_checks(
+            recipe, results, runs, stages=stages, rollout=rollouts, convergence=convergence, asked=asked
+        )
     metrics = (names.reward, names.step_metric)
     summary = {
         "schema": SCHEMA,
@@ -121,7 +125,8 @@ def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]
     training is asynchronous.
     """
     names = recipe.metrics
-    setups, steps = [], 1
+    setups = []
+    steps = 1
     for run in runs:
         if run.arm == recipe.baseline and run.folder and run.files(FILE_NAME):
             with contextlib.suppress(RlAccelError):  # too few steps, or responses were cut off in every step

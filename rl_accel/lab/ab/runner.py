@@ -168,7 +168,8 @@ def run_one(plan: RunPlan, watcher: ProgressDisplay, stop: Stop) -> RunResult:
     env = {"RAY_ADDRESS": None, **plan.env, "VERL_FILE_LOGGER_PATH": str(metrics.path), "PYTHONUNBUFFERED": "1"}
     with ray_temp_dir() as ray_dir:
         env["RAY_TMPDIR"] = str(ray_dir)
-        outcome = supervised(plan.command, env, plan.directory, plan.directory / "train.log", stop, follow, ray_dir)
+        log = plan.directory / "train.log"
+        outcome = supervised(plan.command, env, plan.directory, log, stop=stop, follow=follow, temp=ray_dir)
         result.seconds = time.monotonic() - start
         follow()
         result.exit_code = outcome.exit_code
@@ -291,7 +292,7 @@ def load_result(directory: Path) -> RunResult | None:
 def prepare(command: Sequence[str], env: Mapping[str, str | None], cwd: Path, log: Path, stop: Stop) -> None:
     """Runs the prepare command of a recipe. Raises RlAccelError with the end of the command's log if the command fails."""
     log.unlink(missing_ok=True)
-    outcome = supervised(command, env, cwd, log, stop, lambda: False)
+    outcome = supervised(command, env, cwd, log, stop=stop, follow=lambda: False)
     if outcome.reason == "ended" and outcome.exit_code:
         raise RlAccelError(f"prepare failed with exit code {outcome.exit_code}; the end of {log}:\n{last_lines(log)}")
 

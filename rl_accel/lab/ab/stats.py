@@ -178,7 +178,8 @@ def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any]
     """
     from scipy.stats import bootstrap
 
-    first, second = np.asarray(base, dtype=float), np.asarray(other, dtype=float)
+    first = np.asarray(base, dtype=float)
+    second = np.asarray(other, dtype=float)
     result: dict[str, Any] = {"ratio": None, "low": None, "high": None}
     if len(first) and len(second) and average(second) > 0:
         result["ratio"] = float(average(first) / average(second))

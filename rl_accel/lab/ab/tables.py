@@ -37,7 +37,8 @@ def tables(summary: Mapping[str, Any]) -> list[TextTable]:
 
 
 def _stages(summary: Mapping[str, Any]) -> TextTable:
-    baseline, average = summary["recipe"]["baseline"], summary["recipe"]["metrics"]["average"]
+    baseline = summary["recipe"]["baseline"]
+    average = summary["recipe"]["metrics"]["average"]
     arms = [arm for arm in summary["recipe"]["arms"] if any(arm in row["arms"] for row in summary["stages"])]
     others = [arm for arm in arms if arm != baseline]
     rows = []
@@ -76,8 +77,11 @@ def _rollouts(section: Mapping[str, Any]) -> Iterator[TextTable]:
 
 
 def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
-    section, baseline, arms = summary["convergence"], summary["recipe"]["baseline"], list(summary["recipe"]["arms"])
-    levels, reached = [], []
+    section = summary["convergence"]
+    baseline = summary["recipe"]["baseline"]
+    arms = list(summary["recipe"]["arms"])
+    levels = []
+    reached = []
     for row in section["rows"]:
         longest = f" of {cell_text(row['longest'], '.4g')}" if row["end"] < row["longest"] else ""
         start = [row["arm"], row["metric"], f"{cell_text(row['end'], '.4g')}{longest} {AXES[row['axis']]}"]

@@ -76,7 +76,8 @@ class SlotCache:
         """Prepares the next forward pass, in which row i stores its new token at ``positions[i]``."""
         self._width = round_up(int(positions.max()) + 1, BLOCK)
         self._reserve(self._width)
-        self._rows, self._positions = torch.arange(len(positions)), positions
+        self._rows = torch.arange(len(positions))
+        self._positions = positions
 
     def mask(self) -> torch.Tensor:
         """Returns the attention mask [rows, 1, 1, positions] of the next forward pass: True for positions that a row attends to."""
@@ -151,7 +152,9 @@ def _one_token(query, keys, values, lengths, scale, out):  # type: ignore[no-unt
     for row in range(rows):
         length = lengths[row]
         for head in range(heads):
-            q, k, v = query[row, head], keys[row, head // group], values[row, head // group]
+            q = query[row, head]
+            k = keys[row, head // group]
+            v = values[row, head // group]
             highest = np.float32(-np.inf)
             for t in range(length):
                 score = np.float32(0)
@@ -248,7 +251,8 @@ class Batch:
         """Removes all requests except those in ``rows``, and moves remaining requests into the rows that have become free."""
         if len(rows) == len(self.requests):
             return
-        running, movers = self.requests, [row for row in rows if row >= len(rows)]
+        running = self.requests
+        movers = [row for row in rows if row >= len(rows)]
         gaps = set(range(len(rows))) - set(rows)
         self.requests = running[: len(rows)]
         for gap, source in zip(sorted(gaps), reversed(movers), strict=True):

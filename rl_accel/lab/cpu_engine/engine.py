@@ -71,7 +71,9 @@ class CPUEngine:
         self._waiting: deque[Request] = deque()
         self._batch = Batch(model, max_num_seqs)
         self._eos = frozenset(eos_token_ids)
-        self._longest, self._seed, self._seconds_per_step = max_model_len, seed, seconds_per_step
+        self._longest = max_model_len
+        self._seed = seed
+        self._seconds_per_step = seconds_per_step
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._thread = ThreadPoolExecutor(1, "rl-accel-cpu-engine")
         self._paused = self._closed = False

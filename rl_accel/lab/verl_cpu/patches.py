@@ -111,7 +111,8 @@ def _seed_responses(original: Callable[..., Any], _settings: Any) -> Callable[..
         key, bits = _SEEDS.get(self.config.actor_rollout_ref.rollout.name, ("seed", 63))
         if key not in sampling_params:
             prompt = int(kwargs["priority"]) if "priority" in kwargs else str(kwargs.get("uid")).rpartition("/")[2]
-            seed, step = self.config.actor_rollout_ref.rollout.seed, int(trajectory["step"])
+            seed = self.config.actor_rollout_ref.rollout.seed
+            step = int(trajectory["step"])
             seed = derive_seed(seed, step, bool(trajectory["validate"]), prompt, kwargs.get("session_id"))
             sampling_params = {**sampling_params, key: seed % 2**bits}
         return await original(self, sampling_params, trajectory, **kwargs)
@@ -152,10 +153,10 @@ def check_config(config: Any) -> None:
     problems = list(find_problems(config))
     if problems:
         lines = "\n".join(f"  {override:<75}  # {reason}" for override, reason in problems)
-        shortcut = "\nAll of them at once: hydra.searchpath=[pkg://rl_accel.lab.verl_cpu] +run_on=cpu"
+        if VerlRun(config).get("cpu_platform") is None:
+            lines += "\nAll of them at once: hydra.searchpath=[pkg://rl_accel.lab.verl_cpu] +run_on=cpu"
         raise ConfigError(
             f"this run cannot work with VERL_PLATFORM=cpu as it is configured; {len(problems)} overrides are missing:\n{lines}"
-            + shortcut * (VerlRun(config).get("cpu_platform") is None)
         )
 
 
@@ -175,7 +176,8 @@ def find_problems(config: Any) -> Problems:
     for section, engine, who in _ENGINES if run.has_critic else _ENGINES[:2]:
         for key in (f"{section}.strategy", f"{engine}.strategy"):
             yield from wanted(get, key, ("fsdp2",), f"{get(key)} needs a GPU ({who})")
-        key, reason = f"{engine}.mixed_precision.param_dtype", f"bfloat16 is the default ({who})"
+        key = f"{engine}.mixed_precision.param_dtype"
+        reason = f"bfloat16 is the default ({who})"
         yield from wanted(get, key, ("fp32",), reason, "+")
         reason = f"weights in another precision than the other engines ({who})"
         yield from wanted(get, f"{engine}.model_dtype", ("fp32", "float32", None), reason)

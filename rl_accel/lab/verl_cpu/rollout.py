@@ -99,11 +99,13 @@ class CPURolloutServer:
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Ends all requests. Until :meth:`resume_generation`, later requests wait, or end at once if ``reject_request``."""
-        self._rejecting, self._paused = reject_request, True
+        self._rejecting = reject_request
+        self._paused = True
         return {"aborted_count": await asyncio.wrap_future(self._engine.pause())}
 
     async def resume_generation(self) -> None:
-        self._rejecting, self._paused = False, False
+        self._rejecting = False
+        self._paused = False
         await asyncio.wrap_future(self._engine.resume())
 
     async def abort_request(self, request_id: str) -> dict[str, Any]:
@@ -160,7 +162,11 @@ class CPURolloutReplica(RolloutReplica):
                 "rollout.name=hf_cpu wants data_parallel_size and pipeline_model_parallel_size of 1, "
                 f"found a product of {self.world_size // tp}"
             )
-        role = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        role = ""
+        if self.is_reward_model:
+            role = "reward_"
+        elif self.is_teacher_model:
+            role = "teacher_"
         name = server_name(self.replica_rank, role) + self.name_suffix
         server = (
             ray.remote(CPURolloutServer)
@@ -178,7 +184,8 @@ class CPUServerAdapter(BaseRollout):
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
-        rank, tp = int(os.environ.get("RANK", "0")), self.config.tensor_model_parallel_size
+        rank = int(os.environ.get("RANK", "0"))
+        tp = self.config.tensor_model_parallel_size
         self.replica_rank = rank // tp if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % tp == 0
 

@@ -133,7 +133,8 @@ def gae_of_lists(
     """
     if not values:
         raise ValueError("values wants at least one sequence, found none")
-    lengths, reward_lengths = [len(row) for row in values], [len(row) for row in rewards]
+    lengths = [len(row) for row in values]
+    reward_lengths = [len(row) for row in rewards]
     if reward_lengths != lengths:
         raise ValueError(f"rewards wants the lengths of values, {_shown(lengths)}, found {_shown(reward_lengths)}")
     flat = torch.cat(list(values))

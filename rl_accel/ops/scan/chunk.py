@@ -19,7 +19,9 @@ DEFAULT_CHUNK = 64
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     """Computes GAE, or discounted returns if ``inputs`` has no values. Half-precision inputs are computed in float32."""
-    gamma, lam, chunk_size = inputs.gamma, inputs.lam, inputs.chunk_size
+    gamma = inputs.gamma
+    lam = inputs.lam
+    chunk_size = inputs.chunk_size
     rewards = _rows(inputs.rewards, inputs)
     mask = torch.ones_like(rewards) if inputs.mask is None else _rows(inputs.mask, inputs)
     values = None if inputs.values is None else _rows(inputs.values, inputs)

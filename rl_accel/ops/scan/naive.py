@@ -14,7 +14,8 @@ from rl_accel.ops.inputs import Inputs
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    rewards, values = inputs.rewards, inputs.values
+    rewards = inputs.rewards
+    values = inputs.values
     mask = torch.ones_like(rewards) if inputs.mask is None else inputs.mask.to(rewards.dtype)
     results = torch.empty_like(rewards, memory_format=torch.contiguous_format)
     sequences: list[Any] = [...]

@@ -147,11 +147,17 @@ def _scan_kernel(
     if PACKED:
         first = tl.load(offsets + row)
         length = tl.load(offsets + row + 1) - first
-        rewards, values, mask = rewards + first, values + first, mask + first
+        rewards = rewards + first
+        values = values + first
+        mask = mask + first
     else:
-        first, length = row * longest, row * 0 + longest  # an int64 tensor: triton makes a ``longest`` of 1 a constant
-        rewards, values, mask = rewards + row * reward_pitch, values + row * value_pitch, mask + row * mask_pitch
-    state, result = tl.full((), 0, ACC), tl.full((), 0, ACC)
+        first = row * longest
+        length = row * 0 + longest  # an int64 tensor: triton makes a ``longest`` of 1 a constant
+        rewards = rewards + row * reward_pitch
+        values = values + row * value_pitch
+        mask = mask + row * mask_pitch
+    state = tl.full((), 0, ACC)
+    result = tl.full((), 0, ACC)
     if REPAIR:
         # NaN and inf propagate through every later step, up to the first token of the sequence
         probe = tl.load(first_out + first, mask=length > 0, other=0).to(ACC)
@@ -186,6 +192,9 @@ def _scan_kernel(
             tl.store(first_out + first + token, results, mask=inside)
             if GAE:
                 tl.store(second_out + first + token, results + value, mask=inside)
-            state, result = _at(states, earliest), _at(results, earliest)
+            state = _at(states, earliest)
+            result = _at(results, earliest)
             token = ahead
-            reward, value, m = next_reward, next_value, next_m
+            reward = next_reward
+            value = next_value
+            m = next_m
