@@ -120,7 +120,7 @@ def status(as_json: bool) -> None:
 def doctor(as_json: bool, recipe: Path | None, platform: str | None) -> None:
     """Reports installed frameworks, versions and kernel backends, and tries to apply every feature to the installed frameworks.
 
-    With --recipe, checks instead the packages, configuration, model, data and memory that the recipe needs. The exit code is 1
+    With --recipe, checks instead the packages, configuration, model and data that the recipe needs. The exit code is 1
     if something is missing, or if a feature cannot work with the installed framework.
     """
     from rl_accel.doctor import as_text, diagnose

@@ -5,14 +5,13 @@ the arguments if Megatron-LM is importable. Nothing is downloaded or started.
 """
 
 import argparse
-import functools
 import importlib.metadata
 import importlib.util
 import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from rl_accel.config import resolve
 from rl_accel.console import aligned
 from rl_accel.doctor import quiet
 from rl_accel.errors import one_line
-from rl_accel.integrations.slime.launch_line import flag_of, read_flags
+from rl_accel.integrations.slime.launch_line import read_flags
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs
-from rl_accel.parallel.model_memory import MIN_SEQUENCES, read_configuration, read_memory
 from rl_accel.patches.verl.verl_run import MAINS, VerlRun
 from rl_accel.runtime import is_installed
 
@@ -35,21 +33,6 @@ Row = tuple[str, str, str]
 Verdicts are works, missing, wrong, unknown, and idle (a feature that is turned on but has no effect in this run)."""
 
 _SLIME_MAINS = ("train.py", "train_async.py")
-_SLIME_NUMBERS = {
-    "rollout_num_gpus_per_engine": 1,
-    "sglang_mem_fraction_static": 0.9,
-    "rollout_max_response_len": 0,
-    "rollout_max_prompt_len": 0,
-    "tensor_model_parallel_size": 1,
-}
-"""Slime's arguments from which the needed GPU memory is computed, with the values to assume for arguments that are absent."""
-_GIB = 2**30
-_FSDP_BYTES = 16
-"""Bytes of training state per model parameter with FSDP, split among all GPUs: float32 value, gradient and two Adam moments."""
-_MEGATRON_BYTES = (6, 12)
-"""Bytes of training state per model parameter with Megatron-LM: 6 (bfloat16 value, float32 gradient), split among the GPUs of a
-tensor-parallel group, and 12 (optimizer state), split among all GPUs."""
-
 _SLIME_PARSE = """
 import sys
 from slime.utils.arguments import parse_args
@@ -185,15 +168,8 @@ def _verl(plan: RunPlan, cpu: bool, prepared: bool) -> Iterator[Row]:
     wanted += [name for name in ("wandb", "tensorboard", "mlflow", "swanlab") if name in config.trainer.logger]
     yield from map(_package, wanted)
     yield from _files("data", [config.data.train_files, config.data.val_files], prepared)
-    tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    tp = rollout.tensor_model_parallel_size
     path = Path(model.path).expanduser()
     yield from _model(str(model.path), prepared and plan.directory.parent in path.parents)
-    if not cpu:
-        share = rollout.gpu_memory_utilization
-        held = (0, _FSDP_BYTES)
-        yield from _memory(str(model.path), tp=tp, gpus=gpus, share=share, tokens=tokens, training=held)
 
 
 def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
@@ -220,19 +196,7 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
         yield f"arguments of {plan.arm}", "unknown", "slime's parser needs Megatron-LM on PYTHONPATH"
     path_keys = ("prompt_data", "ref_load", "custom_config_path")
     yield from _files("file", [flags[key] for key in path_keys if key in flags])
-    path = flags.get("hf_checkpoint", "")
-    numbers = {}
-    yield from _model(path)
-    for key, default in _SLIME_NUMBERS.items():
-        try:
-            numbers[key] = type(default)(flags.get(key, default))
-        except ValueError:
-            yield f"arguments of {plan.arm}", "wrong", f"{flag_of(key)} wants a number, found {flags[key]!r}"
-            return
-    tp, share, answer, prompt, split = numbers.values()
-    held = (_MEGATRON_BYTES[0] / split, _MEGATRON_BYTES[1])
-    gpus = recipe.gpus * recipe.nodes
-    yield from _memory(path, tp=int(tp), gpus=gpus, share=share, tokens=int(answer + prompt), training=held)
+    yield from _model(flags.get("hf_checkpoint", ""))
 
 
 def _package(name: str) -> Row:
@@ -246,59 +210,22 @@ def _files(what: str, paths: Sequence[Any], prepared: bool = False) -> Iterator[
         yield f"{what} {path}", *(("works", "") if Path(path).expanduser().exists() else absent)
 
 
-@functools.cache
-def _configuration(path: str) -> Mapping[str, Any] | None:
-    """Returns the content of a model's ``config.json``; None if there is no such file on this machine.
-
-    Looks in the folder ``path``, then in the local cache of the Hugging Face hub under the name ``path``.
-    """
+def _is_here(path: str) -> bool:
+    """Returns whether the folder ``path``, or the local cache of the Hugging Face hub for this name, has a ``config.json``."""
     from huggingface_hub import try_to_load_from_cache
 
-    file: Any = Path(path, "config.json")
-    if not file.is_file():
-        try:
-            file = try_to_load_from_cache(path, "config.json")
-        except ValueError:  # path is not a valid name of a model
-            return None
-    return read_configuration(os.path.dirname(file), False) if isinstance(file, str | Path) else None
+    if Path(path, "config.json").is_file():
+        return True
+    try:
+        return isinstance(try_to_load_from_cache(path, "config.json"), str)
+    except ValueError:  # path is not a valid name of a model
+        return False
 
 
 def _model(path: str, prepared: bool = False) -> Iterator[Row]:
-    if _configuration(path) is not None:
+    if _is_here(path):
         yield f"model {path}", "works", ""
     elif prepared or not Path(path).is_absolute():
         yield f"model {path}", "unknown", "not in the cache here; the recipe's prepare command fetches or makes it"
     else:
         yield f"model {path}", "missing", "no folder with a config.json"
-
-
-def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: tuple[float, float]) -> Iterator[Row]:
-    """Yields one row that says whether a GPU of this machine has enough memory for rollouts, and enough for training.
-
-    Args:
-        path: name or folder of the model.
-        tp: tensor-parallel size of a rollout server.
-        gpus: number of GPUs of the run.
-        share: share of a GPU's memory that rollouts may use.
-        tokens: maximum number of tokens of a prompt and response together.
-        training: bytes of training state per model parameter, as a pair: those on every GPU, and those split among all GPUs.
-    """
-    import torch
-
-    configuration = _configuration(path)
-    memory = None if configuration is None else read_memory(configuration)
-    if memory is None:
-        yield "GPU memory", "unknown", "the model's configuration is not here, or its family is not known"
-        return
-    cache = MIN_SEQUENCES * tokens * memory.kv_bytes_per_token(tp) / _GIB
-    rollout = (memory.weight_bytes(tp) / _GIB + cache) / share
-    held = memory.parameters * (training[0] + training[1] / gpus) / _GIB
-    sentence = (
-        f"{rollout:.1f} GiB for rollouts of {MIN_SEQUENCES} x {tokens} tokens at {share:.0%} of a GPU; "
-        f"{held:.1f} GiB held for training, activations not counted"
-    )
-    if not torch.cuda.is_available():
-        yield "GPU memory", "unknown", sentence
-        return
-    has = torch.cuda.mem_get_info()[1] / _GIB
-    yield "GPU memory", "works" if has >= max(rollout, held) else "missing", f"{sentence}; a GPU here has {has:.1f}"

@@ -105,10 +105,8 @@ def test_a_launch_line_of_slime_may_have_values_in_words_of_their_own(tmp_path, 
         plan = replace(plans_of("verl_gsm8k")[0], command=("python", str(tmp_path / main), *words.split()))
         return {what: verdict for what, *verdict in preflight._rows(recipe, [plan], False)}
 
-    result = rows("--hf-checkpoint /nowhere/m --prompt-data /nowhere/d --tensor-model-parallel-size 2")
+    result = rows("--hf-checkpoint /nowhere/m --prompt-data /nowhere/d")
     assert result["model /nowhere/m"][0] == result["file /nowhere/d"][0] == "missing"
-    result = rows("--hf-checkpoint=m --tensor-model-parallel-size two")
-    assert result["arguments of stock"] == ["wrong", "--tensor-model-parallel-size wants a number, found 'two'"]
 
 
 def test_a_feature_that_has_nothing_to_do_in_a_run_is_idle(verl):
@@ -254,7 +252,7 @@ def test_doctor_says_what_a_recipe_lacks_here(doctor, tmp_path, verl):
     file = tmp_path / "verl_gsm8k" / "recipe.yaml"
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text((Path(__file__).parents[2] / "parallel" / "qwen3_8b.json").read_text())
+    (model / "config.json").write_text("{}")
     file.write_text(file.read_text().replace("model.path=Qwen/Qwen2.5-0.5B-Instruct", f"model.path={model}"))
     code, rows = doctor("--recipe", file.parent)
     assert code == 1
@@ -262,9 +260,6 @@ def test_doctor_says_what_a_recipe_lacks_here(doctor, tmp_path, verl):
     assert (rows["package flash_attn"][0], rows[f"model {model}"][0]) == ("missing", "works")
     (data,) = [row for what, row in rows.items() if what.startswith("data ") and what.endswith("train.parquet")]
     assert data == ("unknown", "the recipe's prepare command makes it")
-    why = rows["GPU memory"][1]
-    assert "GiB for rollouts of 4 x 1536 tokens at 50% of a GPU" in why
-    assert 30 < float(why.split()[0]) < 35  # 8.2 billion parameters, twice 15.3 GiB, and the cache
 
 
 def test_doctor_asks_for_no_gpu_on_a_cpu_nor_a_model_to_check_a_critic_and_names_what_is_wrong(doctor, tmp_path, verl):
