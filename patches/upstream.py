@@ -76,8 +76,9 @@ def find_location(where: str) -> Location:
 
 def restore_copies(target: str, new: Any, old: Any) -> None:
     """Replaces ``new`` by ``old`` in all modules of ``target``'s package that have imported ``new`` by ``from x import f``."""
+    package = _package(target)
     for name, module in list(sys.modules.items()):
-        if _package(name) == _package(target) and isinstance(module, ModuleType):
+        if name.partition(".")[0] == package and isinstance(module, ModuleType):
             for attribute in [key for key, value in vars(module).items() if value is new]:
                 setattr(module, attribute, old)
 
