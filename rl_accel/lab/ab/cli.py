@@ -28,7 +28,7 @@ from rl_accel.runtime import is_installed
 
 _MANIFEST = "ab.json"
 _PLAIN_EVERY_S = 15.0
-"""Minimum seconds between two progress lines if the output goes to a file or a pipe. Chosen by hand."""
+"""Minimum seconds between two progress lines if the output goes to a file or a pipe, so that an hour is a page of lines."""
 
 
 def _names(_context: Any, _parameter: Any, value: str | None) -> list[str] | None:

@@ -52,7 +52,7 @@ _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!r
 _REACH = 0.9
 _WINDOW = 5
 """For :func:`times_to_reach`: default level to reach, as a share of the baseline's gain in reward, and number of values in the
-moving average that must reach it. Chosen by hand."""
+moving average that must reach it. Of fewer values one lucky step would be enough; of more, it is reached later."""
 
 
 def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> dict[str, tuple[Array, Array]]:

@@ -49,7 +49,8 @@ SCHEMA = "rl_accel.ab/2"
 _DRAWS = 20
 """Number of simulated runs that are averaged for each of ``rl-accel plan``'s predictions in the report. Chosen by hand."""
 _BUSY = 2.0
-"""Load average per CPU core at the start of a run above which the report warns not to trust the run's times. Chosen by hand."""
+"""Load average per CPU core at the start of a run above which the report warns not to trust the run's times. At 2, a
+process waits for a core as long as it runs."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
 WIDTH = 180
 """Width of tables, in characters, if the output goes to a file or a pipe."""

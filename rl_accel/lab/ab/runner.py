@@ -25,7 +25,7 @@ from rl_accel.runtime import FLAG_VARIABLES
 from rl_accel.telemetry.logs import LogRecord, parse_log_line
 
 GRACE_S = 15.0
-"""Seconds that a trainer may take to stop before it is killed. Chosen by hand."""
+"""Seconds that a trainer may take to stop before it is killed. Ray itself gives its processes up to ten."""
 MODULES = "VERL_USE_EXTERNAL_MODULES"
 """Environment variable with the modules that verl imports when it starts, separated by commas."""
 RAY_DID_NOT_START = "The current node timed out during startup"

@@ -15,7 +15,7 @@ import sys
 from rl_accel import processes
 
 _ORPHANS_S = 5.0
-"""Maximum seconds for daemons that a trainer leaves, such as Ray's, to shut down by themselves. Chosen by hand."""
+"""Maximum seconds for daemons that a trainer leaves, such as Ray's, to shut down by themselves. Ray's take about two."""
 
 
 def supervise(grace_s: float, temp: str, command: list[str]) -> int:

@@ -23,12 +23,14 @@ from rl_accel.lab.cpu_engine.sampling import BatchSampler
 ATTENTION = "rl_accel_cpu"
 """Name under which :func:`attend` is registered as an attention function of transformers."""
 BLOCK = 128
-"""The length of cache rows, in tokens, is rounded up to a multiple of this, so that rows seldom have to grow. Chosen by hand."""
+"""The length of cache rows, in tokens, is rounded up to a multiple of this, so that rows seldom grow.
+With half of it, rows are copied twice as often; with twice of it, more memory is unused."""
 ROWS = 8
 """The number of rows of a forward pass is rounded up to a multiple of this. For very few rows, CPU kernels use another matrix
 multiplication, which rounds differently."""
 _PROMPTS_KEPT = 64
-"""Maximum number of prompts whose key-value cache is kept for further responses to the same prompt. Chosen by hand."""
+"""Maximum number of prompts whose key-value cache is kept for further responses to the same prompt. With
+fewer, prompts of one batch would be computed again; more take memory."""
 
 
 def round_up(value: int, multiple: int) -> int:

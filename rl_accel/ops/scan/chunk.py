@@ -14,7 +14,7 @@ from rl_accel.ops.inputs import Inputs
 from rl_accel.ops.scan import naive
 
 DEFAULT_CHUNK = 64
-"""Number of tokens in a chunk. Chosen by hand."""
+"""Number of tokens in a chunk: the number of steps of the walk. With fewer, there are more chunks to pass the state through."""
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
