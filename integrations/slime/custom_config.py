@@ -223,8 +223,10 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
         raise ConfigError(
             f"a launch line wants slime (SLIME_ROOT) and SGLang importable here, found {one_line(repr(error))}"
         ) from error
-    before, sys.argv = sys.argv, ["train.py", *line]
-    messages, has_megatron = [], is_installed("megatron.training")
+    messages: list[str] = []
+    has_megatron = is_installed("megatron.training")
+    argv_before = sys.argv
+    sys.argv = ["train.py", *line]
     try:
         with flags_unknown_to_parsers() as unread:
             parser = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
@@ -240,7 +242,8 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
                     slimes.slime_validate_args(checked)
             except Exception as error:
                 vars(args).update(content, debug_train_only=True)  # slime has computed no engine settings
-                checked, messages = args, [f"{STOPS}: {type(error).__name__}: {error}"]
+                checked = args
+                messages.append(f"{STOPS}: {type(error).__name__}: {error}")
         known = [*map(flag_of, vars(args))]
         for flag in unread():
             meant = _FLAG.sub("--", flag).replace("_", "-").lower()
@@ -248,7 +251,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
                 messages.append(f"{flag} is no flag of slime's{did_you_mean(meant, known)}; slime skips it")
         return checked, messages
     finally:
-        sys.argv = before
+        sys.argv = argv_before
 
 
 def arguments_of(slime_root: Path) -> set[str]:

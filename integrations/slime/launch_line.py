@@ -21,7 +21,7 @@ from typing import Any
 
 from rl_accel.config import Flags
 from rl_accel.errors import ConfigError, refuse
-from rl_accel.features import FEATURES, REWARD_TIMEOUT, SAMPLER, SLIME_DATA, SLIME_MEGATRON, TAIL_BATCHING, SlimeHooks
+from rl_accel.features import FEATURES, SAMPLER, SLIME_DATA, SLIME_MEGATRON, TAIL_BATCHING, SlimeHooks
 
 logger = logging.getLogger("rl_accel")
 
@@ -60,7 +60,9 @@ def flags_of_this_job() -> dict[str, str]:
 
         job_id = ray.get_runtime_context().get_job_id()
         lexer = shlex.shlex(next(job["Entrypoint"] for job in jobs() if job["JobID"] == job_id), posix=True)
-        lexer.whitespace_split, lexer.quotes, lexer.commenters = True, '"', ""  # Ray quotes words as on Windows
+        lexer.whitespace_split = True
+        lexer.quotes = '"'  # Ray quotes words as on Windows
+        lexer.commenters = ""
         words = list(lexer)
     except Exception as error:  # a private Ray API without guarantees
         logger.warning("rl-accel: the launch line is unknown, and not compared with the file of keys: %r", error)
@@ -106,7 +108,9 @@ def read_flags(words: Sequence[str]) -> dict[str, str]:
     line: dict[str, str] = {}
     for word, after in itertools.pairwise([*words, ""]):
         flag, equals, value = word.partition("=")
-        key, value = flag.removeprefix("--").replace("-", "_"), value if equals else after
+        if not equals:
+            value = after
+        key = flag.removeprefix("--").replace("-", "_")
         if key == "custom_config_path" and os.path.abspath(line.get(key, value)) != os.path.abspath(value):
             raise ConfigError(
                 f"slime reads one --custom-config-path, found {line[key]} and {value}: put their keys into one"
@@ -222,28 +226,37 @@ def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]
             found = getattr(args, key, None) if wanted is None else next(named, wanted)
             if str(found) != str(wanted):
                 refuse(f"rl_accel.{name}", flag_of(key), "unset" if wanted is None else wanted, found)
+        kept_flags = section
         for key, our_path in hooks.arguments.items():
             user_path = getattr(args, key, None)
             if isinstance(our_path, list):
-                our_path = [*(user_path or []), *(path for path in our_path if path not in (user_path or []))]
-            elif user_path in (None, our_path, STOCK.get(key)):
-                pass
-            elif key == LOG_FUNCTION:
-                args.rl_accel_kept = {**getattr(args, "rl_accel_kept", {}), key: user_path}
-                notes.append(f"{flag_of(key)} {user_path} is called after ours")
-            elif key == "custom_rm_path" and flags[REWARD_TIMEOUT].grader in (None, user_path):
-                sections = getattr(args, "rl_accel", None) or {}
-                values = sections.get(name) or {}
-                values = values if isinstance(values, Mapping) else {"enable": values}
-                args.rl_accel = {**sections, name: {**values, "grader": user_path}}
-                section = replace(section, grader=user_path)
-                notes.append(f"{flag_of(key)} {user_path} is now rl_accel.reward_timeout.grader")
-            else:
-                refuse(f"rl_accel.{name}", flag_of(key), getattr(section, "grader", "unset"), user_path)
+                setattr(args, key, list(dict.fromkeys([*(user_path or []), *our_path])))
+                continue
+            if user_path not in (None, our_path, STOCK.get(key)):
+                kept_flags, note = _keep_users_function(args, name, section, key, user_path)
+                notes.append(note)
             setattr(args, key, our_path)
         if hooks.check:
-            function_at(hooks.check)(args, section)
+            function_at(hooks.check)(args, kept_flags)
     return notes
+
+
+def _keep_users_function(args: Any, name: str, section: Any, key: str, path: str) -> tuple[Any, str]:
+    """Keeps the user's function ``path`` elsewhere in ``args``, because the feature ``name`` needs its place, the argument ``key``.
+
+    ``section`` has the flags of the feature. Returns the flags from now on, and a log line. Raises ConfigError if there is no other
+    place for the function.
+    """
+    if key == LOG_FUNCTION:
+        args.rl_accel_kept = {**getattr(args, "rl_accel_kept", {}), key: path}
+        return section, f"{flag_of(key)} {path} is called after ours"
+    if key == "custom_rm_path" and section.grader in (None, path):
+        sections = getattr(args, "rl_accel", None) or {}
+        given = sections.get(name) or {}
+        values = given if isinstance(given, Mapping) else {"enable": given}
+        args.rl_accel = {**sections, name: {**values, "grader": path}}
+        return replace(section, grader=path), f"{flag_of(key)} {path} is now rl_accel.reward_timeout.grader"
+    refuse(f"rl_accel.{name}", flag_of(key), getattr(section, "grader", "unset"), path)
 
 
 def function_at(path: str) -> Callable[..., Any]:

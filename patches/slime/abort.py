@@ -24,7 +24,8 @@ def _make(original: Any, _settings: Any) -> Any:
 
         async def sleep(longest: float) -> None:
             nonlocal next_sleep
-            seconds, next_sleep = min(next_sleep, longest), 2 * next_sleep
+            seconds = min(next_sleep, longest)
+            next_sleep *= 2
             await asyncio.sleep(seconds)
 
         names = {**original.__globals__, "asyncio": SimpleNamespace(**{**vars(asyncio), "sleep": sleep})}

@@ -57,7 +57,8 @@ def _make(original: Any, settings: Any) -> Any:
         lambd: Any,
         chunked: bool = True,
     ) -> Any:
-        totals, lengths = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
+        totals = [int(n) for n in total_lengths]
+        lengths = [int(n) for n in response_lengths]
         compute = partial(packed_gae, lengths=lengths, gamma=gamma, lambd=lambd, settings=settings)
         with torch.no_grad():
             return tuple(packed.on_whole_responses(compute, (values_list, rewards_list), totals, lengths))

@@ -34,7 +34,8 @@ def packed_returns(
         TypeError, ValueError, BackendMissing: see :func:`rl_accel.ops.discounted_returns`; ValueError also for unequal lengths, for
             a sequence whose mask has only zeros, and for a result with NaN or infinity.
     """
-    lengths, mask_lengths = [len(row) for row in kl], [len(row) for row in masks]
+    lengths = [len(row) for row in kl]
+    mask_lengths = [len(row) for row in masks]
     if not lengths or mask_lengths != lengths or len(rewards) != len(lengths):
         raise ValueError(f"{len(rewards)} rewards and masks of {mask_lengths} do not go with sequences of {lengths}")
     flat_kl = torch.cat(list(kl))
@@ -60,7 +61,8 @@ def _make(original: Any, _settings: Any) -> Any:
     def get_reinforce_plus_plus_returns(
         rewards: Any, kl: Any, loss_masks: Any, response_lengths: Any, total_lengths: Any, kl_coef: Any, gamma: Any
     ) -> Any:
-        totals, lengths = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
+        totals = [int(n) for n in total_lengths]
+        lengths = [int(n) for n in response_lengths]
 
         def compute(kl: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
             return [packed_returns(rewards, kl, loss_masks, kl_coef, gamma)]

@@ -38,7 +38,8 @@ def _make(original: Any, _settings: Any) -> Any:
         watcher = WATCHER.get()
         if watcher is None or "rid" in payload or not url.endswith("/generate"):
             return await original(url, payload, max_retries, headers=headers)
-        request_id, answer = watcher.begin(), None
+        request_id = watcher.begin()
+        answer = None
         try:
             for tries_left in reversed(range(max(max_retries, 1))):
                 try:
