@@ -193,6 +193,9 @@ class TailBatchingFlags(ByNameFlags):
     agent_loop_limit: float | None = flag(
         None, "seconds after which an agent loop, tools included, fails; null: no limit", minimum=0.1
     )
+    cleanup_limit: float | None = flag(
+        600.0, "seconds that a cancelled agent loop may clean up in the background; null: no limit", minimum=0.1
+    )
 
 
 SLIME_ROLLOUT = "rl_accel.integrations.slime.tail_batching.rollout.generate_rollout"

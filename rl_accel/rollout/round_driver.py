@@ -1,20 +1,20 @@
 """Runs the rounds of tail batching in any framework whose workers can run, cancel and report single responses."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from rl_accel.errors import root_cause, typed_line
+from rl_accel.errors import ConfigError, RlAccelError, first_line, root_cause, typed_line
 from rl_accel.rollout.tail_batching import Phase, TailBatching
 from rl_accel.rollout.tail_decisions import (
     Cancel,
     CheckGroup,
     Decision,
+    Group,
     Launch,
     PromptFailed,
     RequestPrompts,
@@ -57,6 +57,7 @@ class Event:
         result: data of the response in the framework's format; None if there is none.
         error: error message of one line; empty unless the response failed.
         lost: True if the response failed because a server or worker died.
+        ends_run: True if the response failed because of the run's configuration, so that every other response would fail, too.
     """
 
     kind: Literal["generated", "scored", "failed", "aborted"]
@@ -65,27 +66,11 @@ class Event:
     result: Any = None
     error: str = ""
     lost: bool = False
+    ends_run: bool = False
 
 
 class ResponseLost(RuntimeError):
     """Error of a response whose server or worker has died. The response is generated again, beyond ``max_retries`` if needed."""
-
-
-@contextlib.asynccontextmanager
-async def agent_loop_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Cancels the code in the ``async with`` block after ``seconds``; None: never. Yields the timeout, which can be rescheduled.
-
-    Raises:
-        TimeoutError: the block was cancelled. The message names the flag ``agent_loop_limit``.
-    """
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            yield limit
-    except TimeoutError as error:
-        if limit.expired():
-            raise TimeoutError(f"its agent loop was not over after {seconds} s (agent_loop_limit)") from error
-        raise
 
 
 class ResponseWorkers(Protocol):
@@ -160,6 +145,8 @@ class FailureLog:
             return Event("aborted", response_id, tokens, result)
         if error is None:
             return Event("scored", response_id, tokens, result)
+        if isinstance(root_cause(error), ConfigError):
+            return Event("failed", response_id, tokens, result, first_line(error), ends_run=True)
         kind = type(root_cause(error)).__name__
         line = typed_line(error)
         logger.error(
@@ -177,13 +164,14 @@ class PromptSupply:
         rows_per_epoch: number of rows in an epoch.
 
     Attributes:
+        rows_per_epoch: number of rows in an epoch.
         fetched: number of rows fetched so far, over all epochs.
         payloads: data rows of the prompts that are not yet trained, rejected or given up, by prompt id.
     """
 
     def __init__(self, fetch: Callable[[], dict[str, Any]], rows_per_epoch: int) -> None:
         self._fetch = fetch
-        self._rows_per_epoch = rows_per_epoch
+        self.rows_per_epoch = rows_per_epoch
         self.fetched = 0
         self.payloads: dict[str, dict[str, Any]] = {}
 
@@ -191,7 +179,7 @@ class PromptSupply:
         """Fetches ``count`` data rows. Returns the ids of the new prompts."""
         prompt_ids = []
         for _ in range(count):
-            epoch, row = divmod(self.fetched, self._rows_per_epoch)
+            epoch, row = divmod(self.fetched, self.rows_per_epoch)
             prompt_id = f"{epoch + 1}:{row + 1}"
             self.payloads[prompt_id] = self._fetch()
             self.fetched += 1
@@ -211,7 +199,7 @@ class PromptSupply:
         if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
             return False
         epoch, row = map(int, numbers)
-        return 1 <= row <= self._rows_per_epoch and 0 <= (epoch - 1) * self._rows_per_epoch + row - 1 < fetched
+        return 1 <= row <= self.rows_per_epoch and 0 <= (epoch - 1) * self.rows_per_epoch + row - 1 < fetched
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
         """Continues from a saved run, whose attributes had the values ``fetched`` and ``payloads``."""
@@ -251,6 +239,22 @@ class StepResult:
         return {METRICS_PREFIX + name: float(value) for name, value in values.items() if value is not None}
 
 
+class FilterLimit(NamedTuple):
+    """Limit on the prompts that the group filter may check in a step.
+
+    Attributes:
+        prompts: maximum number of checked prompts.
+        setting: text that names the setting and its value, for the error message.
+    """
+
+    prompts: int
+    setting: str
+
+
+class FilterRejectsAll(RlAccelError, RuntimeError):
+    """Error for a run whose group filter rejects so many prompts that no batch is filled."""
+
+
 class RolloutDriver:
     """Runs the rounds of tail batching: carries out the decisions of the state machine and reports events to it.
 
@@ -262,6 +266,7 @@ class RolloutDriver:
         passes: group filter: from a prompt id and the ``Event.result`` of each response, returns whether to train the prompt. Used
             only if ``core.run.filter_groups`` is True. None: every prompt is trained.
         now: function that returns the time in seconds.
+        filter_limit: limit on the prompts that the group filter may check in a step; None: no limit.
     """
 
     def __init__(
@@ -272,6 +277,7 @@ class RolloutDriver:
         discard: Callable[[Sequence[Any]], None],
         passes: Callable[[str, Sequence[Any]], bool] | None = None,
         now: Callable[[], float] = time.monotonic,
+        filter_limit: FilterLimit | None = None,
     ) -> None:
         self.core = core
         self.supply = supply
@@ -282,7 +288,10 @@ class RolloutDriver:
         self._results: dict[int, Any] = {}
         self._open: dict[int, _Open] = {}
         self._result = StepResult()
+        self._filter_limit = filter_limit
         self._failed_in_a_row = 0
+        self._rejected_in_a_row = 0
+        self._checked_in_step = 0
         self._last_error = ""
         self._step = 0
         for rounded in core.run.rounding_warnings:
@@ -295,8 +304,12 @@ class RolloutDriver:
 
         Raises:
             RuntimeError: as many prompts as a batch holds were given up, and no response was scored in between.
+            FilterRejectsAll: see ``filter_limit``; or the filter rejected all prompts of two epochs, one after the other.
+            ConfigError: a response failed with a ConfigError.
         """
-        self._step, self._result = step, StepResult()
+        self._step = step
+        self._result = StepResult()
+        self._checked_in_step = 0
         self._workers.begin_round()
         self._carry_out(self.core.begin_round(steps_left, self._now()))
         ending = False
@@ -347,6 +360,8 @@ class RolloutDriver:
                 self._failed_in_a_row = 0
                 return self.core.response_scored(response_id, now)
             case "failed":
+                if event.ends_run:
+                    raise ConfigError(event.error)
                 self._last_error = event.error
                 return self.core.response_failed(response_id, event.tokens, now, event.lost)
             case "aborted":
@@ -366,10 +381,7 @@ class RolloutDriver:
                 case RequestPrompts(count):
                     self._carry_out(self.core.offer(self.supply.take(count), self._now()))
                 case CheckGroup(group):
-                    results = [self._results[response_id] for response_id in group.response_ids]
-                    passes = self._passes is None or self._passes(group.prompt_id, results)
-                    if not passes:
-                        self._result.rejected[group.prompt_id] = self.supply.settle(group.prompt_id)
+                    passes = self._passes_filter(group)
                     self._carry_out(self.core.group_checked(group.prompt_id, passes, self._now()))
                 case TrainBatch():
                     self._result.batch = decision
@@ -383,6 +395,41 @@ class RolloutDriver:
                     logger.info(
                         "rl-accel: round %d is %s: %d prompts with %d responses each", number, kind, prompts, responses
                     )
+
+    def _passes_filter(self, group: Group) -> bool:
+        """Returns True if the group filter accepts ``group``. Forgets the prompt otherwise.
+
+        Raises:
+            FilterRejectsAll: the filter has rejected all groups of two epochs, or more than ``filter_limit`` allows in a step.
+        """
+        results = [self._results[response_id] for response_id in group.response_ids]
+        self._checked_in_step += 1
+        if self._passes is None or self._passes(group.prompt_id, results):
+            self._rejected_in_a_row = 0
+            return True
+        self._result.rejected[group.prompt_id] = self.supply.settle(group.prompt_id)
+        self._rejected_in_a_row += 1
+        if self._filter_limit is not None and self._checked_in_step >= self._filter_limit.prompts:
+            passed = self._checked_in_step - len(self._result.rejected)
+            raise FilterRejectsAll(
+                f"rl_accel.tail_batching: {passed} of {self._checked_in_step} prompts of this step passed the group filter, "
+                f"a batch needs {self.core.run.prompts_per_step}, and {self._filter_limit.setting} allows no more. The "
+                "prompts may be too hard or too easy for the model"
+            )
+        in_a_row, epoch = self._rejected_in_a_row, self.supply.rows_per_epoch
+        if in_a_row == epoch:
+            logger.warning(
+                "rl-accel: the group filter has rejected %d prompts one after the other, a whole epoch of the data; after "
+                "another epoch the run ends",
+                in_a_row,
+            )
+        if in_a_row >= 2 * epoch:
+            raise FilterRejectsAll(
+                f"rl_accel.tail_batching: the group filter has rejected {in_a_row} prompts one after the other, two epochs of "
+                "the data. All responses to a prompt get the same reward: the prompts are too hard or too easy for the "
+                "model, or the reward is wrong"
+            )
+        return False
 
     def _give_up(self, prompt_id: str) -> None:
         self._result.failed[prompt_id] = self.supply.settle(prompt_id)

@@ -6,10 +6,11 @@ Commands that read the log import this module. It imports torch when a state is 
 import contextlib
 import datetime
 import decimal
+import hashlib
 import importlib.util
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from rl_accel.rollout.tail_batching import TailBatching
 
 FOLDER = "tail_batching"
 _STATE = "state.pt"
+OTHER_CHECKPOINT = "Resume from another checkpoint, or without rl_accel.tail_batching"
+"""Advice in error messages about a checkpoint that cannot be resumed."""
 
 
 class ResumeError(ConfigError):
@@ -81,6 +84,29 @@ def packed(content: Any) -> bytes:
     return file.getvalue()
 
 
+def rows_digest(rows: Iterable[Any]) -> str:
+    """Returns a text that identifies the content and the order of ``rows``: the same in every process that reads the same rows.
+
+    A row may hold anything that Arrow, JSON and Pillow return. Of values of other types, only the type counts.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(json.dumps(row, default=_as_json).encode())
+    return digest.hexdigest()
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return hashlib.blake2b(value, digest_size=16).hexdigest()
+    if hasattr(value, "tolist"):  # NumPy's arrays and numbers, tensors
+        return value.tolist()
+    if hasattr(value, "tobytes"):  # Pillow's images
+        return _as_json(value.tobytes())
+    if isinstance(value, datetime.date | datetime.timedelta | decimal.Decimal):
+        return str(value)
+    return type(value).__qualname__
+
+
 def _row_types() -> list[Any]:
     """Returns the types that a saved data row may hold besides those that ``torch.load`` always allows."""
     types: list[Any] = [datetime.datetime, datetime.date, datetime.timedelta, decimal.Decimal, np.ndarray, np.dtype]
@@ -106,8 +132,16 @@ def state_file(folder: Path) -> Path:
     return file
 
 
-def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
+def restore(
+    folder: Path,
+    step: int,
+    core: TailBatching,
+    supply: PromptSupply,
+    same_rows: str = "Resume with the data of the saved run",
+) -> None:
     """Loads the state that :func:`save` wrote to ``folder`` into ``core`` and ``supply``.
+
+    ``same_rows`` is advice for the error message if the data has other rows than the saved run.
 
     Raises:
         ResumeError: the saved state is missing, damaged, or of another version or training step, or the saved run had another batch
@@ -135,7 +169,8 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
     try:
         restored.load_state_dict(saved_core)
     except ValueError as error:
-        raise ResumeError(f"{file} does not fit this run: {first_line(error)}") from error
+        advice = f". {same_rows}" if saved_core.get("rows_id") != core.run.rows_id else ""
+        raise ResumeError(f"{file} does not fit this run: {first_line(error)}{advice}") from error
     if differ := sorted(payloads.keys() ^ set(restored.unsettled_prompts()), key=str):
         raise damaged(file, f"the queue and the saved rows differ in {len(differ)} prompts, such as {differ[0]}")
     if len(payloads) + restored.settled != fetched:
@@ -152,9 +187,7 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
 
 def damaged(file: Path, reason: str) -> ResumeError:
     """Returns the error for a damaged ``file`` of a checkpoint, which says what helps."""
-    return ResumeError(
-        f"{file} is damaged: {reason}. Resume from another checkpoint, or without rl_accel.tail_batching"
-    )
+    return ResumeError(f"{file} is damaged: {reason}. {OTHER_CHECKPOINT}")
 
 
 class Ledger:

@@ -28,7 +28,7 @@ from rl_accel.rollout.tail_decisions import (
 
 _FORMAT = "rl_accel.tail_batching"
 _VERSION = 3
-_MUST_AGREE = ("format", "version", "prompts_per_step", "responses_per_prompt", "data_id")
+_MUST_AGREE = ("format", "version", "prompts_per_step", "responses_per_prompt", "data_id", "rows_id")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class TailRun:
         flags: the user's flags of tail batching.
         filter_groups: True if a group filter accepts or rejects each complete prompt.
         data_id: text that identifies the data set and its row order. A saved state with another text is refused.
+        rows_id: digest of the rows of the data set. A saved state with another digest is refused.
 
     Raises:
         ConfigError: ``prompts_per_step`` or ``responses_per_prompt`` is below 1.
@@ -51,6 +52,7 @@ class TailRun:
     flags: TailBatchingFlags = field(default_factory=TailBatchingFlags)
     filter_groups: bool = False
     data_id: str = ""
+    rows_id: str = ""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "responses_per_prompt"):
@@ -348,6 +350,7 @@ class TailBatching:
             "prompts_per_step": self.run.prompts_per_step,
             "responses_per_prompt": self.run.responses_per_prompt,
             "data_id": self.run.data_id,
+            "rows_id": self.run.rows_id,
             "rounds": self._rounds - (self.phase is Phase.OPEN),
             "next_response": self._next_response,
             "settled": self.settled,
@@ -364,7 +367,10 @@ class TailBatching:
         own_state = self.state_dict()
         for key in _MUST_AGREE:
             saved = state.get(key) if isinstance(state, Mapping) else type(state).__name__
-            if type(saved) is not type(own_state[key]) or saved != own_state[key]:
+            is_same = type(saved) is type(own_state[key]) and saved == own_state[key]
+            if not is_same and key == "rows_id":
+                raise ValueError("the data set has other rows than the saved run")
+            if not is_same:
                 raise ValueError(f"state must have {key} = {own_state[key]!r}, found {saved!r}")
         resumed = TailBatching(self.run)
         try:

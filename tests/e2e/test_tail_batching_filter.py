@@ -39,6 +39,7 @@ def left(tail_run):
         "algorithm.filter_groups.enable=True",
         "algorithm.filter_groups.metric=signal",
         "trainer.test_freq=3",
+        "data.gen_batch_size=2",
         "+rl_accel.tail_batching.prompt_ratio=1.5",
         "+rl_accel.tail_batching.queue_threshold=2",
         loops=loops,
@@ -67,6 +68,10 @@ def test_groups_without_signal_are_rejected_and_no_others(left):
     assert rejected == {row for row in range(max(rejected) + 1) if row % 5 == 2}
     assert not [row for row in left.settled("trained").values() if row % 5 == 2]
     assert [len(line["rejected"]) for line in left.ledger] == left.numbers("tail_batching/prompts_rejected")
+
+
+def test_a_setting_that_rounds_replace_is_named(left):
+    assert left.log.count("tail_batching replaces data.gen_batch_size = 2 by 1: rounds take single prompts") == 1
 
 
 def test_a_loop_that_always_fails_is_reported_after_its_retries_and_not_trained(left):

@@ -7,8 +7,17 @@ import re
 
 import pytest
 
+from rl_accel.errors import ConfigError
 from rl_accel.features import TailBatchingFlags
-from rl_accel.rollout.round_driver import Event, FailureLog, PromptSupply, ResponseLost, RolloutDriver
+from rl_accel.rollout.round_driver import (
+    Event,
+    FailureLog,
+    FilterLimit,
+    FilterRejectsAll,
+    PromptSupply,
+    ResponseLost,
+    RolloutDriver,
+)
 from rl_accel.rollout.tail_batching import TailBatching, TailRun
 
 
@@ -165,6 +174,42 @@ def test_a_broken_prompt_is_retried_then_given_up_and_all_batches_are_full_up_to
     assert len(attempts) <= 2 * 3 * 3, "in two rounds at most, three responses, each started again twice at most"
 
 
+def rejects(rows=10, filter_limit=None, passing=()):
+    """A driver whose group filter rejects all prompts but those of the rows ``passing``, and which stops after five epochs."""
+
+    def metric(prompt_id, response_id):
+        assert driver.supply.fetched < 5 * rows, "nothing ends the run"
+        return float(response_id) if row_of_id(prompt_id) in passing else 1.0
+
+    driver, _ = make(rows=rows, workers=Schedule(metric=metric), filter_groups=True)
+    driver._filter_limit = filter_limit
+    return driver
+
+
+def test_a_filter_that_rejects_every_group_is_told_after_an_epoch_and_ends_the_run_after_two(caplog):
+    driver = rejects()
+    with pytest.raises(FilterRejectsAll, match="rejected 20 prompts one after the other, two epochs of the data"):
+        driver.play(1, 1000)
+    assert [record.levelname for record in caplog.records if "a whole epoch" in record.message] == ["WARNING"]
+    assert driver.supply.fetched < 30
+
+
+def test_a_filter_that_accepts_two_rows_of_the_data_goes_on(caplog):
+    result = rejects(rows=40, passing={3, 23}).play(1, 1000)
+    assert {row_of_id(prompt_id) for prompt_id in result.trained} == {3, 23}
+    assert not [line for line in caplog.messages if "a whole epoch" in line]
+
+
+def test_the_users_limit_on_prompts_that_are_filtered_in_a_step_holds(caplog):
+    driver = rejects(filter_limit=FilterLimit(6, "max_num_gen_batches = 2"), passing={1, 2})
+    with pytest.raises(
+        FilterRejectsAll, match=r"^rl_accel.*: . of \d+ prompts .* a batch needs 4, and max_num_gen_batches = 2"
+    ):
+        driver.play(1, 1000)
+    enough = rejects(filter_limit=FilterLimit(6, "max_num_gen_batches = 2"), passing=range(1, 11))
+    assert len(enough.play(1, 1000).trained) == len(enough.play(2, 999).trained) == 4
+
+
 def test_ratios_that_rounding_changes_are_said_at_the_start(caplog):
     flags = TailBatchingFlags()
     for prompts, responses in ((8, 4), (7, 1)):
@@ -201,6 +246,20 @@ def test_every_number_has_a_name_that_verl_reduces_as_meant():
     assert numbers["rl_accel/tail_batching/prompts_trained"] == 4.0
     assert numbers["rl_accel/tail_batching/short_round"] + numbers["rl_accel/tail_batching/final_round"] == 1.0
     assert all(isinstance(value, float) for value in numbers.values())
+
+
+def test_an_error_of_the_configuration_ends_the_run_at_once_in_one_line(caplog):
+    async def fail(cause):
+        task = asyncio.get_running_loop().create_future()
+        task.set_exception(cause)
+        return FailureLog().event_of(0, task, 7, None, cancelled=False)
+
+    event = asyncio.run(fail(ConfigError("rl_accel.reward_timeout.grader wants a function, found 'a.b'\nand more")))
+    driver, workers = make()
+    workers.wait = lambda seconds: [event]
+    with pytest.raises(ConfigError, match=r"^rl_accel\.reward_timeout\.grader wants a function, found 'a\.b'$"):
+        driver.play(1, 3)
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
 
 
 class ServerDied(ResponseLost):

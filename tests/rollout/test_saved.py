@@ -19,7 +19,7 @@ from PIL import Image
 
 from rl_accel.errors import ConfigError
 from rl_accel.rollout.round_driver import PromptSupply, StepResult
-from rl_accel.rollout.saved import Ledger, ResumeError, WriteError, restore, save
+from rl_accel.rollout.saved import Ledger, ResumeError, WriteError, restore, rows_digest, save
 from rl_accel.rollout.tail_batching import TailBatching, TailRun
 from rl_accel.rollout.tail_decisions import TrainBatch
 
@@ -29,7 +29,7 @@ RICH |= {"image": Image.new("RGB", (2, 1), (1, 2, 3)), "time": datetime.datetime
 
 
 def new_run():
-    core = TailBatching(TailRun(2, 2, data_id="train.parquet"))
+    core = TailBatching(TailRun(2, 2, data_id="train.parquet", rows_id="0a1b"))
     return core, PromptSupply(lambda: ROW, 10)
 
 
@@ -71,6 +71,10 @@ def rename_a_prompt(state):
         (core_with(format="x"), "state must have format = 'rl_accel.tail_batching', found 'x'"),
         (core_with(prompts_per_step=3), "state must have prompts_per_step = 2, found 3"),
         (core_with(responses_per_prompt=8), "state must have responses_per_prompt = 2, found 8"),
+        (
+            core_with(rows_id="2c3d"),
+            "data set has other rows than the saved run. Resume with the data of the saved run$",
+        ),
         (core_with(rounds=None), "state is damaged or does not fit: TypeError"),
         (core_with(settled=-1), "state is damaged or does not fit: ValueError: a number must be at least 0, found -1"),
         (core_with(version=torch.ones(2)), "state must have version = 3, found tensor"),
@@ -186,6 +190,17 @@ def test_a_run_that_is_killed_while_it_resumes_keeps_its_log(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         log.rewind(0)
     assert log.path.read_text() == before
+
+
+def test_the_digest_tells_other_rows_and_another_order_and_is_that_of_every_process(python):
+    rows = [{"prompt": "a", "data": np.arange(2)}, dict(RICH), {"none": None, "number": float("nan")}]
+    digest = rows_digest(rows)
+    assert digest == rows_digest(copy.deepcopy(rows))
+    others = [[*rows[1:], rows[0]], rows[:2], [{**rows[0], "prompt": "b"}, *rows[1:]]]
+    others += [[rows[0], {**RICH, "image": Image.new("RGB", (2, 1))}, rows[2]]]
+    assert len({digest, *map(rows_digest, others)}) == 5
+    script = "from rl_accel.rollout.saved import rows_digest; print(rows_digest([{'prompt': 'a', 'of': b'x', 'by': object()}]))"
+    assert python(script).stdout.strip() == rows_digest([{"prompt": "a", "of": b"x", "by": object()}])
 
 
 GOOD = b'{"step": 1, "trained": {}}\n'

@@ -56,8 +56,8 @@ def check(args: Any, flags: TailBatchingFlags) -> None:
         _refuse("--prompt-data", "a data set", None)
 
 
-def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:
-    """Returns the parameters of tail batching for a run on a data set of ``rows`` prompts.
+def run_of(args: Any, flags: TailBatchingFlags, rows: int, rows_id: str) -> TailRun:
+    """Returns the parameters of tail batching for a run on a data set of ``rows`` prompts with the digest ``rows_id``.
 
     Raises:
         ConfigError: the data set has fewer prompts than a batch.
@@ -71,6 +71,7 @@ def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:
         flags,
         filter_groups=args.dynamic_sampling_filter_path is not None,
         data_id=f"{name} {rows} shuffle={args.rollout_shuffle} seed={args.rollout_seed}",
+        rows_id=rows_id,
     )
 
 

@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import httpx
 from slime.utils.types import Sample
 
-from rl_accel.errors import typed_line
+from rl_accel.errors import ConfigError, typed_line
+from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.slime import interfaces
 from rl_accel.patches.slime.requests import WATCHER
-from rl_accel.rollout.round_driver import Event, FailureLog, Job, ResponseLost, TokenRate, agent_loop_limit
+from rl_accel.rollout.cleanup import Cleanups, agent_loop_limit
+from rl_accel.rollout.round_driver import Event, FailureLog, Job, ResponseLost, TokenRate
 
 if TYPE_CHECKING:
     server_control: interfaces.ServerControl
@@ -44,8 +46,7 @@ GENERATE = f"{__name__}.generate"
 ABORT_AGAIN_SECONDS = 0.5
 """Seconds between two abort messages for the same request. The first message may reach the server before the request does."""
 INSIST_SECONDS = 5.0
-"""Seconds within which a server should end a cancelled response. Otherwise, the response's asyncio task is cancelled, too. After
-twice this time, the response is reported as aborted even if the task still runs. Chosen by hand."""
+"""Seconds within which a server should end a cancelled response. Otherwise its task is cancelled, too. Chosen by hand."""
 IDLE_SECONDS = 30.0
 """Maximum seconds to wait after a rollout until no rollout server holds a request. Chosen by hand."""
 POLL_SECONDS = 0.05  # between two looks whether servers still hold requests
@@ -72,6 +73,8 @@ class Session:
         began: time of the start of generation.
         cancelled_at: time of the cancellation; infinity if the response is not cancelled.
         abort_again_at: earliest time of the next abort message to the servers.
+        limit: asyncio timeout of the generate function; None before the function begins.
+        interrupted: True once :meth:`interrupt` was called.
     """
 
     response_id: int
@@ -87,14 +90,30 @@ class Session:
     began: float = 0.0
     cancelled_at: float = math.inf
     abort_again_at: float = 0.0
+    limit: asyncio.Timeout | None = None
+    interrupted: bool = False
 
     @property
     def cancelled(self) -> bool:
         return self.cancelled_at < math.inf
 
+    def is_busy(self) -> bool:
+        """Returns True while a server processes a request of the response."""
+        return bool(self.requests)
+
+    def is_interrupted(self) -> bool:
+        return self.interrupted
+
+    def interrupt(self) -> NoReturn:
+        """Raises asyncio.CancelledError in the generate function that calls this method, and cancels the task of the response."""
+        self.interrupted = True
+        self.task.cancel()
+        raise asyncio.CancelledError
+
     def begin(self) -> str:
-        if self.cancelled:  # cancelled between two requests of the generate function
-            raise asyncio.CancelledError
+        is_over_limit = self.limit is not None and self.limit.expired()
+        if self.cancelled or is_over_limit:  # between two requests of the generate function
+            self.interrupt()
         request_id = f"rl-accel-{self.response_id}-{uuid.uuid4().hex}"
         self.requests.add(request_id)
         self.deaths_before = self.owner.engines.deaths
@@ -108,7 +127,7 @@ class Session:
             ResponseLost: a rollout server has died since the request was sent, or no server is left.
         """
         if self.cancelled:
-            raise asyncio.CancelledError
+            self.interrupt()
         if lost := await self.owner.engines.death_since(self.deaths_before):
             self.lost = lost
             raise ResponseLost(lost)
@@ -162,8 +181,10 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     function = sglang_rollout.generate if path is None else misc.load_function(path)
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     session.began = time.monotonic()
-    async with agent_loop_limit(session.owner.limit):
-        result = await function(args, sample, sampling_params, **extra)
+    # In a task of its own, because slime holds one of the places for concurrent requests until this function returns.
+    code = function(args, sample, sampling_params, **extra)
+    async with agent_loop_limit(session.owner.limit) as session.limit:
+        result = await session.owner.cleanups.run(code, session.is_busy, session.is_interrupted)
     session.finish(result, args.group_rm)
     return result
 
@@ -268,12 +289,13 @@ class Responses:
         args: slime's arguments.
         engines: rollout servers, which abort the requests of cancelled responses.
         new_index: function that returns an unused sample index.
-        limit: maximum seconds of the generate function of a response; None: no limit.
+        flags: the user's flags of tail batching. The generate function of a response has ``flags.agent_loop_limit`` seconds.
     """
 
-    def __init__(self, args: Any, engines: Engines, new_index: Callable[[], int], limit: float | None) -> None:
+    def __init__(self, args: Any, engines: Engines, new_index: Callable[[], int], flags: TailBatchingFlags) -> None:
         self._args = args
-        self.limit = limit
+        self.limit = flags.agent_loop_limit
+        self.cleanups = Cleanups(flags.cleanup_limit)
         self.engines = engines
         self.token_rate = TokenRate()
         self._new_index = new_index
@@ -347,7 +369,8 @@ class Responses:
     async def _respond(self, session: Session, sampling_params: dict[str, Any]) -> None:
         SESSION.set(session)
         WATCHER.set(session)
-        session.result = await sglang_rollout.generate_and_rm(self._args, session.sample, sampling_params)
+        code = sglang_rollout.generate_and_rm(self._args, session.sample, sampling_params)
+        session.result = await self.cleanups.run(code, session.is_busy)
         if self._args.group_rm:
             await self._score_group(session)
 
@@ -373,7 +396,8 @@ class Responses:
             for member, reward in zip(members, rewards, strict=True):
                 member.result.reward = reward
         except BaseException as error:
-            scored.set_exception(RuntimeError(f"its group could not be scored: {typed_line(error)}"))
+            of_others = RuntimeError(f"its group could not be scored: {typed_line(error)}")
+            scored.set_exception(error if isinstance(error, ConfigError) else of_others)
             raise
         scored.set_result(None)
 
@@ -384,8 +408,8 @@ class Responses:
         if event.lost:
             self._losses[session.prompt_id] += 1
             event = replace(event, lost=self._losses[session.prompt_id] <= LOSSES * self._args.n_samples_per_prompt)
-        if self._sessions.pop(session.response_id, None) is not None:  # else the response was abandoned earlier
-            self.report(event)
+        del self._sessions[session.response_id]
+        self.report(event)
 
     def _cancel(self, response_ids: Iterable[int]) -> None:
         for response_id in response_ids:
@@ -416,15 +440,7 @@ class Responses:
                     for session in stopping:
                         session.task.cancel()
             for session in stopping:
-                seconds = now - session.cancelled_at
-                if seconds > INSIST_SECONDS:
+                if now - session.cancelled_at > INSIST_SECONDS:
                     session.task.cancel()
-                # a reward function may ignore the cancellation
-                if seconds > 2 * INSIST_SECONDS and session.response_id in self._sessions:
-                    del self._sessions[session.response_id]
-                    logger.warning(
-                        "rl-accel: response %d does not stop; the round ends without it", session.response_id
-                    )
-                    self.report(Event("aborted", session.response_id, session.tokens))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), ABORT_AGAIN_SECONDS)

@@ -74,12 +74,14 @@ class TailDataSource(RolloutDataSource):
         flags = flags_of(args)[TAIL_BATCHING]
         check(args, flags)
         super().__init__(args)
-        self._core = TailBatching(run_of(args, flags, len(self)))
+        # Read in the order of the first epoch, because ``load`` shuffles the data for the epoch of the checkpoint.
+        rows_id = saved.rows_digest((row.prompt, row.label, row.metadata) for row in self.dataset.samples)
+        self._core = TailBatching(run_of(args, flags, len(self), rows_id))
         self.supply = PromptSupply(self._fetch, len(self))
         self._log = saved.Ledger(Path(args.save) / "rollout") if args.save else None
         self._moments: dict[int, tuple[RolloutDataSource, dict[str, Any], int, dict[str, dict[str, Any]]]] = {}
         self._engines = Engines(args)
-        self._responses = Responses(args, self._engines, self._new_index, flags.agent_loop_limit)
+        self._responses = Responses(args, self._engines, self._new_index, flags)
         self._driver = RolloutDriver(
             self._core, self.supply, self._responses, discard=lambda results: None, passes=self._passes
         )

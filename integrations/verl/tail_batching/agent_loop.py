@@ -22,7 +22,8 @@ from rl_accel.integrations.verl.reward_worker_proxy import proxies
 from rl_accel.integrations.verl.tail_batching import MODE, ROLLOUT_N
 from rl_accel.integrations.verl.tail_batching.servers import RESUME, SESSION, RolloutServers, ServerLost, Session
 from rl_accel.patches.verl.interfaces import AgentLoopOutput, AgentLoopTQ, AgentLoopWorkerTQ
-from rl_accel.rollout.round_driver import Event, FailureLog, Job, agent_loop_limit
+from rl_accel.rollout.cleanup import Cleanups, agent_loop_limit
+from rl_accel.rollout.round_driver import REPORT_SECONDS, Event, FailureLog, Job
 
 if TYPE_CHECKING:
     _Worker = AgentLoopWorkerTQ
@@ -61,8 +62,8 @@ class StoredKeys:
 class TailAgentLoopWorker(WorkerPart, _Worker):
     """Agent-loop worker mixin that runs each training response in a separate asyncio task. Validation runs as in verl.
 
-    A cancelled response is reported as aborted when nothing of it runs any more. The report names the response's TransferQueue
-    entries, which the trainer process removes after the round.
+    A cancelled response is reported as aborted when it has no request any more and writes nothing. Its agent loop may still clean
+    up. The report names the response's TransferQueue entries, which the trainer process removes after the round.
     """
 
     outermost = True  # so that this mixin stops cancelled responses before any other mixin sees them
@@ -79,7 +80,9 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         self._all_over = asyncio.Event()
         self._failures = FailureLog()
         self._busy_since = 0.0
-        self._limit: float | None = self.config.trainer.v1[MODE].agent_loop_limit
+        flags = self.config.trainer.v1[MODE]
+        self._limit: float | None = flags.agent_loop_limit
+        self._cleanups = Cleanups(flags.cleanup_limit)
 
     async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:
         """Starts the responses of ``jobs``, then cancels the unfinished responses whose ids are in ``cancel``.
@@ -167,7 +170,11 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
 
     async def _within_limit(self, session: Session, response: Coroutine[Any, Any, Any]) -> None:
         async with agent_loop_limit(self._limit) as session.limit:
-            await response
+            await self._cleanups.run(response, session.is_busy, session.is_interrupted)
+
+    async def cleaned_up(self) -> None:
+        """Waits until no cancelled agent loop cleans up any more."""
+        await self._cleanups.wait()
 
     def outside_engines(self) -> list[int]:
         """Returns the ids of responses whose agent loop runs without a request in an engine, for example in a tool call."""
@@ -182,8 +189,8 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         if session is None:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             return
-        if session.cancelled or session.limit.expired():  # an agent loop may have swallowed the cancellation
-            raise asyncio.CancelledError
+        if session.is_over():  # an agent loop may have swallowed the cancellation
+            session.interrupt()
         session.limit.reschedule(None)  # the time limit holds for the agent loop only
         outputs = output if isinstance(output, list) else [output]
         if not outputs:
@@ -198,6 +205,8 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         await super()._compute_teacher_logprobs(*args, **kwargs)
         session = SESSION.get()
         if session is not None:
+            if session.is_over():  # what is written from now on would not be cleared
+                session.interrupt()
             session.storing = True  # verl writes the trajectories to TransferQueue next
 
     def _metric_of(self, output: AgentLoopOutput) -> float | None:
@@ -296,6 +305,12 @@ class Workers:
             with contextlib.suppress(RayActorError):
                 ids += ray.get(answer)
         return ids
+
+    def wait_for_cleanup(self) -> None:
+        """Waits until no worker has a cancelled agent loop that cleans up, which the end of the run would cut off."""
+        calls = [actor.cleaned_up.remote() for actor in self._actors.values()]
+        while waiting := ray.wait(calls, num_returns=len(calls), timeout=REPORT_SECONDS)[1]:
+            logger.info("rl-accel: %d agent-loop workers still clean up cancelled responses", len(waiting))
 
     def _send(self, engines_stop: bool = False) -> None:
         for index in {**self._jobs, **self._cancels}:

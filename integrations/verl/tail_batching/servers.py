@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 import ray
@@ -57,6 +57,7 @@ class Session:
         generating: True while a rollout server has a request of the response.
         storing: True once the write to TransferQueue has started.
         cancelled: True once the trainer process has cancelled the response.
+        interrupted: True once :meth:`interrupt` was called.
     """
 
     response_id: int
@@ -68,6 +69,24 @@ class Session:
     generating: bool = False
     storing: bool = False
     cancelled: bool = False
+    interrupted: bool = False
+
+    def is_busy(self) -> bool:
+        """Returns True while a rollout server has a request of the response, or while its trajectories are written."""
+        return self.generating or self.storing
+
+    def is_over(self) -> bool:
+        """Returns True if the agent loop must end: its response is cancelled, or its time limit has passed."""
+        return self.cancelled or self.limit.expired()
+
+    def is_interrupted(self) -> bool:
+        return self.interrupted
+
+    def interrupt(self) -> NoReturn:
+        """Raises asyncio.CancelledError in the agent loop that calls this method, and cancels the task of the response."""
+        self.interrupted = True
+        self.task.cancel()
+        raise asyncio.CancelledError
 
 
 SESSION: ContextVar[Session | None] = ContextVar("session", default=None)
@@ -161,8 +180,8 @@ class CancellableServer:
         session = SESSION.get()
         if session is None:
             return await self._output(self._server.generate.remote(**request))
-        if session.cancelled:  # a multi-turn agent loop wants to begin its next turn
-            raise asyncio.CancelledError
+        if session.is_over():  # a multi-turn agent loop wants to begin its next turn
+            session.interrupt()
         call = self._server.generate.remote(**request)
         began = time.perf_counter()
         session.generating = True
@@ -178,7 +197,7 @@ class CancellableServer:
         session.tokens += len(output.token_ids)
         if output.stop_reason in ("aborted", "abort"):
             if session.cancelled:  # the engines were stopped because the round is over
-                raise asyncio.CancelledError
+                session.interrupt()
             raise GenerationAborted(f"the engine aborted the request after {len(output.token_ids)} tokens")
         self._rate.add(len(output.token_ids), time.perf_counter() - began)
         return output

@@ -14,7 +14,13 @@ import ray
 
 from rl_accel.errors import RlAccelError
 from rl_accel.integrations.verl.engines import engine_of
-from rl_accel.integrations.verl.tail_batching import check_data, check_row, run_of
+from rl_accel.integrations.verl.tail_batching import (
+    check_data,
+    check_row,
+    draws_other_rows,
+    rows_of,
+    run_of,
+)
 from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, StoredKeys, Workers
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
 from rl_accel.patches.verl import config_intake
@@ -72,13 +78,20 @@ class TailBatchingTrainer(PPOTrainerSync):
         return buffer
 
     def _init_dataloader(self) -> None:
+        data = self.config.data
+        if draws_other_rows(self.config):
+            logger.warning(
+                "rl-accel: tail_batching: checkpoints of this run cannot be resumed: without data.seed, each start draws "
+                "other data.train_max_samples rows"
+            )
         super()._init_dataloader()
-        data, rows = self.config.data, len(self.train_dataloader)
+        rows = len(self.train_dataloader)
         files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
         names = [os.path.basename(name) for name in files]
         data_id = f"{names} {len(self.train_dataset)} shuffle={data.get('shuffle')} seed={data.get('seed')}"
-        run = run_of(self.config, data_id)
-        check_data(run, rows, getattr(self.train_dataset, "dataframe", None))
+        frame = getattr(self.train_dataset, "dataframe", None)
+        run = run_of(self.config, data_id, saved.rows_digest(rows_of(frame)))
+        check_data(run, rows, frame)
         self._core = TailBatching(run)
         self._supply = PromptSupply(self._fetch_row, rows)
         self._log = saved.Ledger(Path(self.config.trainer.default_local_dir))
@@ -109,8 +122,16 @@ class TailBatchingTrainer(PPOTrainerSync):
                 " 'train', which all jobs of a cluster share. Give each job a cluster of its own"
             )
         workers = Workers(agent_loop_manager.agent_loop_workers, self._servers)
-        self._driver = RolloutDriver(self._core, self._supply, workers, clear, varies)
+        self._driver = RolloutDriver(
+            self._core,
+            self._supply,
+            workers,
+            clear,
+            varies,
+            filter_limit=filter_limit(self.config),
+        )
         super().fit(agent_loop_manager)
+        workers.wait_for_cleanup()
         if untrained := len(self._supply.payloads):
             logger.warning("rl-accel: %d prompts taken from the data are not trained; checkpoints hold them", untrained)
 
@@ -154,7 +175,11 @@ class TailBatchingTrainer(PPOTrainerSync):
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         if folder := config_intake.resumed_checkpoint(self):
-            saved.restore(folder / saved.FOLDER, self.global_steps, self._core, self._supply)
+            if not (position := folder / "data.pt").exists():  # verl would begin the data anew
+                raise saved.ResumeError(
+                    f"{position} is missing, so the position in the data is unknown. {saved.OTHER_CHECKPOINT}"
+                )
+            saved.restore(folder / saved.FOLDER, self.global_steps, self._core, self._supply, same_rows(self.config))
         self._log.rewind(self.global_steps)
 
 

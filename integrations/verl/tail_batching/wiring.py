@@ -11,7 +11,7 @@ from typing import Any
 from rl_accel.errors import refuse
 from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.integrations.verl.tail_batching import FLAG, MODE, WORKER_PART, run_of
+from rl_accel.integrations.verl.tail_batching import FLAG, GEN_BATCH_KEPT, MODE, WORKER_PART, run_of
 from rl_accel.log import warn_once
 from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl.verl_run import VerlRun
@@ -34,6 +34,8 @@ def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
     if run.in_driver and run.checkpoint_to_resume:
         saved.state_file(run.checkpoint_to_resume / saved.FOLDER)
     run.set(_MODE_KEY, MODE)
+    if run.get(GEN_BATCH_KEPT) is None:
+        run.set(GEN_BATCH_KEPT, run.get(_GEN_BATCH_KEY) or run.get("data.train_batch_size"))
     if (size := run.get(_GEN_BATCH_KEY, 1)) != 1:
         warn_once(
             _GEN_BATCH_KEY,

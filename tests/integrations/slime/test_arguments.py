@@ -75,13 +75,13 @@ def test_a_conflict_is_named(arguments_of, feature, change, message):
 
 def test_a_run_of_tail_batching_follows_slimes_and_has_prompts_enough(arguments_of):
     args = arguments_of(**FINE["tail_batching"])
-    run = tail_batching.run_of(args, TAIL_ON, 100)
+    run = tail_batching.run_of(args, TAIL_ON, 100, "rows")
     assert (run.prompts_per_step, run.responses_per_prompt, run.filter_groups) == (8, 4, False)
     assert run.data_id == "math.jsonl 100 shuffle=True seed=7"
     assert tail_batching.last_rollout(args, 100) == 36
     assert tail_batching.last_rollout(arguments_of(**{**FINE["tail_batching"], "num_rollout": 5}), 100) == 5
     with pytest.raises(ConfigError, match="at least --rollout-batch-size, 8, found 7"):
-        tail_batching.run_of(args, TAIL_ON, 7)
+        tail_batching.run_of(args, TAIL_ON, 7, "rows")
 
 
 @pytest.fixture

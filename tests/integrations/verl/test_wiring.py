@@ -56,6 +56,7 @@ def managed(source, name, path):
 MINE = {f"{MANAGER}.source": "importlib", f"{MANAGER}.name": "Mine", f"{MANAGER}.module.path": "/x/mine.py"}
 NOTES = "/somewhere/run/rl_accel_telemetry.jsonl"
 STEPS = {MODE: "tail_batching", "trainer.v1.tail_batching": asdict(TAIL), "data.gen_batch_size": 1}
+STEPS |= {tail_batching.GEN_BATCH_KEPT: 8}
 DRAFTING = {
     f"{VLLM}.speculative_config.method": "custom_class",
     f"{VLLM}.speculative_config.model": "rl_accel.drafts.drafter.Drafter",
@@ -253,6 +254,9 @@ def test_a_size_that_tail_batching_replaces_is_said_once(configured, caplog):
     config = configured({"rl_accel.tail_batching.enable": True, "data.gen_batch_size": 16})
     for _ in range(2):
         config_intake.in_driver(config)
+    assert tail_batching.filter_limit(config) is None
+    OmegaConf.update(config, "algorithm.filter_groups.max_num_gen_batches", 3)
+    assert tail_batching.filter_limit(config).prompts == 48
     assert caplog.text.count("tail_batching replaces data.gen_batch_size = 16 by 1") == 1
     assert OmegaConf.select(config, "data.gen_batch_size") == 1
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import copy
+import threading
 from collections.abc import Callable
+
+from rl_accel.errors import ConfigError
 
 SEEN: list[tuple] = []
 THEN: dict[int, Callable[[], None]] = {}
@@ -137,3 +140,27 @@ def sample_filter(args, data):
 
 def process_all(args, groups, data_source):
     SEEN.append(("all samples", len(groups)))
+
+
+CLOSING, MAY_CLOSE = threading.Event(), threading.Event()
+"""Whether the clean-up of ``tool`` has begun, and whether it may end."""
+
+
+async def tool(args, sample, sampling_params):
+    """No request: a tool that answers at once. For SLOW_ROWS it never does, and its sandbox takes time to close."""
+    from slime.utils.types import Sample
+
+    if row_of(sample) in SLOW_ROWS:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            CLOSING.set()
+            while not MAY_CLOSE.is_set():
+                await asyncio.sleep(0.01)
+            SEEN.append("closed")
+    sample.status, sample.response_length = Sample.Status.COMPLETED, 3
+    return sample
+
+
+async def wrongly_set_up(args, sample, **kwargs):
+    raise ConfigError("rl_accel.reward_timeout.grader wants the dotted path of a function, found 'a.b'")

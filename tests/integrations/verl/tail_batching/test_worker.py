@@ -14,7 +14,7 @@ from rl_accel.rollout.round_driver import Event, Job
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
 ROLLOUT = {**SAMPLING, "agent": {"default_agent_loop": "any"}}
-TRAINER = {"v1": {"tail_batching": {"agent_loop_limit": None}}}
+TRAINER = {"v1": {"tail_batching": {"agent_loop_limit": None, "cleanup_limit": None}}}
 CONFIG = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": ROLLOUT}, "trainer": TRAINER})
 
 
@@ -24,6 +24,7 @@ class VerlWorker:
     def __init__(self):
         self.config, self.reward_loop_worker_handles, self.background_tasks = CONFIG, None, set()
         self.stopped, self.written, self.write_fails = asyncio.Event(), asyncio.Event(), False
+        self.may_close, self.closed = asyncio.Event(), []
 
     async def _run_agent_loop(self, sampling_params, uid, **_):
         session = SESSION.get()
@@ -35,10 +36,19 @@ class VerlWorker:
                 raise OSError("storage is full")
             return
         session.generating = uid != "tool"
-        await self.stopped.wait()
-        session.generating, session.tokens = False, 3
-        if session.cancelled:
-            raise asyncio.CancelledError
+        try:
+            await self.stopped.wait()
+            session.generating, session.tokens = False, 3
+            if session.cancelled:
+                session.interrupt()
+        finally:
+            session.generating = False
+            if uid.startswith("sandbox"):
+                await self.may_close.wait()
+                self.closed.append(uid)
+
+    async def _compute_teacher_logprobs(self):
+        pass
 
 
 class Worker(TailAgentLoopWorker, VerlWorker):
@@ -124,3 +134,40 @@ async def test_an_agent_loop_that_is_over_its_limit_fails_and_one_that_already_w
     for number in (1, 2):
         assert events[number].kind == "failed"
         assert events[number].error == "TimeoutError: its agent loop was not over after 0.01 s (agent_loop_limit)"
+
+
+@pytest.mark.parametrize("engines_stop", [False, True])
+async def test_a_sandbox_is_closed_in_the_background_and_neither_round_nor_next_round_waits(engines_stop):
+    worker = Worker()
+    await worker.act([Job("sandbox", {}, (0,), 1)], ())
+    while not worker._sessions[0].generating:
+        await asyncio.sleep(0)
+    await worker.act((), [0], engines_stop)
+    if engines_stop:
+        worker.stopped.set()  # the engine answers with what it has, and the agent loop is told to end there
+    async with asyncio.timeout(60):
+        assert [event.kind for event in await worker.next_events()] == ["aborted"]
+    assert worker.closed == []
+    cleaned_up = asyncio.create_task(worker.cleaned_up())
+    await worker.act([Job("writing", {}, (1,), 2)], ())
+    worker.written.set()
+    async with asyncio.timeout(60):
+        assert [event.kind for event in await worker.next_events()] == ["scored"]
+    assert not cleaned_up.done()
+    worker.may_close.set()
+    await cleaned_up
+    assert worker.closed == ["sandbox"]
+
+
+async def test_what_is_over_writes_nothing_more():
+    worker = Worker()
+    await worker.act([Job("tool", {}, (0,), 1)], ())
+    session = worker._sessions[0]
+    while worker.outside_engines() != [0] or not hasattr(session, "limit"):
+        await asyncio.sleep(0)
+    await worker.act((), [0])
+    SESSION.set(session)
+    with pytest.raises(asyncio.CancelledError):
+        await worker._compute_teacher_logprobs()
+    assert not session.storing
+    SESSION.set(None)
