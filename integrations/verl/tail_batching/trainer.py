@@ -18,8 +18,10 @@ from rl_accel.integrations.verl.tail_batching import (
     check_data,
     check_row,
     draws_other_rows,
+    filter_limit,
     rows_of,
     run_of,
+    same_rows,
 )
 from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, StoredKeys, Workers
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
