@@ -265,7 +265,7 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
     from corpus_slime import verdicts
 
     results = [(name, found, told, read_flags(line)) for line, name, found, told in verdicts(slime_root) if name]
-    assert len(results) > 7 * 70
+    assert len(results) > 6 * 70
     for feature, outcome, told, line in results:
         estimator, size = line.get("advantage_estimator", "grpo"), line["rollout_batch_size"]
         refused = {"rollout_function_path", "partial_rollout", "buffer_filter_path"} & {*line}
