@@ -161,7 +161,7 @@ def _idle_training(args: Any, hooks: SlimeHooks) -> str:
 def _idle_rollouts(args: Any, name: str, flags: Flags) -> str:
     """Returns the reason why nothing is generated, or, for ``sampler``, why slime aborts no request; "" if it does, or may do."""
     function = getattr(args, "rollout_function_path", None)
-    for key in ("debug_train_only", "load_debug_rollout_data"):
+    for key in ("load_debug_rollout_data", "debug_train_only"):  # slime sets the second with the first
         if getattr(args, key, None):
             return f"{flag_of(key)} generates nothing"
     if function == FINE_TUNING:

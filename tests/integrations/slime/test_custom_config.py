@@ -281,7 +281,8 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
             "tail_batching": refused and "refused",
             "drafts": "sglang_speculative_algorithm" in line and "refused",
         }
-        if "debug_train_only" in line or line.get("rollout_function_path") == FINE_TUNING:
+        modes = {"debug_train_only", "load_debug_rollout_data"} & {*line}
+        if modes or line.get("rollout_function_path") == FINE_TUNING:
             idle = ("sampler", "reward_timeout", "tail_batching", "drafts")
             said |= {name: said.get(name) or "without effect" for name in idle}
         wanted = "refused" if "custom_config_path" in line else said[feature] or "accepted"
