@@ -101,4 +101,4 @@ def test_a_changed_verl_is_named_by_doctor_and_no_feature_starts(python, tmp_pat
         assert problem in reason
         assert problem in refused[feature]
     unharmed = {"tp_replan"} - named.keys()
-    assert {checks[f"verl.{feature}"][0] for feature in unharmed} == {"works"}
+    assert {checks[f"verl.{feature}"][0] for feature in unharmed} <= {"works"}
