@@ -18,14 +18,14 @@ from rl_accel.errors import RlAccelError
 
 _LAZY = {
     "slime-config": ("integrations.slime.custom_config", "Write or check the YAML for slime's --custom-config-path."),
-    "profile": ("telemetry.profile_report", "Where a step's time went in a run, and which flag would save most."),
+    "profile": ("plan.profile_report", "Where a step's time went in a run, and which flag would save most."),
     "plan": ("plan.command", "What the features would do to a step of your run, before you spend a GPU hour."),
     "run": ("relaunch", "Run a trainer, and again with other overrides when it asks for that."),
     "compare": ("lab.ab.compare", "The report of an A/B over runs that were launched elsewhere."),
     "ab": ("lab.ab.cli", "Train the arms of a recipe one after the other and report the difference."),
 }
 _EXTRAS = {
-    "report": ("matplotlib", "jinja2", "scipy", "pandas"),
+    "report": ("matplotlib", "jinja2", "scipy"),
     "verl": ("verl",),
 }
 """Mapping from group of optional dependencies (``pip install '.[report]'``) to packages of the group."""

@@ -6,19 +6,52 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
 from rl_accel.plan.setup import Setup
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.rollout.simulation import Round, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
-from rl_accel.telemetry.aggregates import SMALLEST_GAIN, Range
+from rl_accel.rollout.workload import Floats
 
+SMALLEST_GAIN = 0.02
+"""Smallest saving that is reported, as a share of a step's duration."""
 CANCEL_SECONDS = 0.0007
 """Measured seconds that one CPU core needs to cancel a response at the end of a rollout."""
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
 """Flags with which tail batching launches and waits for the same responses as a run without tail batching."""
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
-"""Pairs of the flags ``prompt_ratio`` and ``response_ratio`` of tail batching to try. Chosen by hand around the default."""
+"""Pairs of the flags ``prompt_ratio`` and ``response_ratio`` of tail batching to try; the first is the default."""
+TAIL = "tail_batching"
+
+
+@dataclass(frozen=True)
+class Range:
+    """An estimate (``mean``) with its 95% interval (``low`` to ``high``)."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, draws: Sequence[float] | Floats, mean: float | None = None) -> "Range":
+        """Returns the estimate ``mean`` (None: the mean of ``draws``) with the interval that holds the central 95% of ``draws``."""
+        low, high = np.quantile(draws, (0.025, 0.975)).tolist()
+        return cls(float(np.mean(draws)) if mean is None else mean, low, high)
+
+    @classmethod
+    def around(cls, draws: Floats, mean: float) -> "Range":
+        """Returns the estimate ``mean`` with a 95% prediction interval, from the standard deviation of a few ``draws`` (t
+        distribution; one draw has no interval).
+        """
+        from scipy.special import stdtrit
+
+        count = len(draws)
+        spread = (
+            float(np.std(draws, ddof=1) * math.sqrt(1 + 1 / count) * stdtrit(count - 1, 0.975)) if count > 1 else 0.0
+        )
+        return cls(mean, mean - spread, mean + spread)
 
 
 @dataclass(frozen=True)
@@ -73,37 +106,36 @@ class Answer:
     Attributes:
         outcome: prediction for the changed run, as the mean over all random draws.
         ratio: step seconds of the unchanged run, divided by those of the changed run.
-        low, high: bounds of the 95% interval of ``ratio``.
+        saved: step seconds of the unchanged run, less those of the changed run.
         more_memory: relative increase of ``peak_tokens``, the maximum number of tokens in a key-value cache.
     """
 
     option: Option
     outcome: Prediction
-    ratio: float
-    low: float
-    high: float
+    ratio: Range
+    saved: Range
     more_memory: float
 
     @property
     def is_nothing(self) -> bool:
         """True if the option makes a step faster by less than :data:`SMALLEST_GAIN`, or not significantly."""
-        return self.ratio < 1 + SMALLEST_GAIN or self.low <= 1.0
+        return self.ratio.mean < 1 + SMALLEST_GAIN or self.ratio.low <= 1.0
 
 
-def rounds_of(
-    setup: Setup, flags: TailBatchingFlags, rounds: int, seed: int, timeout: bool = False, ends: bool = False
-) -> list[Round]:
+def rounds_of(setup: Setup, flags: TailBatchingFlags, rounds: int, seed: int, timeout: bool = False) -> list[Round]:
     """Simulates ``rounds`` consecutive rollouts of the run ``setup``. ``flags`` are those of tail batching.
 
-    Args:
-        timeout: True if rewards have adaptive time limits.
-        ends: True if training ends with these rollouts. The last rollout then runs all remaining prompts, and prompts keep the
-            order of the data. If False, training goes on, and ``seed`` also shuffles the prompts.
+    ``timeout`` is True if rewards have adaptive time limits. ``seed`` also shuffles the prompts.
     """
-    run = TailRun(setup.prompts, setup.responses, flags)
-    limits = AdaptiveTimeout(RewardTimeoutFlags(maximum=PROGRAM_BUDGET)) if timeout else None
-    workload = setup.workload.drawn(None if ends else seed)
-    return play_rounds(run, setup.engine, setup.replicas, workload, rounds, seed, limits, ends)
+    return play_rounds(
+        TailRun(setup.prompts, setup.responses, flags),
+        setup.engine,
+        setup.replicas,
+        setup.workload.drawn(seed),
+        rounds,
+        seed=seed,
+        timeout=AdaptiveTimeout(RewardTimeoutFlags(maximum=PROGRAM_BUDGET)) if timeout else None,
+    )
 
 
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
@@ -114,28 +146,32 @@ def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float
     largest value of all rounds.
     """
     values = [value(played) for played in rounds]
-    long = [value(played) for played in rounds if played.metrics.kind == "long"]
-    owed = rounds[-1].metrics.queue_length / prompts
-    return (sum(values) + owed * fmean(long or [max(values)])) / (len(values) + owed)
+    long_values = [value(played) for played in rounds if played.metrics.kind == "long"]
+    rounds_to_come = rounds[-1].metrics.queue_length / prompts
+    value_to_come = fmean(long_values) if long_values else max(values)
+    return (sum(values) + rounds_to_come * value_to_come) / (len(values) + rounds_to_come)
 
 
-def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Prediction:
-    """Returns the prediction that follows from the simulated rollouts ``rounds``.
-
-    ``ends`` is True if training ends with the last rollout. If False, deferred prompts count as in :func:`steady`.
-    """
+def outcome_of(setup: Setup, rounds: Sequence[Round]) -> Prediction:
+    """Returns the prediction that follows from the simulated rollouts ``rounds``. Deferred prompts count as in :func:`steady`."""
 
     def mean(value: Callable[[Round], float]) -> float:
-        return fmean(map(value, rounds)) if ends else steady(rounds, setup.prompts, value)
+        return steady(rounds, setup.prompts, value)
 
     def noticed(played: Round) -> float:
         return setup.noticed(played.metrics.rollout_seconds + CANCEL_SECONDS * played.unfinished)
 
-    generated, wasted = mean(lambda p: p.metrics.tokens_generated), mean(lambda p: p.metrics.tokens_wasted)
-    usual = float(setup.workload.tokens.mean()) * setup.prompts * setup.responses
+    generated = mean(lambda played: played.metrics.tokens_generated)
+    wasted = mean(lambda played: played.metrics.tokens_wasted)
+    tokens_of_batch = float(setup.workload.tokens.mean()) * setup.prompts * setup.responses
     rollout = mean(noticed)
-    step = rollout + setup.training_seconds * (generated - wasted) / usual + setup.other_seconds
-    return Prediction(rollout, step, wasted / generated, max(played.peak_tokens for played in rounds))
+    training = setup.training_seconds * (generated - wasted) / tokens_of_batch
+    return Prediction(
+        rollout_seconds=rollout,
+        step_seconds=rollout + training + setup.other_seconds,
+        wasted=wasted / generated,
+        peak_tokens=max(played.peak_tokens for played in rounds),
+    )
 
 
 def options_of(setup: Setup) -> list[Option]:
@@ -143,52 +179,69 @@ def options_of(setup: Setup) -> list[Option]:
     return [*_features(setup), *_alternatives(setup)]
 
 
-def _features(setup: Setup) -> Iterator[Option]:
-    def option(name: str, changed: Setup, *features: str, settings: Sequence[str] = (), **more: Any) -> Option:
-        """Returns the option that turns on ``features`` with the flags ``settings``. ``changed`` describes the changed run."""
-        if setup.is_slime:
-            words = [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in settings)]
-        else:
-            words = [f"+rl_accel.{flag}" for flag in (*(f"{feature}.enable=True" for feature in features), *settings)]
-        return Option(name, " ".join(words), changed, **more)
+def words_for(setup: Setup, features: Sequence[str], settings: Sequence[str] = ()) -> str:
+    """Returns the words that turn on ``features`` with ``settings``, such as "tail_batching.prompt_ratio=1.5"."""
+    if setup.is_slime:
+        return " ".join(
+            [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in settings)]
+        )
+    flags = [*(f"{feature}.enable=True" for feature in features), *settings]
+    return " ".join(f"+rl_accel.{flag}" for flag in flags)
 
-    tail, tails = "tail_batching", TailBatchingFlags()
+
+def tail_option(setup: Setup, prompt_ratio: float, response_ratio: float) -> Option:
+    """Returns the option that turns tail batching on with the two ratios."""
+    settings = (f"{TAIL}.prompt_ratio={prompt_ratio}", f"{TAIL}.response_ratio={response_ratio}")
+    return Option(
+        name=f"{TAIL} {prompt_ratio:g} / {response_ratio:g}",
+        how=words_for(setup, [TAIL], settings),
+        setup=replace(setup, poll_seconds=0.0),
+        flags=TailBatchingFlags(prompt_ratio=prompt_ratio, response_ratio=response_ratio),
+        cost="shorter responses of a prompt are preferred" if response_ratio > 1 else "",
+    )
+
+
+def _features(setup: Setup) -> Iterator[Option]:
     unpolled = replace(setup, poll_seconds=0.0)
+    tail_flags = TailBatchingFlags()
+
+    def option(changed: Setup, *features: str, **more: Any) -> Option:
+        return Option(" + ".join(features), words_for(setup, features), changed, **more)
+
     if setup.poll_seconds:
-        yield option("sampler", unpolled, "sampler")
-    shorter = "shorter responses of a prompt are preferred"
-    for prompts, responses in RATIOS:
-        settings = (f"{tail}.prompt_ratio={prompts}", f"{tail}.response_ratio={responses}")
-        flags, cost = TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses), shorter * (responses > 1)
-        yield option(f"{tail} {prompts:g} / {responses:g}", unpolled, tail, settings=settings, flags=flags, cost=cost)
+        yield option(unpolled, "sampler")
+    for prompt_ratio, response_ratio in RATIOS:
+        yield tail_option(setup, prompt_ratio, response_ratio)
     if setup.workload.rewards.max(initial=0.0) > RewardTimeoutFlags().minimum:
-        timeout: dict[str, Any] = {"timeout": True, "cost": "rewards of slow answers"}
-        yield option("reward_timeout", setup, "reward_timeout", **timeout)
-        yield option(f"{tail} + reward_timeout", unpolled, tail, "reward_timeout", flags=tails, **timeout)
+        slow = "rewards of slow answers"
+        yield option(setup, "reward_timeout", timeout=True, cost=slow)
+        yield option(unpolled, TAIL, "reward_timeout", flags=tail_flags, timeout=True, cost=slow)
     if setup.zero_shares:
         zero = f"advantage 0 for {setup.zero_shares[0]:.0%} of the text, if rewards are compared in groups"
-        yield option("skip_zero", setup, "skip_zero", skip_zero=True, cost=zero)
-        if setup.poll_seconds:
-            yield option("skip_zero + sampler", unpolled, "sampler", "skip_zero", skip_zero=True, cost=zero)
-        both: dict[str, Any] = {"flags": tails, "skip_zero": True, "cost": f"{shorter}; {zero}"}
-        yield option(f"skip_zero + {tail}", unpolled, tail, "skip_zero", **both)
+        yield option(setup, "skip_zero", skip_zero=True, cost=zero)
+        yield option(unpolled, "skip_zero", TAIL, flags=tail_flags, skip_zero=True, cost=zero)
 
 
 def _alternatives(setup: Setup) -> Iterator[Option]:
     """Yields changes of the run that need no rl-accel: more replicas, other numbers of slots, half the maximum response length."""
     more = replace(setup, replicas=2 * setup.replicas)
     yield Option("twice the replicas", "", more, ours=False, cost="GPUs")
-    slots, waiting = setup.engine.slots, setup.engine.slots < setup.requests_each
-    fewer = [max(min(slots, setup.requests_each) // 2, 1)] * (waiting or setup.engine.cache_tokens < math.inf)
-    for count in fewer + [2 * slots] * waiting:
-        how = f"{'--sglang-max-running-requests ' if setup.is_slime else 'actor_rollout_ref.rollout.max_num_seqs='}{count}"
-        engine = replace(setup.engine, slots=count)
-        yield Option(f"{count:,} slots a replica", how, replace(setup, engine=engine), ours=False)
+    slots = setup.engine.slots
+    requests_wait = slots < setup.requests_per_replica
+    counts = []
+    if requests_wait or setup.engine.cache_tokens < math.inf:
+        counts.append(max(min(slots, setup.requests_per_replica) // 2, 1))
+    if requests_wait:
+        counts.append(2 * slots)
+    for count in counts:
+        key = "--sglang-max-running-requests " if setup.is_slime else "actor_rollout_ref.rollout.max_num_seqs="
+        changed = replace(setup, engine=replace(setup.engine, slots=count))
+        yield Option(f"{count:,} slots a replica", f"{key}{count}", changed, ours=False)
     half = max(setup.workload.limit // 2, 1)
+    key = "--rollout-max-response-len " if setup.is_slime else "data.max_response_length="
     cut = f"{(setup.workload.tokens > half).mean():.1%} of the responses cut short"
     limited = replace(setup, workload=setup.workload.limited(half))
-    how = f"{'--rollout-max-response-len ' if setup.is_slime else 'data.max_response_length='}{half}"
-    yield Option(f"limit of {half:,} tokens", how, limited, ours=False, cost=cut)
+    yield Option(f"limit of {half:,} tokens", f"{key}{half}", limited, ours=False, cost=cut)
 
 
 def answer(
@@ -199,18 +252,26 @@ def answer(
     Returns the answer for the unchanged run, then one per option. ``note`` is called after each simulation, to show progress.
     """
     answers: list[Answer] = []
-    base: list[Prediction] = []
+    unchanged: list[Prediction] = []
     for option in [Option("as it is", "", setup, ours=False), *options]:
         predictions = []
         for draw in range(draws):
             predictions.append(option.simulate(rounds, draw))  # the same seed for each option
             note()
-        base = base or predictions
-        mean, plain = mean_of(predictions), mean_of(base)
-        ratios = [stock.step_seconds / ours.step_seconds for stock, ours in zip(base, predictions, strict=True)]
-        ratio = Range.of(ratios, plain.step_seconds / mean.step_seconds)
-        memory = mean.peak_tokens / plain.peak_tokens - 1
-        answers.append(Answer(option, mean, ratio.mean, ratio.low, ratio.high, memory))
+        unchanged = unchanged or predictions
+        mean = mean_of(predictions)
+        stock = mean_of(unchanged)
+        before = np.array([prediction.step_seconds for prediction in unchanged])
+        after = np.array([prediction.step_seconds for prediction in predictions])
+        answers.append(
+            Answer(
+                option=option,
+                outcome=mean,
+                ratio=Range.around(before / after, stock.step_seconds / mean.step_seconds),
+                saved=Range.around(before - after, stock.step_seconds - mean.step_seconds),
+                more_memory=mean.peak_tokens / stock.peak_tokens - 1,
+            )
+        )
     return answers
 
 
@@ -225,5 +286,5 @@ def best_of(answers: Sequence[Answer]) -> Answer | None:
     If several gain about as much (within :data:`SMALLEST_GAIN`), returns the first, which is the simplest.
     """
     features = [answer for answer in answers if answer.option.ours and not answer.is_nothing]
-    most = max((answer.ratio for answer in features), default=0.0)
-    return next((answer for answer in features if answer.ratio > most * (1 - SMALLEST_GAIN)), None)
+    largest = max((answer.ratio.mean for answer in features), default=0.0)
+    return next((answer for answer in features if answer.ratio.mean > largest * (1 - SMALLEST_GAIN)), None)

@@ -16,33 +16,28 @@ from rl_accel.errors import RlAccelError
 from rl_accel.files import strict_json, write_atomically
 from rl_accel.plan.answers import Answer, answer, best_of, options_of
 from rl_accel.plan.fit import Fit, engine_of_model
-from rl_accel.plan.predict import check_prediction
+from rl_accel.plan.profile_report import batch_lines
+from rl_accel.plan.savings import NOTHING_HELPS, bound_of, levers
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.simulation import EngineModel
 from rl_accel.rollout.workload import published, read_lengths
-from rl_accel.telemetry.profile import WARMUP, format_seconds, read_run
-from rl_accel.telemetry.savings import NOTHING_HELPS, levers
+from rl_accel.telemetry.profile import WARMUP, Profile, format_seconds, read_run
 
-SCHEMA = "rl_accel.plan/2"
+SCHEMA = "rl_accel.plan/3"
 FIT_LIMIT = 0.5
-"""Relative error of the fitted engine model above which the output warns that the plan cannot be trusted. Chosen by hand."""
-_WANTS = {
-    "drafts": "it depends on the text that responses share, which no log shows",
-    "skip_zero": "it wants groups of equal rewards in a trainer.rollout_data_dir below LOG, in a run without it and without a"
-    " critic, KL or entropy term",
-}
-"""Mapping from a feature to a text that says what its prediction needs. Printed if the plan has no prediction for the feature."""
+"""Relative error of the fitted engine model above which the output warns that the plan cannot be trusted."""
 _COLUMNS: Mapping[str, Callable[[Answer], str]] = {
     "": lambda a: a.option.name,
     "rollout": lambda a: format_seconds(a.outcome.rollout_seconds),
     "step": lambda a: format_seconds(a.outcome.step_seconds),
-    "times less": lambda a: "nothing" if a.is_nothing and a.ratio >= 1 else f"{a.ratio:.2f}",
-    "95% interval": lambda a: f"{a.low:.2f} to {a.high:.2f}",
+    "times less": lambda a: "nothing" if a.is_nothing and a.ratio.mean >= 1 else f"{a.ratio.mean:.2f}",
+    "95% interval": lambda a: f"{a.ratio.low:.2f} to {a.ratio.high:.2f}",
     "wasted": lambda a: f"{a.outcome.wasted:.0%}" if a.outcome.wasted > 0.0005 else "",
     "cache": lambda a: f"{a.more_memory:+.0%}",
     "what it costs, what to set": lambda a: "; ".join(filter(None, (a.option.cost, a.option.how))),
 }
 _PUBLISHED = "published:"
+_COUNT = click.IntRange(1)
 
 
 def _engine(_: Any, __: Any, value: str | None) -> EngineModel | None:
@@ -59,10 +54,6 @@ def _engine(_: Any, __: Any, value: str | None) -> EngineModel | None:
         raise click.BadParameter(f"wants {wanted}, found {value!r} ({error})") from error
 
 
-_PATH = click.Path(exists=True, path_type=Path)
-_COUNT = click.IntRange(1)
-
-
 @click.command()
 @click.argument("run_dir", metavar="LOG", type=click.Path(path_type=Path), required=False)
 @click.option(
@@ -72,8 +63,8 @@ _COUNT = click.IntRange(1)
 @click.option(
     "--tokenizer", help="Tokenizer (name or folder) that counts the texts in --lengths. Default: count characters."
 )
-@click.option("--prompts", type=_COUNT, help="Prompts per batch (P0).")
-@click.option("--responses", type=_COUNT, help="Responses per prompt (R0).")
+@click.option("--prompts", type=_COUNT, help="Prompts per batch.")
+@click.option("--responses", type=_COUNT, help="Responses per prompt.")
 @click.option("--replicas", type=_COUNT, help="Replicas of the rollout engine.")
 @click.option("--slots", type=_COUNT, help="Requests that a replica runs at once (max_num_seqs).")
 @click.option("--cache-tokens", type=_COUNT, help="Tokens that the key-value cache of a replica holds.")
@@ -93,40 +84,36 @@ _COUNT = click.IntRange(1)
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of plan.json.  [default: that of LOG]"
 )
-@click.option(
-    "--check", "checked", nargs=2, type=_PATH, metavar="A B", help="Predict run B from run A: how far off was it?"
-)
-def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] | None, **given: Any) -> None:
+def plan(run_dir: Path | None, lengths: str | None, **given: Any) -> None:
     """Predicts the rollout and step seconds of your run with each feature, and with alternatives such as more replicas.
 
-    LOG is a run that `rl-accel profile` can read. Engine and lengths are fitted to each response if the run had
-    +rl_accel.telemetry.enable=True, otherwise to the means and maxima in the log. Without LOG, give --lengths with
-    --step-seconds, --prompts, --responses and --replicas.
+    LOG is a run that had +rl_accel.telemetry.enable=True: engine and lengths are fitted to its responses. Of any other log you get
+    an upper bound. Without LOG, give --lengths with --step-seconds, --prompts, --responses and --replicas.
     """
     console = wide_console()
-    draws, rounds, warmup = given["draws"], given["rounds"], given["warmup"]
-    if checked is not None:
-        idle = ("run_dir", "lengths", "tokenizer", "step_seconds", "other_seconds", "rounds", "out")
-        refuse_idle_options("with --check", *idle)
-        check_prediction(*checked, given, console)
-        return
     if (run_dir is None) == (lengths is None):
         raise click.UsageError("give LOG, or --lengths with --step-seconds, --prompts, --responses and --replicas")
-    run = fit = None
+    run = None
+    fit = None
     if run_dir is None:
         setup = _given(str(lengths), given)
     else:
         refuse_idle_options("with LOG", "tokenizer", "step_seconds", "other_seconds")
-        run = read_run(run_dir, warmup, given["responses"])
+        run = read_run(run_dir, given["warmup"], given["prompts"], given["responses"])
+        say(console, f"{run.log}: {run.logged}", *batch_lines(run))
+        if not run.responses and run.tail_bound is not None:
+            say(console, *_bound_lines(run, run.tail_bound))
+            return
         setup, fit = setup_of(run, given)
     options = options_of(setup)
+    draws = given["draws"]
+    rounds = given["rounds"]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task("draws", total=draws * (len(options) + 1))
         answers = answer(setup, options, draws, rounds, lambda: bars.advance(task))
     result = Plan(setup, fit, answers, f"{draws} draws of {rounds} rollouts.")
     if run is not None:
-        say(console, f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes))
         result = replace(result, advice=levers(run), preemptions=run.numbers.get("preemptions", 0.0))
     table = Table(*_COLUMNS, title="What it would do to a step")
     for row in answers:
@@ -139,6 +126,14 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
     say(console, f"Written: {path}")
 
 
+def _bound_lines(run: Profile, bound: float) -> Iterator[str]:
+    """Yields what a log without response times tells: an upper bound, and what a simulation needs."""
+    share = f"{bound / run.step_seconds:.0%} of {format_seconds(run.step_seconds)}"
+    yield f"tail_batching would save at most {format_seconds(bound)} a step ({share}), {bound_of(run)}."
+    needed = "a run with +rl_accel.telemetry.enable=True, or --lengths with the lengths of its responses"
+    yield f"The time of each response is not in this log, so that nothing is simulated: that needs {needed}."
+
+
 def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
     """Returns the setup for ``rl-accel plan --lengths``, without a measured run. ``options`` are those of the command, by name."""
     missing = [name for name in ("prompts", "responses", "replicas", "step_seconds") if not options[name]]
@@ -149,11 +144,15 @@ def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
         workload = published(lengths.removeprefix(_PUBLISHED))
     else:
         workload = read_lengths(Path(lengths), options["tokenizer"])
-    engine = replace(
-        options["step_seconds"], **{key: options[key] for key in ("slots", "cache_tokens") if options[key]}
+    limits = {key: options[key] for key in ("slots", "cache_tokens") if options[key]}
+    return Setup(
+        prompts=options["prompts"],
+        responses=options["responses"],
+        replicas=options["replicas"],
+        engine=replace(options["step_seconds"], **limits),
+        workload=workload,
+        stages={"update_actor": options["other_seconds"]} if options["other_seconds"] else {},
     )
-    stages = {"update_actor": options["other_seconds"]} if options["other_seconds"] else {}
-    return Setup(options["prompts"], options["responses"], options["replicas"], engine, workload, stages)
 
 
 @dataclass(frozen=True)
@@ -178,18 +177,19 @@ class Plan:
 
     def basis(self) -> Iterator[str]:
         """Yields sentences about the inputs of the plan: batch size, response lengths and engine speed."""
-        setup, fit, tokens = self.setup, self.fit, self.setup.workload.tokens
+        setup = self.setup
+        tokens = setup.workload.tokens
         yield self.drawn
-        replicas = f"{setup.replicas} replica{'s' * (setup.replicas > 1)}"
+        replicas = "1 replica" if setup.replicas == 1 else f"{setup.replicas} replicas"
         yield f"{setup.prompts} prompts of {setup.responses} responses on {replicas}."
         half, most, longest = (f"{int(tokens[int(share * (len(tokens) - 1))]):,}" for share in (0.5, 0.9, 1))
+        lengths = f"mean {tokens.mean():,.0f} tokens, median {half}, nine in ten below {most}, the longest {longest}"
         alike = f"intraclass correlation within a prompt {setup.workload.alike:.2f}"
-        source = setup.workload.source
-        yield f"Lengths: median {half} tokens, nine in ten below {most}, the longest {longest}; {alike}. From {source}."
+        yield f"Lengths: {lengths}; {alike}. From {setup.workload.source}."
         steps = ", ".join(f"{format_seconds(s)} with {n:,}" for n, s in sorted(setup.engine.step_seconds.items()))
         yield f"A decoding step takes {steps} running requests."
-        if fit is not None:
-            yield f"Fitted to {fit.responses:,} responses, error {fit.error:.1%} of their seconds."
+        if self.fit is not None:
+            yield f"Fitted to {self.fit.responses:,} responses, error {self.fit.error:.1%} of their seconds."
         if not setup.stages:
             yield "A step is its rollout here: --other-seconds says what else it does."
 
@@ -207,16 +207,13 @@ class Plan:
             yield NOTHING_HELPS
         else:
             before, after = (format_seconds(answer.outcome.step_seconds) for answer in (stock, best))
-            ratio = f"{best.ratio:.2f} times less, {best.low:.2f} to {best.high:.2f}"
-            step = f"A step of {before} would take {after} ({ratio})"
-            yield f"Best of the pack: {best.option.name}. {step}. Set {best.option.how}"
+            ratio = f"{best.ratio.mean:.2f} times less, {best.ratio.low:.2f} to {best.ratio.high:.2f}"
+            yield f"Best of the pack: {best.option.name}. A step of {before} would take {after} ({ratio})."
+            yield f"Set {best.option.how}"
             if best.more_memory > 0.05:
                 yield f"It needs {best.more_memory:.0%} more key-value cache at its peak than stock."
         if none := [answer.option.name for answer in priced if answer.option.ours and answer.is_nothing]:
             yield f"Nothing to gain from: {', '.join(none)}."
-        names = {answer.option.name.partition(" ")[0] for answer in priced}
-        names |= {"skip_zero"} if self.setup.is_slime else set()  # features for verl
-        yield from (f"Not priced: {name}, {why}." for name, why in _WANTS.items() if name not in names)
         yield from self.advice
 
     def summary(self) -> dict[str, Any]:
@@ -225,8 +222,9 @@ class Plan:
         def row(answer: Answer) -> dict[str, Any]:
             option = answer.option
             names = {"name": option.name, "set": option.how, "ours": option.ours, "cost": option.cost}
-            gains = {name: getattr(answer, name) for name in ("ratio", "low", "high", "more_memory")}
-            return {**names, **asdict(answer.outcome), **gains, "nothing": answer.is_nothing}
+            ratio = {"ratio": answer.ratio.mean, "low": answer.ratio.low, "high": answer.ratio.high}
+            more = {"more_memory": answer.more_memory, "nothing": answer.is_nothing}
+            return {**names, **asdict(answer.outcome), **ratio, **more}
 
         stock, *answers = map(row, self.answers)
         return {

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -14,10 +13,8 @@ from rl_accel.rollout.simulation import Cluster, EngineModel
 from rl_accel.rollout.workload import Floats, load_data
 from rl_accel.telemetry.stage_clock import ResponseTimes
 
-_KNOTS = (1, 4, 16, 64, 256, 1024)
-"""Numbers of running requests for which the seconds of a decoding step are fitted. The seconds in between are interpolated."""
-_CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
-"""Names of the constants of :class:`EngineModel` that are fitted in addition to ``step_seconds``."""
+_LEAST_RESPONSES = 16
+"""Minimum number of responses for a fit."""
 _MAX_RESPONSES = 20_000
 """Maximum number of responses in a fit, to limit its time. If there are more, about this number is chosen at random."""
 
@@ -27,12 +24,14 @@ class Fit:
     """Result of :func:`fit_engine`.
 
     Attributes:
-        engine: the engine model with the fitted constants.
+        engine: the engine model with the fitted pace.
+        start_seconds: fitted seconds of a response before its first decoding step.
         error: root mean square error of the simulated seconds of a response, divided by the mean of the measured seconds.
         responses: number of responses in the fit.
     """
 
     engine: EngineModel
+    start_seconds: float
     error: float
     responses: int
 
@@ -44,61 +43,71 @@ class _Batch:
         rows = [(r.began, r.generated or r.ended, r.tokens or 0) for r in sorted(responses, key=lambda r: r.began)]
         self.begins, self.ends, self.tokens = np.array(rows, float).T
 
-    def seconds(self, cluster: Cluster) -> Floats:
+    def simulated_seconds(self, cluster: Cluster) -> Floats:
         """Simulates the responses on ``cluster``. Returns the seconds that each response takes.
 
         A response begins once as many other responses have ended as had ended when it began in the measured run.
         """
         tokens = self.tokens.astype(int).tolist()
-        began, ended = np.zeros(len(tokens)), np.zeros(len(tokens))
-        before = np.searchsorted(np.sort(self.ends), self.begins, side="right").tolist()
-        over = 0
-
-        def decode(until: int) -> None:
-            nonlocal over
-            while over < until and len(cluster):
-                if request := cluster.happen():
-                    ended[request.id] = cluster.now
-                    over += 1
-
-        for count, group in groupby(range(len(tokens)), before.__getitem__):
-            decode(count)
+        began = np.zeros(len(tokens))
+        ended = np.zeros(len(tokens))
+        ended_before = np.searchsorted(np.sort(self.ends), self.begins, side="right").tolist()
+        count_ended = 0
+        for count, group in groupby(range(len(tokens)), ended_before.__getitem__):
+            while count_ended < count and len(cluster):
+                count_ended += _decode(cluster, ended)
             ids = [*group]
             began[ids] = cluster.now
             cluster.launch(ids, tokens[ids[0] : ids[-1] + 1])
-        decode(len(tokens))
+        while len(cluster):
+            _decode(cluster, ended)
         return ended - began
+
+
+def _decode(cluster: Cluster, ended: Floats) -> int:
+    """Advances ``cluster`` to its next event. Returns the number of responses that ended, and stores their times in ``ended``."""
+    request = cluster.happen()
+    if request is None:
+        return 0
+    ended[request.id] = cluster.now
+    return 1
 
 
 def fit_engine(
     steps: Sequence[Sequence[ResponseTimes]], prompt_tokens: int = 0, slots: int = 1024, cache_tokens: float = math.inf
 ) -> Fit:
-    """Fits the constants of an engine model to the measured responses of training steps, by least squares of their seconds.
+    """Fits the pace of an engine to the measured responses of training steps, by least squares of their seconds.
+
+    A decoding step takes ``floor + share * running`` seconds, where ``running`` is the number of running requests. The schedule of
+    the responses, counted in decoding steps, does not depend on these two numbers. The seconds of a response are therefore a sum:
+    those of a simulation in which each decoding step takes 1 s, times ``floor``, those of one in which it takes 1 s for each
+    running request, times ``share``, and a constant.
 
     ``prompt_tokens`` is the number of tokens in each prompt. ``slots`` and ``cache_tokens`` are those of :class:`EngineModel`.
 
     Raises:
-        RlAccelError: fewer than 16 responses (chosen by hand) have tokens and times.
+        RlAccelError: fewer than 16 responses have tokens and times.
     """
-    from scipy.optimize import lsq_linear
+    from scipy.optimize import nnls
 
     batches = _batches_of(steps)
     seconds = np.concatenate([np.empty(0), *(batch.ends - batch.begins for batch in batches)])
-    if len(seconds) < 16:
-        raise RlAccelError(f"fitting the engine wants 16 responses with tokens and times, found {len(seconds)}")
-    most = min(max(len(batch.begins) for batch in batches), slots)
-    knots = [*(k for k in _KNOTS if k <= max(most / 4, 1)), *[most] * (most > 1)]
-    factors = _factors_of(batches, knots, prompt_tokens, slots=slots, cache_tokens=cache_tokens)
-    pace = float(np.median(seconds / np.concatenate([batch.tokens for batch in batches])))
-    norms = np.linalg.norm(factors, axis=0)
-    scale = np.where(norms > 0, norms, np.inf)  # a constant without effect is fitted as 0
-    least = np.append(scale[0] * pace / 100, np.zeros(len(norms) - 1))  # a decoding step takes some time
-    constants = lsq_linear(factors / scale, seconds, (least, np.inf), method="bvls").x / scale
-    paces = dict(zip(knots, np.cumsum(constants[: len(knots)]).tolist(), strict=True))
-    others = dict(zip(_CONSTANTS, constants[len(knots) :].tolist(), strict=True))
-    engine = EngineModel(paces, slots=slots, cache_tokens=cache_tokens, **others)
-    error = float(np.sqrt(np.square(factors @ constants - seconds).mean()) / seconds.mean())
-    return Fit(engine, error, len(seconds))
+    if len(seconds) < _LEAST_RESPONSES:
+        wanted = f"{_LEAST_RESPONSES} responses with tokens and times"
+        raise RlAccelError(f"fitting the engine wants {wanted}, found {len(seconds)}")
+
+    def simulated(paces: dict[int, float]) -> Floats:
+        engine = EngineModel(paces, slots=slots, cache_tokens=cache_tokens)
+        return np.concatenate([batch.simulated_seconds(Cluster(engine, 1, prompt_tokens)) for batch in batches])
+
+    table = np.stack([simulated({1: 1.0}), simulated({1: 1.0, 2: 2.0}), np.ones(len(seconds))], axis=1)
+    norms = np.linalg.norm(table, axis=0)
+    floor, share, start = (nnls(table / norms, seconds)[0] / norms).tolist()
+    error = float(np.sqrt(np.square(table @ (floor, share, start) - seconds).mean()) / seconds.mean())
+    most = max(2, min(max(len(batch.tokens) for batch in batches), slots))
+    paces = {running: max(floor + share * running, 1e-9) for running in (1, most)}
+    engine = EngineModel(paces, slots=slots, cache_tokens=cache_tokens)
+    return Fit(engine, start, error, len(seconds))
 
 
 def _batches_of(steps: Sequence[Sequence[ResponseTimes]]) -> list[_Batch]:
@@ -116,32 +125,6 @@ def _batches_of(steps: Sequence[Sequence[ResponseTimes]]) -> list[_Batch]:
     return list(map(_Batch, kept))
 
 
-def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: int, **limits: Any) -> Floats:
-    """Returns a matrix whose product with the constants of an engine model is the seconds of the responses.
-
-    Rows are responses, columns are constants: the seconds of a decoding step with ``knots[0]`` running requests, the increase of
-    these seconds from each knot to the next, and :data:`_CONSTANTS`. Column n holds the seconds that the responses take in a
-    simulation in which constant n is 1 and all others are 0. ``limits`` are the slots and the cache size of the engine.
-    """
-    count = len(knots)
-
-    def simulated(rise: int, **constant: Any) -> Floats:
-        """Returns the simulated seconds of each response. ``constant`` are further constants of the engine; 0 if not given.
-
-        A decoding step takes 1 s with up to ``knots[rise - 1]`` running requests, and 2 s with ``knots[rise]`` or more. The
-        difference from a simulation with 1 s for all steps is the effect of a rise by 1 s.
-        """
-        paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
-        engine = EngineModel(paces, **limits, **constant)
-        return np.concatenate([batch.seconds(Cluster(engine, 1, prompt_tokens)) for batch in batches])
-
-    # exact, because lengths, slots and cache size alone determine the decoding steps in which a response runs
-    level = simulated(count)
-    columns = [level, *(simulated(rise) - level for rise in range(1, count))]
-    columns += [simulated(count, **{name: 1.0}) - level for name in _CONSTANTS]
-    return np.stack(columns, axis=1)
-
-
 def engine_of_model(model: str, tp: int | None = None) -> EngineModel:
     """Returns the engine model for a replica of the language model ``model`` on ``tp`` H800 GPUs.
 
@@ -155,11 +138,15 @@ def engine_of_model(model: str, tp: int | None = None) -> EngineModel:
         raise RlAccelError(f"--step-seconds: wanted one of {', '.join(cluster['models'])}, found {model!r}")
     sizes = cluster["models"][model]
     tp = tp or sizes["tp"]
-    rate, weights = cluster["bandwidth"] * cluster["bandwidth_share"] * tp, 2 * sizes["parameters"]
-    waits = cluster["layer_seconds"] * sizes["layers"] * (tp > 1)
-    floor, token = cluster["overhead_seconds"] + waits + weights / rate, weights / (cluster["decoding_flops"] * tp)
-    reading = weights / (cluster["flops"] * tp)
+    weights = 2 * sizes["parameters"]
+    bandwidth = cluster["bandwidth"] * cluster["bandwidth_share"] * tp
+    exchange = cluster["layer_seconds"] * sizes["layers"] if tp > 1 else 0.0
+    floor = cluster["overhead_seconds"] + exchange + weights / bandwidth
+    seconds_per_request = weights / (cluster["decoding_flops"] * tp)
     memory = cluster["memory_bytes"] * sizes.get("memory_share", cluster["memory_share"]) * tp
-    cache = (memory - weights) / sizes["kv_bytes"]
-    paces = {1: floor + token, 1001: floor + 1001 * token}
-    return EngineModel(paces, sizes["kv_bytes"] / rate, reading, cache_tokens=max(cache, 1))
+    return EngineModel(
+        step_seconds={1: floor + seconds_per_request, 1001: floor + 1001 * seconds_per_request},
+        cached_token_seconds=sizes["kv_bytes"] / bandwidth,
+        prompt_token_seconds=weights / (cluster["flops"] * tp),
+        cache_tokens=max((memory - weights) / sizes["kv_bytes"], 1),
+    )

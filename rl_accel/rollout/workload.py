@@ -50,7 +50,6 @@ class Lengths:
         prompt_tokens: number of tokens in each prompt.
         rewards: equally likely durations of a reward in seconds; empty: rewards take no time.
         source: where the data are from, for reports.
-        alternatives: other workloads that fit the data as well; see :meth:`drawn`.
     """
 
     tokens: Ints
@@ -60,7 +59,6 @@ class Lengths:
     prompt_tokens: int = 0
     rewards: Floats = field(default_factory=lambda: np.empty(0))
     source: str = ""
-    alternatives: Sequence["Lengths"] = ()
     _scores: "array[float]" = field(default_factory=lambda: array("d"), init=False)  # by prompt; NaN: not drawn yet
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
@@ -88,19 +86,13 @@ class Lengths:
         """Draws the durations of ``count`` rewards in seconds, shape [count]. Returns None if rewards take no time."""
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
-    def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns a copy of this workload that has drawn nothing yet.
-
-        With a ``seed``, the copy is a random variant: it has the observed prompts in another order or, if there are
-        ``alternatives``, is one of these.
-        """
-        if self.alternatives and seed is not None:
-            other = self.alternatives[seed % len(self.alternatives)]
-            return replace(other, prompt_tokens=self.prompt_tokens, rewards=self.rewards)
-        if seed is None or self.known is None or self.seen is None:
+    def drawn(self, seed: int) -> "Lengths":
+        """Returns a copy that has drawn nothing yet. Observed prompts and their lengths are replaced by a bootstrap sample."""
+        if self.known is None or self.seen is None:
             return replace(self)
-        order = np.random.default_rng(seed).permutation(len(self.known))
-        return replace(self, known=self.known[order], seen=self.seen[order])
+        sample = np.random.default_rng(seed).integers(len(self.known), size=len(self.known))
+        seen = self.seen[sample]
+        return replace(self, known=self.known[sample], seen=seen, tokens=np.sort(seen[seen > 0]))
 
     def limited(self, limit: int) -> "Lengths":
         """Returns a copy with another length limit in tokens.
@@ -111,9 +103,8 @@ class Lengths:
         def cut(tokens: Ints) -> Ints:
             return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
 
-        others = [other.limited(limit) for other in self.alternatives]
         seen = None if self.seen is None else cut(self.seen)
-        return replace(self, tokens=cut(self.tokens), seen=seen, alternatives=others)
+        return replace(self, tokens=cut(self.tokens), seen=seen)
 
     @property
     def limit(self) -> int:
@@ -138,9 +129,10 @@ def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> 
     each = np.maximum(np.concatenate([np.asarray(group, float) for group in groups]).round(), 1)
     firsts = np.cumsum(sizes) - sizes
     off = np.log(each) - np.log(each).mean()
-    together = (np.add.reduceat(off, firsts) ** 2 - np.add.reduceat(off**2, firsts)).sum()
-    pairs, variance = (sizes * (sizes - 1)).sum(), off.var()
-    alike = float(np.clip(together / pairs / variance, 0.0, 0.99)) if pairs and variance else 0.0
+    covariance = (np.add.reduceat(off, firsts) ** 2 - np.add.reduceat(off**2, firsts)).sum()
+    variance = off.var()
+    pairs = (sizes * (sizes - 1)).sum()
+    alike = float(np.clip(covariance / pairs / variance, 0.0, 0.99)) if pairs and variance else 0.0
     scores = ndtri((rankdata(each) - 0.5) / len(each))
     precision = 1 + (sizes - 1) * alike
     means = np.sqrt(alike) * np.add.reduceat(scores, firsts) / precision
@@ -225,7 +217,8 @@ def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
                 field = next((name for name in _TOKENS if name in entry), _TOKENS[0])
                 text = next((entry[name] for name in _TEXTS if isinstance(entry.get(name), str)), None)
                 if field not in entry and text is not None:
-                    has_texts, entry[field] = True, max(count(text), 1)
+                    has_texts = True
+                    entry[field] = max(count(text), 1)
                 groups.setdefault((entry.get("step"), str(prompt)), []).append(_number(entry, field, 1))
                 rewards += [_number(entry, "reward_seconds", 0)] if "reward_seconds" in entry else []
             except BAD_RECORD as error:

@@ -9,16 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.aggregates import STALENESS, V1, Estimate, Rollouts, estimate
 from rl_accel.telemetry.readers import read, starts_of
 from rl_accel.telemetry.run_log import TELEMETRY, Logged
-from rl_accel.telemetry.stage_clock import FILE_NAME, OTHER, PREFIX, SLIME_NAMES, ResponseTimes
+from rl_accel.telemetry.stage_clock import (
+    FILE_NAME,
+    OTHER,
+    PREFIX,
+    SLIME_NAMES,
+    STALENESS,
+    V1,
+    VALIDATION,
+    ResponseTimes,
+)
 
 WARMUP = 2
 """Default number of first steps to leave out, which are slower than others. Chosen by hand."""
@@ -36,7 +43,6 @@ PARTS = {
     "most_seconds": ("nine in ten responses", "#4878a8"),
     "waiting_seconds": ("waiting for the longest", "#b5498f"),
     "reward_seconds": ("rewards", "#9bc0de"),
-    "unexplained_seconds": ("waiting that no length explains", "#9bc0de"),
     "rest_seconds": ("noticing, storing", "#b7b7a4"),
 }
 """Label and colour in the report of each part of the generation stage, by the name of the part's metric."""
@@ -52,7 +58,7 @@ class Profile:
         metrics: metrics of each logged step, by step number. Metrics of slime have verl's names here.
         staged: seconds of each stage of the measured steps (those after the warm-up), by step number and name of the stage.
         notes: texts that say which logged steps are left out and why.
-        group: number of responses per prompt that the user gave; None if not given.
+        given_prompts, given_responses: batch size and responses per prompt that the user gave; None if not given.
     """
 
     folder: Path
@@ -60,12 +66,13 @@ class Profile:
     metrics: Mapping[int, Mapping[str, float]]
     staged: Mapping[int, Mapping[str, float]]
     notes: Sequence[str]
-    group: int | None
+    given_prompts: int | None = None
+    given_responses: int | None = None
 
     @property
     def is_v1(self) -> bool:
-        """True if the run used verl's V1 trainer."""
-        return any(name.startswith(V1) for name in self.metrics[self.steps[-1]])
+        """True if the run used verl's V1 trainer, the only one with telemetry."""
+        return bool(self.numbers) or any(name.startswith(V1) for name in self.metrics[self.steps[-1]])
 
     @property
     def overlaps(self) -> bool:
@@ -156,32 +163,55 @@ class Profile:
         """Seconds from the last reward to the end of the stage ``gen``, for each step with telemetry after the warm-up."""
         return [numbers["rest_seconds"] for numbers in self.noted.values() if "rest_seconds" in numbers]
 
-    @cached_property
-    def estimate(self) -> Estimate | None:
-        """Parts of the generation stage and possible savings, estimated from the log.
-
-        None if the times of responses are known, rollouts run during training, tail_batching is on, or the log does not say enough.
-        """
-        prompts, group = self.logged.batch()
-        polls = not self.on & {"sampler", "tail_batching"}
-        rollouts = Rollouts.of([self.metrics[step] for step in self.steps], self.group or group, prompts, polls)
-        if rollouts is None or self.overlaps or self.responses or "tail_batching" in self.on:
-            return None
-        return estimate(rollouts)
-
     @property
     def parts(self) -> Mapping[str, float]:
-        """Mean seconds of each part of the generation stage (a key of :data:`PARTS`), measured or estimated; {} if unknown."""
-        measured = {name: self.numbers[name] for name in PARTS if name in self.numbers}
-        if measured or self.estimate is None:
-            return measured
-        parts = {
-            "waiting_seconds": self.estimate.waiting.mean,
-            "unexplained_seconds": self.estimate.unexplained.mean,
-            "rest_seconds": self.estimate.polling.mean + self.estimate.storing,
-        }
-        parts["most_seconds"] = max(self.stages["gen"] - sum(parts.values()), 0.0)
-        return {name: seconds for name, seconds in parts.items() if seconds}
+        """Measured mean seconds of each part of the generation stage (a key of :data:`PARTS`); {} without telemetry."""
+        return {name: self.numbers[name] for name in PARTS if name in self.numbers}
+
+    @cached_property
+    def validations(self) -> list[float]:
+        """Seconds of each validation in the measured steps."""
+        logged = [self.metrics[step].get(PREFIX + VALIDATION, 0.0) for step in self.steps]
+        return [seconds for seconds in logged if 0 < seconds < math.inf]
+
+    @property
+    def batch(self) -> tuple[int | None, int | None]:
+        """Number of prompts in a batch and of responses per prompt: as given by the user or in the log; None if unknown."""
+        prompts, responses = self.logged.batch()
+        return self.given_prompts or prompts, self.given_responses or responses
+
+    @cached_property
+    def lengths(self) -> tuple[float, float] | None:
+        """Mean and longest response length in tokens, each as the mean over all logged steps; None if a step lacks them."""
+        names = ("response_length/mean", "response_length/max")
+        training = [metrics for step, metrics in self.metrics.items() if step in self.staged or names[0] in metrics]
+        known = [[metrics.get(name, 0.0) for name in names] for metrics in training]
+        if not all(0 < mean <= longest < math.inf for mean, longest in known):
+            return None
+        return statistics.fmean(mean for mean, _ in known), statistics.fmean(longest for _, longest in known)
+
+    @cached_property
+    def tail_bound(self) -> float | None:
+        """Most seconds of ``gen`` that could be saved: all beyond the mean length, if a rollout takes as long as its longest
+        response, and this takes the same time for each token. None if unknown.
+        """
+        if self.lengths is None:
+            return None
+        beyond = []
+        for step, seconds in self.staged.items():
+            metrics = self.metrics[step]
+            share = metrics["response_length/mean"] / metrics["response_length/max"]
+            beyond.append(seconds.get("gen", 0.0) * (1 - share))
+        return statistics.fmean(beyond)
+
+    @cached_property
+    def updates_per_batch(self) -> int | None:
+        """Number of optimizer steps for each batch by verl's launch line or configuration; None if unknown."""
+        prompts = self.logged.number("train_batch_size")
+        mini_batch = self.logged.number(r"(?:actor\.)?ppo_mini_batch_size")
+        if self.logged.is_slime or not prompts or not mini_batch:
+            return None
+        return math.ceil(prompts / mini_batch) * (self.logged.number(r"(?:actor\.)?ppo_epochs") or 1)
 
     @cached_property
     def zero_groups(self) -> tuple[Sequence[float], str]:
@@ -211,12 +241,12 @@ class Profile:
         return missing
 
 
-def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Profile:
+def read_run(folder: Path, warmup: int = WARMUP, prompts: int | None = None, responses: int | None = None) -> Profile:
     """Reads the run in ``folder``, or in several paths joined by commas.
 
     Args:
         warmup: number of first steps to leave out of averages. The last step is never left out.
-        group: number of responses per prompt; None: the number in the log, if there is one.
+        prompts, responses: number of prompts in a batch, and of responses per prompt; None: as the log says.
 
     Raises:
         RlAccelError: ``folder`` contains no run, or more than one run.
@@ -241,7 +271,15 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
     if unknown := [str(step) for step, numbers in metrics.items() if step not in staged and timers & numbers.keys()]:
         notes.append(f"left out, because a stage or the step has an invalid duration: {', '.join(unknown)}")
     measured = dict(list(staged.items())[min(warmup, len(staged) - 1) :])
-    return Profile(folder, logged, metrics, measured, notes, group)
+    return Profile(
+        folder=folder,
+        logged=logged,
+        metrics=metrics,
+        staged=measured,
+        notes=notes,
+        given_prompts=prompts,
+        given_responses=responses,
+    )
 
 
 def _with_prefix(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
@@ -251,29 +289,42 @@ def _with_prefix(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
 
 
 def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
-    """Returns estimates of the share of a run's text that is in prompt groups with equal rewards, and a sentence about the share.
+    """Returns estimates of the share of a run's text whose advantage is 0 in verl, and a sentence about the share.
 
-    The first estimate is the share in the run, the others are bootstrap samples. Returns ([], "") if no group has equal rewards.
-    The text is that in the files of verl's ``trainer.rollout_data_dir`` below ``folder``, measured in characters.
+    The first estimate is the share in the run, the others are bootstrap samples. Returns ([], "") if no advantage is 0. The text is
+    that in the files of verl's ``trainer.rollout_data_dir`` below ``folder``, measured in characters.
     """
-    groups: dict[tuple[Path, str], list[tuple[Any, int]]] = defaultdict(list)  # reward and characters of each response
+    groups: dict[tuple[Path, str], list[tuple[float, int]]] = defaultdict(
+        list
+    )  # reward and characters of each response
     for path in folder.rglob("*.jsonl"):
         with contextlib.suppress(KeyError, TypeError, ValueError):  # another file, or a file that is being written
             for line in path.read_text(encoding="utf-8").split("\n") if path.stem.isdigit() else ():
                 if line.strip():  # texts may hold other characters that end lines
                     row = json.loads(line)
-                    response = row["score"], len(row["input"]) + len(row["output"])
+                    response = float(row["score"]), len(row["input"]) + len(row["output"])
                     groups[path, row["input"]].append(response)
+    if not groups:
+        return [], ""
+    import torch
+
     sizes = np.array([sum(size for _, size in group) for group in groups.values()])
-    is_zero = np.array(
-        [len(group) > 1 and all(score == group[0][0] for score, _ in group) for group in groups.values()], bool
-    )
-    if not is_zero.any():
+    zero_sizes = np.zeros(len(groups))
+    zero_groups = 0
+    for index, group in enumerate(groups.values()):
+        rewards = torch.tensor([reward for reward, _ in group])
+        advantages = rewards - torch.mean(
+            rewards
+        )  # as verl computes them: eight rewards of 0.1 may differ from their mean
+        if len(group) > 1 and not advantages.any():
+            zero_sizes[index] = sizes[index]
+            zero_groups += 1
+    if not zero_groups:
         return [], ""
     rng = np.random.default_rng(0)
     draws = (rng.integers(len(sizes), size=len(sizes)) for _ in range(1000))
-    shares = [float(sizes[rows] @ is_zero[rows] / sizes[rows].sum()) for rows in (np.arange(len(sizes)), *draws)]
-    how = f"{is_zero.sum()} of {len(groups)} groups, {shares[0]:.0%} of the text"
+    shares = [float(zero_sizes[rows].sum() / sizes[rows].sum()) for rows in (np.arange(len(sizes)), *draws)]
+    how = f"{zero_groups} of {len(groups)} groups, {shares[0]:.0%} of the text"
     return shares, f"{how}; advantage 0 where rewards are compared in groups"
 
 

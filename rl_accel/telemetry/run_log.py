@@ -49,13 +49,18 @@ class Logged:
         return set().union(*self.steps.values())
 
     @property
+    def is_mixed(self) -> bool:
+        """True if several processes logged steps in turns: steps of several runs cannot be told apart."""
+        return len(set(self.workers)) < len(self.workers)
+
+    @property
     def notes(self) -> list[str]:
         """Sentences about data that were left out, and about several runs on one console."""
         notes = []
         if self.restarts:
             steps = ", ".join(map(str, self.restarts))
             notes.append(f"the run began again at step {steps}: what was logged before from there on is left out")
-        if len(set(self.workers)) < len(self.workers):
+        if self.is_mixed:
             names = ", ".join(sorted({worker.strip() for worker in self.workers}))
             notes.append(f"several processes log steps in turns ({names}): runs on one console cannot be told apart")
         training = [
@@ -91,23 +96,38 @@ class Logged:
             beside = []
         return [head_of(file) for file in own], [head_of(file) for file in beside]
 
-    def setting(self, name: str) -> str | None:
-        """Returns the value of the option or configuration key ``name`` of the launched run, as text; None if it is unknown.
+    def settings(self, name: str) -> list[str]:
+        """Returns the values of the option or configuration key ``name`` of the launched run, as text, in the order of the log.
 
-        ``name`` is a pattern. The last value in the log counts; without one, the value of consoles beside it, if they agree.
+        ``name`` is a pattern. If the log has none, the values are of consoles beside it, if their last ones agree.
         """
         pattern = re.compile(rf"(?<![A-Za-z0-9_]){name}['\"]?[ .=:]+['\"]?([\w+-][\w.+-]*)")
         own, others = ([pattern.findall(text) for text in texts] for texts in self.launch_texts)
-        known = [value for values in own for value in values]
-        if known:
-            return str(known[-1])
-        agreed = {values[-1] for values in others if values}
-        return str(agreed.pop()) if len(agreed) == 1 else None
+        known = [str(value) for values in own for value in values]
+        beside = [str(value) for values in others for value in values]
+        agree = len({values[-1] for values in others if values}) == 1
+        return known or (beside if agree else [])
+
+    def setting(self, name: str) -> str | None:
+        """Returns the last value of the :meth:`settings` ``name``; None if it is unknown."""
+        values = self.settings(name)
+        return values[-1] if values else None
 
     def number(self, name: str) -> int | None:
         """Returns the whole number that is the :meth:`setting` ``name``; None if it is unknown."""
         value = self.setting(name)
         return int(value) if value and value.isdigit() else None
+
+    def is_off(self, name: str, default: bool = False) -> bool:
+        """True if the log shows that the setting ``name`` is false: by its values, or by a launch line of verl without it.
+
+        ``default`` is verl's default, which holds without a value.
+        """
+        values = self.settings(name)
+        if values:
+            return all(value.lower() == "false" for value in values)
+        texts = [text for texts in self.launch_texts for text in texts]
+        return not default and any("main_ppo" in text or "actor_rollout_ref." in text for text in texts)
 
     def batch(self) -> tuple[int | None, int | None]:
         """Returns the number of prompts in a batch and the number of responses per prompt. Each number is None if it is unknown."""

@@ -40,9 +40,6 @@ STAGES = {
 }
 """Mapping from each stage of a training step (name of verl's timer) to its colour in pictures. Stages do not overlap."""
 
-VALIDATION = "testing"
-"""Stage that verl times after the step, and that counts as part of the step here."""
-
 SLIME_NAMES = {
     "perf/step_time": "timing_s/step",
     "perf/rollout_time": "timing_s/gen",
@@ -60,6 +57,14 @@ SLIME_NAMES = {
 """Mapping from slime's name of a metric to verl's name of the same metric."""
 
 SAVING = "save_checkpoint"
+VALIDATION = "testing"
+"""verl's timer of a validation. verl's V1 trainer counts it beside the seconds of the step, its older trainer among them."""
+V1 = "training/off_policy/trajectory_"
+"""Prefix of metrics that only verl's V1 trainer logs."""
+STALENESS = "training/off_policy/trajectory_staleness/mean"
+"""verl's metric for the mean number of weight updates between the generation and the training of a response."""
+POLL_SECONDS = 2.0
+"""Seconds between two looks of verl's V1 trainer whether a rollout is done."""
 OVERLAPPING = frozenset({"timing_s/generate_async", "fully_async/trainer/idle_ratio"})
 """Metrics that only verl's trainers one_step_off and fully_async log. These trainers generate while they train."""
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -69,7 +74,9 @@ PREFIX = "timing_s/"
 FILE_NAME = "rl_accel_telemetry.jsonl"
 """Name of the file with the times of all responses. Its folder is verl's ``trainer.default_local_dir``."""
 
-COMPLETED, CANCELLED, FAILED = "completed", "cancelled", "failed"
+COMPLETED = "completed"
+CANCELLED = "cancelled"
+FAILED = "failed"
 
 
 @dataclass(slots=True)
@@ -115,22 +122,35 @@ def by_prompt(responses: Sequence[ResponseTimes]) -> list[list[ResponseTimes]]:
 def stages(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the seconds of each stage of a training step, by verl's name of the stage, and under ``other`` the rest of the step.
 
-    ``metrics`` are those that verl logs for a step, including ``timing_s/<stage>``. Returns {} if they are not of a training step,
-    or if a duration is negative or not finite.
+    ``metrics`` are those that verl logs for a step, including ``timing_s/<stage>``. Validation is no part of the step. Returns {}
+    if the metrics are not of a training step, or if a duration is negative or not finite.
     """
     whole = metrics.get(PREFIX + "step")
     timed = {stage: float(metrics[PREFIX + stage]) for stage in STAGES if PREFIX + stage in metrics}
+    timed.pop(VALIDATION, None)
     if not OVERLAPPING.isdisjoint(metrics):  # the time of a step does not include checkpoints
         timed.pop(SAVING, None)
     if whole is None or not 0 < whole < math.inf or not all(0 <= value < math.inf for value in timed.values()):
         return {}
-    return {**timed, OTHER: float(whole) + timed.get(VALIDATION, 0.0) - sum(timed.values())}
+    return {**timed, OTHER: float(whole) - sum(timed.values()) - validation_within_step(metrics)}
+
+
+def validation_within_step(metrics: Mapping[str, float], prefix: str = PREFIX) -> float:
+    """Returns the seconds of a validation that ``timing_s/step`` includes; 0 if there was none, or outside the step.
+
+    verl's V1 trainer validates after the step, its older trainer within it. There, the seconds of the step that no stage explains
+    are at least those of the validation.
+    """
+    seconds = metrics.get(prefix + VALIDATION, 0.0)
+    stages_seconds = sum(metrics.get(prefix + stage, 0.0) for stage in STAGES)  # with the validation
+    is_within = metrics.get(prefix + "step", 0.0) >= stages_seconds * (1 - 1e-6)  # timers are rounded
+    return seconds if is_within and not any(name.startswith(V1) for name in metrics) else 0.0
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
     """Returns the share of each stage in a step. ``seconds`` are the durations of all stages, by name."""
     whole = sum(seconds.values())
-    return {stage: value / whole for stage, value in seconds.items()}
+    return {stage: value / whole if whole else 0.0 for stage, value in seconds.items()}
 
 
 def completion(responses: Sequence[ResponseTimes]) -> dict[str, float]:

@@ -24,7 +24,7 @@ def scores_of(lengths, rows):
 @pytest.mark.parametrize("alike", [0.0, 0.4, 0.9])
 def test_all_responses_together_keep_the_distribution(alike):
     workload = published("math16k", alike)
-    drawn = workload.drawn().lengths(range(20_000), 2, np.random.default_rng(1))
+    drawn = workload.lengths(range(20_000), 2, np.random.default_rng(1))
     for share in (0.25, 0.5, 0.9, 0.95):
         assert np.quantile(drawn, share) == pytest.approx(np.quantile(workload.tokens, share), rel=0.05)
     assert (drawn == 16384).mean() == pytest.approx(0.01, abs=0.003)
@@ -38,22 +38,22 @@ def test_how_alike_responses_are_is_found_again(alike, seed):
 
 
 def test_a_prompt_keeps_its_score_until_the_workload_is_drawn_anew():
-    workload = published("code16k", 0.999).drawn()
+    workload = published("code16k", 0.999)
     first, second = (workload.lengths([3] * 200, 1, RNG) for _ in range(2))
     assert max(first.max(), second.max()) < 5 * min(first.min(), second.min())
-    anew = [np.median(workload.drawn().lengths([3] * 200, 1, RNG)) for _ in range(20)]
+    anew = [np.median(workload.drawn(seed).lengths([3] * 200, 1, RNG)) for seed in range(20)]
     assert max(anew) > 5 * min(anew)
 
 
 def test_prompts_of_a_run_first_have_the_responses_that_they_had():
     groups = [[5.0, 7.0], [9.0, 11.0], [100.0]]
-    workload = from_groups(groups, "").drawn()
+    workload = from_groups(groups, "")
     first, again = (workload.lengths([0, 1, 2], 3, RNG) for _ in range(2))
     assert (first[:2, :2].tolist(), first[2, 0]) == ([[5, 7], [9, 11]], 100)
     assert set(np.concatenate([first, again]).ravel()) <= {5, 7, 9, 11, 100}
-    assert from_groups(groups, "").drawn().lengths([3], 2, RNG).tolist() == [[5, 7]], "the data begins again"
-    in_other_orders = {tuple(from_groups(groups, "").drawn(seed).lengths([0], 1, RNG)[0]) for seed in range(20)}
-    assert in_other_orders == {(5,), (9,), (100,)}
+    assert from_groups(groups, "").lengths([3], 2, RNG).tolist() == [[5, 7]], "the data begins again"
+    of_samples = {tuple(from_groups(groups, "").drawn(seed).lengths([0], 1, RNG)[0]) for seed in range(20)}
+    assert of_samples == {(5,), (9,), (100,)}
     assert from_groups(groups, "").limited(10).lengths([1, 2], 2, RNG)[:, 0].tolist() == [9, 10]
 
 

@@ -18,13 +18,15 @@ def response(began, generated, rewarded=None, ended=None, tokens=None, server=No
     return ResponseTimes(prompt, began, generated, rewarded, last, tokens, server, outcome)
 
 
-def test_stages_add_up_to_the_step_and_its_validation_and_what_no_timer_covers_is_other_and_what_is_no_step_has_none():
+def test_stages_add_up_to_the_step_without_its_validation_and_what_no_timer_covers_is_other():
     logged = {"timing_s/step": 10.0, "timing_s/gen": 6.0, "timing_s/adv": 1.0, "timing_s/update_actor": 2.0}
     logged |= {"timing_s/testing": 10.0, "timing_s/gen/part": 3.0, "loss": 5.0}
     stages = stage_clock.stages(logged)
-    assert stages == {"gen": 6.0, "adv": 1.0, "update_actor": 2.0, "testing": 10.0, "other": 1.0}
-    shares = {"gen": 0.3, "adv": 0.05, "update_actor": 0.1, "testing": 0.5, "other": 0.05}
-    assert stage_clock.shares(stages) == shares
+    assert stages == {"gen": 6.0, "adv": 1.0, "update_actor": 2.0, "other": 1.0}
+    assert stage_clock.shares(stages) == {"gen": 0.6, "adv": 0.1, "update_actor": 0.2, "other": 0.1}
+    assert stage_clock.stages({**logged, "timing_s/step": 20.0}) == stages, (
+        "verl's older trainer validates within the step"
+    )
     for logged in ({}, {"val/acc": 1.0}, {"timing_s/gen": 1.0}, {"timing_s/step": math.nan}):
         assert stage_clock.stages(logged) == {}
 
@@ -104,9 +106,9 @@ def test_any_generation(responses, seconds, chance, slots):
 @given(st.dictionaries(st.sampled_from(list(stage_clock.STAGES)), st.floats(0, 1e4)), st.floats(0, 1e4))
 def test_shares_of_any_step_add_up_to_one(timed, other):
     whole = sum(timed.values()) + other
-    step = whole - timed.get("testing", 0.0)  # verl validates after the step
-    stages = stage_clock.stages({"timing_s/step": step, **{f"timing_s/{s}": v for s, v in timed.items()}})
-    assert sum(stages.values()) == pytest.approx(whole)
+    validation = timed.get("testing", 0.0)
+    stages = stage_clock.stages({"timing_s/step": whole, **{f"timing_s/{s}": v for s, v in timed.items()}})
+    assert sum(stages.values()) == pytest.approx(whole - validation)
     assert sum(stage_clock.shares(stages).values()) == pytest.approx(1.0 if sum(stages.values()) > 0 else 0.0)
 
 

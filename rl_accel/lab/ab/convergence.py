@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_accel.lab.ab.recipe import Metrics, parse_margin
-from rl_accel.lab.ab.stats import RunData, before_and_after, curve
+from rl_accel.lab.ab.stats import RunData, before_and_after, curve, wall_seconds
 
 Array = npt.NDArray[np.float64]
 Curves = Sequence[tuple[Array, Array]]
@@ -71,7 +71,7 @@ def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> di
     if run.batch_size:  # the first step is 1 in verl and 0 in slime
         positions_by_axis["prompts"] = run.batch_size * (steps + (first == 0))
     if timed and first <= 1 and len(timed) == max(timed) - first + 1:
-        done = np.cumsum([0.0, *(metrics[names.step_metric] for metrics in timed.values())])
+        done = np.cumsum([0.0, *(wall_seconds(metrics, names) for metrics in timed.values())])
         positions_by_axis[unit] = done[np.searchsorted(list(timed), steps, side="right")] / _SECONDS[unit]
     return {axis: (x, values) for axis, x in positions_by_axis.items()}
 

@@ -23,12 +23,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rl_accel.errors import RlAccelError
 from rl_accel.files import strict_json
 from rl_accel.lab.ab import plots, stats
 from rl_accel.lab.ab.checks import run_checks
@@ -37,17 +35,10 @@ from rl_accel.lab.ab.recipe import NOT_COMPARED, Metrics, Recipe
 from rl_accel.lab.ab.runner import RunResult, last_lines
 from rl_accel.lab.ab.stats import RunData
 from rl_accel.lab.ab.tables import tables
-from rl_accel.plan.answers import mean_of
-from rl_accel.plan.predict import asynchronous_mode, flags_of_words, predict
-from rl_accel.plan.setup import setup_of
-from rl_accel.telemetry.aggregates import Range
 from rl_accel.telemetry.logs import read_log
-from rl_accel.telemetry.profile import format_seconds, read_run
-from rl_accel.telemetry.stage_clock import FILE_NAME
+from rl_accel.telemetry.profile import format_seconds
 
 SCHEMA = "rl_accel.ab/2"
-_DRAWS = 20
-"""Number of simulated runs that are averaged for each of ``rl-accel plan``'s predictions in the report. Chosen by hand."""
 _BUSY = 2.0
 """Load average per CPU core at the start of a run above which the report warns not to trust the run's times. At 2, a
 process waits for a core as long as it runs."""
@@ -89,8 +80,6 @@ def summarise(
     arms = [arm for arm in recipe.arms if any(run.arm == arm for run in runs)]
     stages = stats.stage_table(runs, arms, recipe.baseline, names)
     rollouts = stats.rollout_summary(recipe, runs, arms) if recipe.rollout.report else None
-    if rollouts:
-        _predict(recipe, runs, rollouts["arms"])
     convergence = converge(runs, arms, recipe.baseline, names)
     checks = []
     if asked:
@@ -117,34 +106,6 @@ def summarise(
     }
     summary["headline"] = _headline(summary, recipe)
     return summary
-
-
-def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]) -> None:
-    """Adds the predictions of ``rl-accel plan``, rollout seconds and wasted tokens, to the row of each arm in ``rows``.
-
-    The predictions are computed from telemetry of the baseline's runs. They are None without telemetry, and for an arm whose
-    training is asynchronous.
-    """
-    names = recipe.metrics
-    setups = []
-    steps = 1
-    for run in runs:
-        if run.arm == recipe.baseline and run.folder and run.files(FILE_NAME):
-            with contextlib.suppress(RlAccelError):  # too few steps, or responses were cut off in every step
-                setups.append(setup_of(read_run(run.folder, names.warmup_steps), {})[0])
-                steps = max(steps, len(run.training_steps(names)))
-    for row in rows:
-        row |= dict.fromkeys(("predicted", "predicted_low", "predicted_high", "predicted_wasted"))
-    for row in rows if setups else ():
-        words = [*recipe.overrides, *recipe.arms[row["arm"]].overrides]
-        if asynchronous_mode(words):
-            continue
-        flags = flags_of_words(words)
-        predictions = [predict(setup, flags, steps, _DRAWS, names.warmup_steps) for setup in setups]
-        prediction = mean_of([outcome for outcome, _ in predictions])
-        span = Range.of(np.mean([uneven for _, uneven in predictions], axis=0))
-        row |= {"predicted": prediction.rollout_seconds, "predicted_low": span.low, "predicted_high": span.high}
-        row["predicted_wasted"] = prediction.wasted
 
 
 def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str, Any]:

@@ -17,7 +17,16 @@ import numpy.typing as npt
 from rl_accel.lab.ab.recipe import NOT_COMPARED, Metrics, Recipe
 from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.rollout.saved import FOLDER
-from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, OTHER, OVERLAPPING, SAVING, VALIDATION, read_kept
+from rl_accel.telemetry.stage_clock import (
+    COMPLETED,
+    FILE_NAME,
+    OTHER,
+    OVERLAPPING,
+    SAVING,
+    VALIDATION,
+    read_kept,
+    validation_within_step,
+)
 
 LEDGER = f"{FOLDER}/ledger.jsonl"
 """Path of tail batching's log of trained prompts (the ledger), below the folder of checkpoints."""
@@ -154,12 +163,18 @@ def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
             known.pop(SAVING, None)
         if validates:
             known.setdefault(VALIDATION, 0.0)
-        whole = metrics[names.step_metric] + known.get(VALIDATION, 0.0)
+        whole = wall_seconds(metrics, names)
         if not all(map(math.isfinite, known.values())):
             continue
         for stage, seconds in {**known, OTHER: whole - sum(known.values()), names.step: whole}.items():
             times.setdefault(stage, {})[step] = seconds
     return times
+
+
+def wall_seconds(metrics: Mapping[str, float], names: Metrics) -> float:
+    """Returns the seconds of a training step with its validation, which verl's V1 trainer times beside the step."""
+    beside = metrics.get(names.stage_prefix + VALIDATION, 0.0) - validation_within_step(metrics, names.stage_prefix)
+    return metrics[names.step_metric] + beside
 
 
 def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, RunData]]:

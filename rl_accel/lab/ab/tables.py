@@ -10,7 +10,7 @@ from rl_accel.lab.ab.convergence import AXES
 from rl_accel.lab.ab.stats import ALL, KINDS
 from rl_accel.telemetry.profile import format_seconds
 
-_ROLLOUT = {"wasted": ".1%", "predicted": "s", "predicted_low": "s", "predicted_high": "s", "predicted_wasted": ".1%"}
+_ROLLOUT = {"wasted": ".1%"}
 _ROLLOUT |= dict.fromkeys(("lost", "accepted", "cancelled"), ".0f")
 _EPOCH = ("epoch", "prompts", "once", "again", "rejected", "failed", "missing")
 
@@ -67,7 +67,6 @@ def _rollouts(section: Mapping[str, Any]) -> Iterator[TextTable]:
     columns = ["arm", "all steps", "ratio", "95% interval", *kinds, *(key.replace("_", " ") for key in used)]
     notes = (
         "all: rounds that wait for each response. wasted: share of generated tokens. lost: number of prompts.",
-        "predicted: by rl-accel plan, from the baseline's telemetry; low, high: 95% interval of the prediction.",
         "accepted, cancelled: mean tokens of responses to the same prompts; the cancelled responses had not ended.",
     )
     yield TextTable("Mean rollout seconds a step", columns, rows, notes)

@@ -6,25 +6,21 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
 from rl_accel.__main__ import main
 from rl_accel.errors import RlAccelError
-from rl_accel.features import TailBatchingFlags
+from rl_accel.plan.profile_report import profile
+from rl_accel.plan.savings import NOTICING, REUSE, VALIDATING, WAITING, find_savings, levers
 from rl_accel.plan.setup import setup_of
-from rl_accel.rollout.tail_batching import TailRun
-from rl_accel.rollout.workload import Lengths
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.aggregates import in_rounds
 from rl_accel.telemetry.profile import read_run
-from rl_accel.telemetry.profile_report import profile
-from rl_accel.telemetry.savings import find_savings, levers, prompt_ticks
 from rl_accel.telemetry.stage_clock import CANCELLED, FILE_NAME, ResponseTimes
 
-WAITING, REWARDS = "waiting for the longest responses", "rewards after the last generation"
-NOTICING = "noticing that the rollout is done"
+REWARDS = "rewards after the last generation"
 EQUAL = "training of groups with equal rewards"
 TIMEOUT = "+rl_accel.reward_timeout.enable=True"
 TIMINGS = {"timing_s/step": 20.0, "timing_s/gen": 12.0, "timing_s/adv": 1.0, "timing_s/update_actor": 6.0}
@@ -119,8 +115,7 @@ def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(r
     assert find_savings(run_profile)[0].name == WAITING
     assert savings[WAITING].seconds == 9.0
     assert 0 < savings[WAITING].gain.low < savings[WAITING].gain.mean < 11.0
-    assert "seconds of 20 responses" in savings[WAITING].arithmetic
-    assert "rounds of 13 prompts for 10 trained" in savings[WAITING].arithmetic
+    assert "20 responses, replayed by an engine that is fitted to them" in savings[WAITING].arithmetic
     assert savings[NOTICING].gain.mean == pytest.approx(0.5)
     assert savings[REWARDS].gain.mean == 0.0, "a second is within the least limit"
     output = invoke(profile, run)
@@ -173,7 +168,7 @@ def test_without_telemetry_there_are_stages_of_all_but_the_first_steps_and_the_r
     assert not run_profile.numbers
     generation, rewards = find_savings(run_profile)
     assert (generation.name, rewards.name) == ("generation, waiting included", "rewards and advantages")
-    assert rewards.advice.endswith("+rl_accel.advantages.enable=True"), "no values are timed: it is not GAE"
+    assert (generation.gain, generation.at_most, rewards.at_most) == (None, None, 1.0)
     (missing,) = run_profile.missing
     assert "the run had no +rl_accel.telemetry.enable=True" in missing
 
@@ -188,15 +183,7 @@ def test_what_was_logged_is_there_without_the_file_of_responses_and_in_an_asynch
     run_profile = read_run(run)
     assert (run_profile.numbers["responses"], run_profile.last) == (10, [])
     assert "responses are under way when the stage begins" in run_profile.missing[0]
-    assert list(savings_of(run_profile)) == ["advantages"]
-
-
-def test_rewards_that_are_a_stage_of_their_own_come_first_where_they_take_most(tmp_path):
-    write_log(tmp_path / "metrics.jsonl", **{"timing_s/step": 120.0, "timing_s/reward": 100.0, "timing_s/values": 1.0})
-    rewards, *_, advantages = find_savings(read_run(tmp_path))
-    assert (rewards.seconds, rewards.advice) == (100.0, TIMEOUT)
-    assert "telemetry.enable=True" in rewards.arithmetic
-    assert advantages.advice == "+rl_accel.gae.enable=True"
+    assert savings_of(run_profile) == {}
 
 
 def test_the_console_is_read_where_there_is_no_other_log(tmp_path, invoke):
@@ -299,7 +286,7 @@ def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path, invoke):
 def test_a_folder_without_a_run_is_refused(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"input": "x"}\n')
     (tmp_path / "half.log").write_text("step:1 - timing_s/gen:4.2\n'timing_s/step' is not known yet\n")
-    with pytest.raises(RlAccelError, match=r"holds no metrics of .*; what verl or slime prints while it"):
+    with pytest.raises(RlAccelError, match=r"holds no metrics of verl or slime; wanted what"):
         read_run(tmp_path / "other.jsonl")
     for path in (tmp_path, tmp_path / "half.log"):
         with pytest.raises(RlAccelError, match=r"verl's console, 1 step, no telemetry, but no step has its seconds"):
@@ -310,45 +297,12 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     assert logs == [tmp_path / "a" / "metrics.jsonl"] * 2
 
 
-def test_levers_of_the_framework_are_named_where_they_are_worth_it(tmp_path):
-    write_log(tmp_path / "a" / "metrics.jsonl", **{"timing_s/old_log_prob": 5.0})
-    (line,) = [line for line in levers(read_run(tmp_path / "a")) if "bypass_mode" in line]
-    assert "old_log_prob takes 25% of a step" in line
-    write_log(tmp_path / "b" / "metrics.jsonl", **{"timing_s/gen": 19.0, "timing_s/update_actor": 0.5})
-    assert levers(read_run(tmp_path / "b")) == []
-
-
 def test_the_command_draws_stages_alone_and_many_responses(tmp_path, invoke):
     write_log(tmp_path / "stages" / "metrics.jsonl")
     invoke(profile, tmp_path / "stages")
     write_run(tmp_path / "many", lambda _: [ResponseTimes(str(n % 10), 0.0, 1.0, 1.0, 1.0, 1) for n in range(5000)])
     invoke(profile, tmp_path / "many", "--picture", tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
-
-
-def test_a_response_takes_until_its_last_token():
-    responses = [ResponseTimes("a", 0.0, 1.0, 2.0, 2.5), ResponseTimes("a", 0.5, 4.0, 5.0, 5.5)]
-    responses.append(ResponseTimes("b", 0.0, 1.0, None, 1.5))
-    assert prompt_ticks(responses) == [[1000.0, 4000.0], [1000.0]]
-    assert prompt_ticks([]) is None
-    assert prompt_ticks([*responses, ResponseTimes("b", 0.0, ended=1.0, outcome=CANCELLED)]) is None
-
-
-@pytest.mark.parametrize(
-    ("times", "launched", "seconds"),
-    [
-        ([3.0] * 10, 13, 3.0),
-        # Of one long prompt a step, three in thirteen are put off: three long rounds for every ten short ones. With a chance
-        # of 0.034 four are long, and a short round waits for one.
-        ([1.0] * 9 + [20.0], 13, (10 * (1 + 0.034 * 19) + 3 * 20) / 13),
-        # Without a surplus a round lasts as long as the longest of ten.
-        (list(range(1, 11)), 10, sum(1 - (k / 10) ** 10 for k in range(10))),
-    ],
-)
-def test_rounds_of_ten_prompts(times, launched, seconds):
-    lengths = Lengths(np.sort(np.array(times) * 1000).astype(int), 0.99999)
-    run = TailRun(10, 1, TailBatchingFlags(prompt_ratio=launched / 10, response_ratio=1.0))
-    assert in_rounds(lengths, run)[0] == pytest.approx(1000 * seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("other", ["\u2028", "\x85", "\u2029"])
@@ -392,7 +346,7 @@ def test_of_rollouts_beside_training_only_the_wait_counts_and_no_saving_is_named
     saved = {"save_checkpoint": 60.0} if "off_policy" in framework else {}
     stages = {"gen": 18.0, "update_actor": 79.0, "update_weights": 2.0, **saved, "other": 1.0 - sum(saved.values())}
     assert dict(run_profile.stages) == stages
-    assert (run_profile.step_seconds, run_profile.estimate, run_profile.parts) == (100.0, None, {})
+    assert (run_profile.step_seconds, run_profile.parts) == (100.0, {})
     (saving,) = find_savings(run_profile)
     assert (saving.name, saving.seconds, saving.gain) == ("waiting for rollouts", 18.0, None)
     output = invoke(profile, tmp_path, "--no-picture")
@@ -400,35 +354,103 @@ def test_of_rollouts_beside_training_only_the_wait_counts_and_no_saving_is_named
     assert "reward_timeout" not in output
     with pytest.raises(RlAccelError, match="wanted a run whose rollouts end with their step, found responses of older"):
         setup_of(run_profile, {})
-    assert ("use_dynamic_bsz" in output) == (framework != "slime"), "slime has no such key"
-
-
-@pytest.mark.parametrize("score", [[1], {"acc": 1}])
-def test_rewards_of_any_type_are_compared(run, score):
-    write_rollouts(run / "rollouts", [(score, score), (score, 0)])
-    assert savings_of(read_run(run))[EQUAL].arithmetic.startswith("1 of 2 groups, 50% of the text")
 
 
 @pytest.mark.parametrize(
-    ("more", "name", "advice"),
+    ("more", "launch", "advices"),
     [
-        ({}, "rewards and advantages", f"{TIMEOUT}, +rl_accel.advantages.enable=True"),
-        ({"timing_s/values": 1.0}, "rewards and advantages", f"{TIMEOUT}, +rl_accel.gae.enable=True"),
-        ({"rl_accel/reward_timeout/applied": 1.0}, "rewards and advantages", "+rl_accel.advantages.enable=True"),
-        ({"rl_accel/advantages/applied": 1.0}, "rewards and advantages", f"{TIMEOUT}, advantages: on"),
-        ({"timing_s/reward": 1.0}, "advantages", "+rl_accel.advantages.enable=True"),
-        ({"training/off_policy/trajectory_staleness/mean": 0.0}, "advantages", "+rl_accel.advantages.enable=True"),
+        ({"timing_s/values": 1.0}, "", {"advantages": "gae"}),
+        ({}, "algorithm.adv_estimator=reinforce_plus_plus", {"advantages": "advantages"}),
+        ({}, "algorithm.adv_estimator=grpo", {}),
+        ({"rl_accel/advantages/applied": 1.0}, "adv_estimator=reinforce_plus_plus", {"advantages": "advantages: on"}),
+        ({"timing_s/old_log_prob": 2.0}, "", {REUSE: "reuse_log_probs"}),
+        ({"timing_s/old_log_prob": 2.0}, "data.train_batch_size=64 ppo_mini_batch_size=64", {REUSE: "reuse_log_probs"}),
+        ({"timing_s/old_log_prob": 2.0}, "data.train_batch_size=64 ppo_mini_batch_size=16", {}),
+        ({"timing_s/old_log_prob": 2.0}, "train_batch_size=8 ppo_mini_batch_size=8 actor.ppo_epochs=2", {}),
+        ({"timing_s/old_log_prob": 2.0, "actor/reward_kl_penalty": 0.1}, "", {}),
+        ({"timing_s/testing": 40.0}, "", {VALIDATING: "overlap_validation"}),
     ],
 )
-def test_advantages_of_early_versions_include_the_rewards(tmp_path, more, name, advice):
-    write_log(tmp_path / "m.jsonl", **{"timing_s/adv": 5.0, "timing_s/step": 25.0, **more})
-    assert savings_of(read_run(tmp_path))[name].advice == advice
+def test_a_feature_is_named_where_the_log_and_the_launch_line_allow_it(tmp_path, more, launch, advices):
+    write_log(
+        tmp_path / "m.jsonl", **{"timing_s/reward": 0.0, "training/off_policy/trajectory_spans/mean": 1.0, **more}
+    )
+    (tmp_path / "train.log").write_text(launch)
+    found = {name: saving.advice for name, saving in savings_of(read_run(tmp_path)).items()}
+    always = {"generation, waiting included", NOTICING, "rewards"}
+    wanted = {name: advice if ":" in advice else f"+rl_accel.{advice}.enable=True" for name, advice in advices.items()}
+    assert {name: advice for name, advice in found.items() if name not in always} == wanted
 
 
-def test_a_validation_is_a_part_of_the_step_that_the_rollout_after_it_could_hide(tmp_path):
-    write_run(tmp_path, **{"timing_s/testing": 5.0, "training/off_policy/trajectory_spans/max": 1.0})
-    run = read_run(tmp_path, 0)
-    assert run.stages["testing"] == 5.0
-    assert run.step_seconds == 25.0
-    (saving,) = [saving for saving in find_savings(run) if saving.name == "validations"]
-    assert (saving.at_most, saving.advice) == (5.0, "+rl_accel.overlap_validation.enable=True")
+@pytest.mark.parametrize("is_v1", [False, True])
+def test_validation_is_a_row_of_its_own_and_no_part_of_a_step(tmp_path, invoke, is_v1):
+    """verl's older trainer validates within a step, its V1 trainer after it."""
+    steps = []
+    for number in range(1, 7):
+        metrics = dict(TIMINGS)
+        if is_v1:
+            metrics["training/off_policy/trajectory_staleness/mean"] = 0.0
+        if number in (3, 6):
+            metrics["timing_s/testing"] = 30.0
+            metrics["timing_s/step"] += 0.0 if is_v1 else 30.0
+        steps.append({"step": number, "data": metrics})
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    run = read_run(tmp_path)
+    assert (run.step_seconds, run.stages["other"], run.validations) == (20.0, 1.0, [30.0, 30.0])
+    saving = savings_of(run)[VALIDATING]
+    assert (saving.seconds, saving.at_most) == (15.0, 15.0)
+    output = invoke(profile, tmp_path, "--no-picture")
+    assert re.search(r"validation +│ +30 s │ 2 times, no part of a step", output)
+
+
+def test_equal_rewards_that_float32_cannot_hold_promise_nothing(run):
+    rewards = torch.full((8,), 0.1)
+    assert (rewards - rewards.mean()).any(), "verl's advantages are not 0"
+    write_rollouts(run / "rollouts", [(0.1,) * 8, (0.0, 1.0)])
+    assert EQUAL not in savings_of(read_run(run))
+    write_rollouts(run / "more", [(0.5,) * 8])
+    assert savings_of(read_run(run))[EQUAL].arithmetic.startswith("1 of 3 groups")
+
+
+@pytest.mark.parametrize(
+    ("timings", "launch", "keys"),
+    [
+        ({"update_actor": 15.0}, "main_ppo actor_rollout_ref.actor.use_dynamic_bsz=True", ["use_fused_kernels"]),
+        ({"update_actor": 15.0}, "'use_dynamic_bsz': False, 'use_fused_kernels': True", ["use_dynamic_bsz"]),
+        ({"update_actor": 15.0}, "", []),
+        ({"gen": 15.0}, "main_ppo actor_rollout_ref.rollout.enable_prefix_caching=False", ["enable_prefix_caching"]),
+        ({"gen": 15.0}, "main_ppo", []),
+        ({"save_checkpoint": 5.0}, "main_ppo actor_rollout_ref.actor.strategy=megatron", ["async_save"]),
+        ({"save_checkpoint": 5.0}, "main_ppo", []),
+        ({"old_log_prob": 5.0}, "train_batch_size=8 ppo_mini_batch_size=4", ["bypass_mode"]),
+        ({"old_log_prob": 5.0}, "train_batch_size=8 ppo_mini_batch_size=8", []),
+    ],
+)
+def test_settings_of_verl_are_named_where_they_are_off_and_their_stage_takes_long(tmp_path, timings, launch, keys):
+    stages = {f"timing_s/{name}": value for name, value in timings.items()}
+    write_log(tmp_path / "m.jsonl", **{"timing_s/gen": 1.0, "timing_s/update_actor": 1.0, **stages})
+    (tmp_path / "train.log").write_text(launch)
+    sentence = " ".join(levers(read_run(tmp_path)))
+    known = ("use_dynamic_bsz", "use_fused_kernels", "enable_prefix_caching", "async_save", "bypass_mode")
+    assert [key for key in known if key in sentence] == keys
+    assert "bypass_mode" not in keys or "changes the loss" in sentence
+
+
+def test_several_runs_on_one_console_get_no_advice(tmp_path, invoke):
+    line = " - ".join(f"{name}:{value}" for name, value in TIMINGS.items())
+    lines = [f"(TaskRunner pid={1 + number % 2}) step:{number} - {line}" for number in range(1, 7)]
+    (tmp_path / "train.log").write_text("\n".join(lines) + "\n")
+    output = invoke(profile, tmp_path, "--no-picture")
+    assert "runs on one console cannot be told apart" in output
+    assert "rl_accel." not in output.replace("rl_accel.telemetry.enable", "")
+
+
+@pytest.mark.parametrize(
+    ("page", "log"),
+    [("profile.md", "tests/plan/ab_tail/stock"), ("your-log.md", "tests/telemetry/data/tail_stock.jsonl")],
+)
+def test_a_page_quotes_what_the_command_prints_of_the_kept_run(page, log, invoke):
+    root = Path(__file__).parents[2]
+    text = " ".join((root / "docs" / page).read_text().split())
+    assert f"rl-accel profile {log}" in text
+    assert invoke(profile, root / log, "--no-picture").splitlines()[-1] in text

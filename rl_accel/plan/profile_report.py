@@ -10,10 +10,10 @@ from rich.table import Table
 
 from rl_accel.console import refuse_idle_options, say, wide_console
 from rl_accel.errors import RlAccelError
+from rl_accel.plan.answers import SMALLEST_GAIN
+from rl_accel.plan.savings import NOTHING_HELPS, Saving, find_savings, levers
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.aggregates import SMALLEST_GAIN
 from rl_accel.telemetry.profile import PARTS, WARMUP, Profile, format_seconds, read_run
-from rl_accel.telemetry.savings import NOTHING_HELPS, Saving, find_savings, levers
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED
 
 _TABLES = {"drafts": "drafted", "skip_zero": "rows"}
@@ -21,6 +21,7 @@ _TABLES = {"drafts": "drafted", "skip_zero": "rows"}
 _NOT_ESTIMATED = (
     "not in these numbers: final_output (host seconds of vLLM for each token), and drafts (text that responses share)"
 )
+_NEEDS_V1 = "The flags act in the V1 trainer of verl 0.9, which did not write this log."
 _LINES = {COMPLETED: "#4878a8", CANCELLED: "#e8a24c", FAILED: "#d1495b", "reward": "#2a9d5c"}
 _MOST_ROWS = 2000
 """Largest number of responses in a picture. More would only cover each other, because the picture has fewer rows of pixels."""
@@ -49,17 +50,21 @@ _NUMBERS = {
     help="Where to write the PNG.  [default: profile.png in the folder of the log]",
 )
 @click.option("--no-picture", is_flag=True, help="Print only.")
+@click.option("--prompts", type=click.IntRange(1), help="Prompts per batch, if the log does not say.")
 @click.option("--responses", type=click.IntRange(1), help="Responses per prompt (rollout.n), if the log does not say.")
-def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, responses: int | None) -> None:
+def profile(
+    run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, prompts: int | None, responses: int | None
+) -> None:
     """Shows where the time of a training step went in a run, and which flag would save most.
 
     LOG is a folder or a file: what verl or slime printed, verl's file logger, TensorBoard or W&B's CSV. Files joined by commas are
-    one run. If the run had +rl_accel.telemetry.enable=True, the parts of generation are measured; otherwise they are estimated.
+    one run. If the run had +rl_accel.telemetry.enable=True, the parts of generation are measured; otherwise the report
+    has upper bounds.
     """
     console = wide_console(140)
     if no_picture:
         refuse_idle_options("with --no-picture", "picture")
-    run = read_run(run_dir, warmup, responses)
+    run = read_run(run_dir, warmup, prompts, responses)
     _show(run, console)
     if not no_picture:
         path = picture or run.output_folder
@@ -75,34 +80,13 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
 
 def _show(run: Profile, console: Console) -> None:
     span = f"steps {run.steps[0]}-{run.steps[-1]}" if len(run.steps) > 1 else f"step {run.steps[0]}"
-    say(console, f"{run.log}: {run.logged}", f"Means of {span}", *(f"note: {note}" for note in run.notes))
-    table = Table("stage", "seconds", "share of the step")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for stage, share in stage_clock.shares(run.stages).items():
-        table.add_row(stage, format_seconds(run.stages[stage]), f"{share:.1%}")
-        if stage == "gen":
-            for name, (label, _) in PARTS.items():
-                if name in run.parts:
-                    part = run.parts[name]
-                    table.add_row(f"  {label}", format_seconds(part), f"{part / run.step_seconds:.1%}", style="dim")
-    table.add_row("step", format_seconds(run.step_seconds), "100.0%", style="bold")
-    console.print(table)
-    if run.estimate is not None and "idle_share" not in run.numbers:
-        idle = run.estimate.idle
-        how = "measured by verl" if run.estimate.rollouts.is_measured else "if all responses begin together"
-        say(console, f"idle share of generation: {idle.mean:.0%} ({idle.low:.0%} to {idle.high:.0%}), estimated: {how}")
+    say(console, f"{run.log}: {run.logged}", f"Means of {span}", *batch_lines(run))
+    console.print(_table_of_stages(run))
     if "responses" in run.numbers:
         say(console, *(f"{label + ':':<32}{_shown(run.numbers, name)}" for name, (label, _) in _NUMBERS.items()))
     servers = sorted({response.server for response in run.last if response.server is not None})
     if len(servers) > 1:
-        table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {run.steps[-1]}")
-        for server in servers:
-            responses = [response for response in run.last if response.server == server]
-            times = stage_clock.completion(responses) | stage_clock.generation(responses, run.last_seconds, began=0.0)
-            shown = ("responses", "tokens", "idle_share", "completion_longest_seconds")
-            table.add_row(server, *(_shown(times, name) for name in shown))
-        console.print(table)
+        console.print(_table_of_servers(run, servers))
     for feature, needed in _TABLES.items():
         numbers = run.table(feature)
         if numbers.get(needed):
@@ -113,21 +97,69 @@ def _show(run: Profile, console: Console) -> None:
             console.print(table)
     for line in run.missing:
         say(console, f"not known: {line}")
-    if savings := find_savings(run):
+    if run.logged.is_mixed:
+        return
+    savings = find_savings(run)
+    if savings:
         console.print(_table_of_savings(savings, run.step_seconds))
-        arithmetic = (f"{saving.name}: {saving.arithmetic}" for saving in savings)
-        say(console, *arithmetic, _NOT_ESTIMATED, *levers(run), _conclusion(savings[0], run.step_seconds))
+        say(console, *(f"{saving.name}: {saving.arithmetic}" for saving in savings))
+    if savings and not run.logged.is_slime:
+        say(console, _NOT_ESTIMATED if run.is_v1 else _NEEDS_V1)
+    say(console, *levers(run), _conclusion(savings, run.step_seconds))
 
 
-def _conclusion(best: Saving, step_seconds: float) -> str:
+def batch_lines(run: Profile) -> list[str]:
+    """Returns the notes on a run, and a line with the size of its batch and the lengths of its responses, if they are known."""
+    facts = []
+    prompts, responses = run.batch
+    if prompts and responses:
+        facts.append(f"{prompts:,} prompts of {responses:,} responses")
+    if run.lengths is not None:
+        mean, longest = run.lengths
+        facts.append(f"response lengths: mean {mean:,.0f} tokens, longest {longest:,.0f}")
+    lines = [f"note: {note}" for note in run.notes]
+    return [*lines, "; ".join(facts)] if facts else lines
+
+
+def _table_of_stages(run: Profile) -> Table:
+    table = Table("stage", "seconds", "share of the step")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for stage, share in stage_clock.shares(run.stages).items():
+        table.add_row(stage, format_seconds(run.stages[stage]), f"{share:.1%}")
+        if stage == "gen":
+            for name, seconds in run.parts.items():
+                label, _ = PARTS[name]
+                table.add_row(f"  {label}", format_seconds(seconds), f"{seconds / run.step_seconds:.1%}", style="dim")
+    table.add_row("step", format_seconds(run.step_seconds), "100.0%", style="bold")
+    if run.validations:
+        count = len(run.validations)
+        times = "once" if count == 1 else f"{count} times"
+        mean = sum(run.validations) / count
+        table.add_row("validation", format_seconds(mean), f"{times}, no part of a step")
+    return table
+
+
+def _table_of_servers(run: Profile, servers: Sequence[str]) -> Table:
+    table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {run.steps[-1]}")
+    for server in servers:
+        responses = [response for response in run.last if response.server == server]
+        times = stage_clock.completion(responses) | stage_clock.generation(responses, run.last_seconds, began=0.0)
+        shown = ("responses", "tokens", "idle_share", "completion_longest_seconds")
+        table.add_row(server, *(_shown(times, name) for name in shown))
+    return table
+
+
+def _conclusion(savings: Sequence[Saving], step_seconds: float) -> str:
     """Returns the last sentence of the report: the largest possible saving, or that no feature would help."""
-    what = f"{best.name}, {format_seconds(best.seconds)} a step."
-    if not best.ours or best.at_most < SMALLEST_GAIN * step_seconds:
+    best = savings[0] if savings else None
+    if best is None or not best.ours or best.largest < SMALLEST_GAIN * step_seconds:
         return NOTHING_HELPS
-    if best.gain is None:
-        return f"Largest part that may be saved: {what} {best.advice} may save some of it."
-    gain = f"{format_seconds(best.gain.mean)} of {format_seconds(step_seconds)} ({best.gain.mean / step_seconds:.0%})"
-    return f"Largest saving: {what} {best.advice} would save about {gain}."
+    what = f"{best.name}, {format_seconds(best.seconds)} a step"
+    gain = f"{format_seconds(best.largest)} of {format_seconds(step_seconds)} ({best.largest / step_seconds:.0%})"
+    if best.gain is not None:
+        return f"Largest saving: {what}. {best.advice} would save about {gain}."
+    return f"Largest part that may be saved: {what}. {best.advice} would save at most {gain}."
 
 
 def _shown(numbers: Mapping[str, float], name: str) -> str:
@@ -138,12 +170,19 @@ def _table_of_savings(savings: Sequence[Saving], whole: float) -> Table:
     columns = ("what takes time", "seconds", "share", "what would reduce it", "gain, with 95% interval")
     table = Table(*columns, title="Where it could be saved")
     for saving in savings:
-        gain = "unknown"
-        if saving.gain is not None:
-            mean, low, high = map(format_seconds, (saving.gain.mean, saving.gain.low, saving.gain.high))
-            gain = f"{mean} ({saving.gain.mean / whole:.0%}), {low} to {high}"
-        table.add_row(saving.name, format_seconds(saving.seconds), f"{saving.seconds / whole:.1%}", saving.advice, gain)
+        share = f"{saving.seconds / whole:.1%}" if saving.in_step else ""
+        seconds = format_seconds(saving.seconds)
+        table.add_row(saving.name, seconds, share, saving.advice, _gain_text(saving, whole))
     return table
+
+
+def _gain_text(saving: Saving, whole: float) -> str:
+    if saving.gain is not None:
+        mean, low, high = map(format_seconds, (saving.gain.mean, saving.gain.low, saving.gain.high))
+        return f"{mean} ({saving.gain.mean / whole:.0%}), {low} to {high}"
+    if saving.at_most is not None:
+        return f"at most {format_seconds(saving.at_most)} ({saving.at_most / whole:.0%})"
+    return "unknown"
 
 
 def draw_profile(run: Profile, path: Path) -> None:
@@ -183,9 +222,7 @@ def _draw_bars(axes: Any, run: Profile) -> None:
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.set_xlim(0, run.step_seconds * 1.01)
-    share = run.numbers.get("idle_share", run.estimate.idle.mean if run.estimate else None)
-    how = "" if "idle_share" in run.numbers else " (estimated)"
-    idle = "" if share is None else f", generation {share:.0%} idle{how}"
+    idle = f", generation {run.numbers['idle_share']:.0%} idle" if "idle_share" in run.numbers else ""
     axes.set_title(f"Mean of steps {run.steps[0]}-{run.steps[-1]}: {run.step_seconds:.2f} s{idle}", fontsize=10)
     axes.set_xlabel("seconds")
     axes.tick_params(axis="y", length=0)
