@@ -151,9 +151,7 @@ def test_flags_that_contradict_each_other_are_told_with_their_sources():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan", "--check", HERE, HERE, "--rounds", 9], "--rounds has no effect with --check"),
         (["profile", "x", "--no-picture", "--picture", "x"], "--picture has no effect with --no-picture"),
-        (["plan", "x", "--check", HERE, HERE], "LOG has no effect with --check"),
         (["plan", "x", "--other-seconds", 3], "--other-seconds has no effect with LOG"),
         (["doctor", "--platform", "cpu"], "--platform has no effect without --recipe"),
         (["slime-config", "--check", "x", "--enable", "gae"], "--enable has no effect with --check"),

@@ -10,7 +10,6 @@ In :func:`play_rounds`, :class:`~rl_accel.rollout.tail_batching.TailBatching` de
 
 import heapq
 import math
-from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -32,7 +31,7 @@ from rl_accel.rollout.tail_decisions import (
 )
 from rl_accel.rollout.workload import Floats, Lengths
 
-ENDLESS_STEPS = 2**40
+_ENDLESS_STEPS = 2**40
 """Value of ``steps_left`` for a simulated training run without end: so large that the run never comes near its last step."""
 
 
@@ -45,7 +44,6 @@ class EngineModel:
             Below the first number, it is constant. Above the last number, the last slope continues.
         cached_token_seconds: additional duration of a step for each token in the key-value cache.
         prompt_token_seconds: time to prefill one token of a prompt or of a preempted request. All requests wait meanwhile.
-        request_seconds, response_seconds: host time to start a request, and to finish an ended one. All requests wait meanwhile.
         slots: maximum number of running requests. Further requests wait in a queue.
         cache_tokens: capacity of the key-value cache in tokens. When the cache is full, the request that started last is preempted.
 
@@ -57,8 +55,6 @@ class EngineModel:
     step_seconds: Mapping[int, float]
     cached_token_seconds: float = 0.0
     prompt_token_seconds: float = 0.0
-    request_seconds: float = 0.0
-    response_seconds: float = 0.0
     slots: int = 1024
     cache_tokens: float = math.inf
 
@@ -68,7 +64,8 @@ class EngineModel:
             form = "finite times above 0 by numbers of running requests from 1"
             raise ValueError(f"step_seconds must be {form}, found {dict(self.step_seconds)}")
         for field_ in fields(self)[1:]:
-            found, least = getattr(self, field_.name), int(field_.name in ("slots", "cache_tokens"))
+            found = getattr(self, field_.name)
+            least = 1 if field_.name in ("slots", "cache_tokens") else 0
             if not found >= least:
                 raise ValueError(f"{field_.name} must be at least {least}, found {found}")
 
@@ -100,7 +97,9 @@ class SimulatedRequest:
     end: float = 0.0
 
 
-_by_end, _by_begin, _by_due = attrgetter("end"), attrgetter("began"), attrgetter("due")
+_by_end = attrgetter("end")
+_by_begin = attrgetter("began")
+_by_due = attrgetter("due")
 
 
 class _Replica:
@@ -112,8 +111,9 @@ class _Replica:
     """
 
     def __init__(self, engine: EngineModel, prompt: int, pace: Sequence[float]) -> None:
-        self.engine, self.prompt, self.pace = engine, prompt, pace
-        self.rate, self.room = engine.cached_token_seconds, engine.cache_tokens
+        self.engine = engine
+        self.prompt = prompt
+        self.pace = pace
         self.running: list[SimulatedRequest] = []  # sorted by end, the latest end first
         self.queue: deque[SimulatedRequest] = deque()
         self.time = self.steps = self.stall = self.cached = self.peak = self.ahead = 0.0
@@ -123,23 +123,28 @@ class _Replica:
 
     def plan(self) -> None:
         """Computes when the next request ends or the cache is full; never if no request runs."""
-        cached, count = self.cached, len(self.running)
+        count = len(self.running)
         if not count:
             self.due = math.inf
             return
         ahead = self.running[-1].end - self.steps
-        self.fills = cached + count * ahead > self.room and count > 1
+        capacity = self.engine.cache_tokens
+        self.fills = self.cached + count * ahead > capacity and count > 1
         if self.fills:
-            ahead = max((self.room - cached) / count, 0.0)
+            ahead = max((capacity - self.cached) / count, 0.0)
         self.ahead = ahead
-        self.due = self.time + self.stall + ahead * (self.pace[count] + self.rate * (cached + count * ahead / 2))
+        cached_on_average = self.cached + count * ahead / 2
+        step_seconds = self.pace[count] + self.engine.cached_token_seconds * cached_on_average
+        self.due = self.time + self.stall + ahead * step_seconds
 
     def advance(self, now: float) -> None:
         """Decodes until the time ``now``, which must not be later than the next event."""
         seconds_left = now - self.time - self.stall
-        self.time, self.stall = now, max(-seconds_left, 0.0)
+        self.time = now
+        self.stall = max(-seconds_left, 0.0)
         if seconds_left > 0 and self.running:
-            count, rate = len(self.running), self.rate
+            count = len(self.running)
+            rate = self.engine.cached_token_seconds
             pace = self.pace[count] + rate * self.cached
             steps = 2 * seconds_left / (pace + math.sqrt(pace * pace + 2 * rate * count * seconds_left))
             self.steps += steps
@@ -147,13 +152,13 @@ class _Replica:
 
     def happen(self) -> SimulatedRequest:
         """Decodes until the next event. Ends or preempts a request, and returns this request."""
-        self.time, self.stall = self.due, 0.0
+        self.time = self.due
+        self.stall = 0.0
         self.steps += self.ahead
         self.cached += self.ahead * len(self.running)
         self.peak = max(self.peak, self.cached)
         if not self.fills:
             request = self.running.pop()
-            self.stall = self.engine.response_seconds
             self.cached -= self.prompt + request.length
             if self.queue:
                 self.start()
@@ -174,17 +179,19 @@ class _Replica:
 
     def start(self) -> None:
         """Starts waiting requests while there are free slots and room in the key-value cache."""
-        engine, queue, running = self.engine, self.queue, self.running
-        while queue and len(running) < engine.slots:
-            needed = self.prompt + queue[0].tokens
-            if running and self.cached + needed > self.room:
+        engine = self.engine
+        running = self.running
+        while self.queue and len(running) < engine.slots:
+            needed = self.prompt + self.queue[0].tokens
+            if running and self.cached + needed > engine.cache_tokens:
                 break
-            request = queue.popleft()
+            request = self.queue.popleft()
             running.append(request)
             self.begun += 1
-            self.stall += engine.request_seconds + needed * engine.prompt_token_seconds
+            self.stall += needed * engine.prompt_token_seconds
             self.cached += needed
-            request.began, request.end = self.begun, self.steps + request.length - request.tokens
+            request.began = self.begun
+            request.end = self.steps + request.length - request.tokens
         running.sort(key=_by_end, reverse=True)
 
 
@@ -298,14 +305,12 @@ class Round:
     """Results of one simulated round of tail batching.
 
     Attributes:
-        ends: seconds from the start of the round to the last token of each completely generated response, ascending.
         peak_tokens: highest number of tokens in the key-value cache of any replica.
         preemptions: number of preemptions over all replicas.
         unfinished: number of responses that were still in an engine when the batch was complete, and were cancelled.
     """
 
     metrics: RoundMetrics = field(default_factory=RoundMetrics)
-    ends: "array[float]" = field(default_factory=lambda: array("d"))
     peak_tokens: float = 0.0
     preemptions: int = 0
     unfinished: int = 0
@@ -319,7 +324,6 @@ def play_rounds(
     rounds: int,
     seed: int = 0,
     timeout: AdaptiveTimeout | None = None,
-    ends: bool = False,
 ) -> list[Round]:
     """Simulates consecutive rounds of tail batching and returns the results of each round.
 
@@ -331,10 +335,9 @@ def play_rounds(
         seed: seed of all random draws.
         timeout: policy that learns time limits for the simulated rewards. A reward within its limit counts as correct. None: no
             limits.
-        ends: True if training ends with the last round. Then only prompts are started that can be trained by then.
     """
     player = Player(run, Cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
-    return [player.play(rounds - number if ends else ENDLESS_STEPS) for number in range(rounds)]
+    return [player.play() for _ in range(rounds)]
 
 
 class Player:
@@ -344,7 +347,9 @@ class Player:
         self, run: TailRun, cluster: Cluster, workload: Lengths, seed: int, timeout: AdaptiveTimeout | None = None
     ) -> None:
         self.cluster = cluster
-        self._core, self._workload, self._timeout = TailBatching(run), workload, timeout
+        self._core = TailBatching(run)
+        self._workload = workload
+        self._timeout = timeout
         self._rng = np.random.default_rng(seed)
         self._offered = 0
         self._rewards: dict[int, tuple[str, float]] = {}  # prompt id and reward seconds, by response id
@@ -352,12 +357,14 @@ class Player:
         self._generated: dict[int, int] = {}  # number of tokens, by id of responses whose reward is being computed
         self._round = Round()
 
-    def play(self, steps_left: int = ENDLESS_STEPS) -> Round:
-        """Simulates one round and returns its results. ``steps_left`` is the number of remaining training steps, with this one."""
-        core, cluster, rewarding = self._core, self.cluster, self._rewarding
-        began, preempted = cluster.now, cluster.preemptions
+    def play(self) -> Round:
+        """Simulates one round and returns its results."""
+        core = self._core
+        cluster = self.cluster
+        rewarding = self._rewarding
+        preempted = cluster.preemptions
         played = self._round = Round()
-        self._carry_out(core.begin_round(steps_left, began))
+        self._carry_out(core.begin_round(_ENDLESS_STEPS, cluster.now))
         while core.phase is not Phase.BETWEEN_ROUNDS:
             if rewarding and rewarding[0][0] <= cluster.next_event():
                 now, response_id = heapq.heappop(rewarding)
@@ -365,15 +372,14 @@ class Player:
                     cluster.now = now
                     self._carry_out(core.response_scored(response_id, now))
             elif request := cluster.happen():
-                response_id, now = request.id, cluster.now
-                played.ends.append(now - began)
-                self._carry_out(core.response_generated(response_id, request.length))
+                self._carry_out(core.response_generated(request.id, request.length))
                 if self._rewards:
-                    self._generated[response_id] = request.length
-                    heapq.heappush(rewarding, (now + self._reward_seconds(response_id), response_id))
+                    self._generated[request.id] = request.length
+                    heapq.heappush(rewarding, (cluster.now + self._reward_seconds(request.id), request.id))
                 else:
-                    self._carry_out(core.response_scored(response_id, now))
-        played.peak_tokens, played.preemptions = cluster.take_peak_tokens(), cluster.preemptions - preempted
+                    self._carry_out(core.response_scored(request.id, cluster.now))
+        played.peak_tokens = cluster.take_peak_tokens()
+        played.preemptions = cluster.preemptions - preempted
         rewarding.clear()
         self._rewards.clear()
         return played
@@ -402,7 +408,8 @@ class Player:
             self._launch(launches)
         if cancelled:
             running = [response_id for response_id in cancelled if response_id in self.cluster]
-            self._round.unfinished += trains * len(running)
+            if trains:
+                self._round.unfinished += len(running)
             tokens = dict(zip(running, self.cluster.cancel(running), strict=True))
             tokens |= {i: self._generated.pop(i) for i in cancelled if i in self._generated}
             for response_id, had in tokens.items():

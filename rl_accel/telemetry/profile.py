@@ -211,7 +211,8 @@ class Profile:
         mini_batch = self.logged.number(r"(?:actor\.)?ppo_mini_batch_size")
         if self.logged.is_slime or not prompts or not mini_batch:
             return None
-        return math.ceil(prompts / mini_batch) * (self.logged.number(r"(?:actor\.)?ppo_epochs") or 1)
+        epochs = self.logged.number(r"(?:actor\.)?ppo_epochs") or 1
+        return math.ceil(prompts / mini_batch) * epochs
 
     @cached_property
     def zero_groups(self) -> tuple[Sequence[float], str]:

@@ -24,7 +24,11 @@ vLLM has the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or late
 _COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
 """Mapping from SGLang's preemption counter to its token counter. The preemption counter appears after the first preemption, the
 token counter after the first token. If a page has only the token counter, there were no preemptions."""
-
+_HOW = {
+    "vllm:num_preemptions_total": ", which actor_rollout_ref.rollout.disable_log_stats=False makes vLLM count",
+    "sglang:num_retracted_requests_total": ", which enable_metrics=True among SGLang's engine_kwargs makes it count",
+}
+"""Mapping from each counter to a clause on the setting that makes the server count."""
 _AT_ONCE = 16
 """Maximum number of rollout servers that are asked at the same time."""
 _STARTED = "process_start_time_seconds"
@@ -58,7 +62,8 @@ class Counters:
 
         ``now`` is the current reading of each server, by server name; None for a server that gave no reading.
         """
-        before, self._before = self._before, now
+        before = self._before
+        self._before = now
         if before is None:
             before = {name: reading and Reading(0, reading.incarnation) for name, reading in now.items()}
         if not now or before.keys() != now.keys():
@@ -92,7 +97,7 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
         try:
             reading = preemptions_in(fetch_page(f"{url}/metrics"), names)
             if reading is None:
-                problems[url] = f"has no {names[0]}"
+                problems[url] = f"has no {names[0]}{_HOW.get(names[0], '')}"
             return reading
         except (OSError, ValueError) as error:
             problems[url] = str(error)
