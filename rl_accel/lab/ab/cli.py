@@ -1,5 +1,6 @@
 """The command ``rl-accel ab``: trains the arms (variants) of a recipe and compares them."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -23,7 +24,7 @@ from rl_accel.files import write_atomically
 from rl_accel.lab.ab import launch as launching
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs, prepare_command, save
-from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, prepare, run_all
+from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, only_writer, prepare, run_all
 from rl_accel.runtime import is_installed
 
 _MANIFEST = "ab.json"
@@ -177,7 +178,9 @@ def _run_plans(
     if held and not resume and not overwrite:
         raise click.UsageError(f"{out} already holds {', '.join(held)}: give --resume, --overwrite or another --out")
     out.mkdir(parents=True, exist_ok=True)
-    with Stop().listening() as stop:
+    with contextlib.ExitStack() as locks, Stop().listening() as stop:
+        for plan in chosen:
+            locks.enter_context(only_writer(plan))
         command, env = prepare_command(spec, file.parent, out)
         prepares = only in (None, launching.PREPARE)
         if command and prepares:
@@ -238,6 +241,7 @@ class ProgressView:
         self._to_run = [plan.name for plan in plans]
         self._width = max(map(len, self._to_run), default=0)
         self._durations: list[float] = []
+        self._name = ""
         self._task: TaskID | None = None
         self._steps = 0
         """Number of logged steps of the current run."""
@@ -252,6 +256,7 @@ class ProgressView:
         )
 
     def started(self, plan: RunPlan) -> None:
+        self._name = plan.name
         self._began = time.monotonic()
         self._steps = 0
         self._task = self.bars.add_task(plan.name.ljust(self._width), total=plan.steps, note="starting the trainer")
@@ -276,7 +281,9 @@ class ProgressView:
 
     def tick(self) -> None:
         if self._task is not None and not self._steps:
-            self.bars.update(self._task, note=f"starting the trainer, {time.monotonic() - self._began:.0f} s")
+            note = f"waiting for Ray and the trainer, {time.monotonic() - self._began:.0f} s"
+            self.bars.update(self._task, note=note)
+            self._plain(f"{self._name}: {note}")
 
     def ended(self, plan: RunPlan, result: RunResult) -> None:
         self._to_run.remove(plan.name)
@@ -288,6 +295,8 @@ class ProgressView:
             colour = "green" if status == "done" else "red"
             self.bars.update(self._task, note=f"[{colour}]{status}[/], {result.seconds:.0f} s")
         text = f"{plan.name}: {status}, {result.message}, {result.seconds:.0f} s"
+        if result.first_step_at is not None:
+            text += f", of which {result.first_step_at:.0f} s until the first step had ended"
         if self._task is None or not self._console.is_terminal:
             self._console.print(text, soft_wrap=True)
         self._task = None

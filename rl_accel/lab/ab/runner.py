@@ -1,6 +1,7 @@
 """Runs the training runs of an A/B one after the other as real processes, and stores their metrics."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -120,6 +121,25 @@ class Stop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def only_writer(plan: RunPlan) -> Iterator[None]:
+    """Holds a lock on the folder of a run during the ``with`` block, because the start of a run deletes the folder's content.
+
+    Raises:
+        RlAccelError: another process holds the lock.
+    """
+    path = plan.directory.with_name(f".{plan.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            what = "another rl-accel ab is writing this run"
+            raise RlAccelError(f"{plan.directory}: {what}; wait for it, or give another --out") from error
+        yield
+        path.unlink(missing_ok=True)
 
 
 def run_all(plans: Sequence[RunPlan], watcher: ProgressDisplay, stop: Stop, resume: bool = False) -> list[RunResult]:

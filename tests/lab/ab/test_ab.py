@@ -1,10 +1,16 @@
 """Tests ``rl-accel ab`` from outside, with real processes and signals, by the files that it leaves."""
 
+import io
 import json
 import signal
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from rl_accel.lab.ab.cli import ProgressView
+from rl_accel.lab.ab.recipe import RunPlan
+from rl_accel.lab.ab.runner import RunResult, only_writer
 
 
 def pids(out: Path) -> list[Path]:
@@ -81,6 +87,29 @@ def test_parting_arms_are_red_and_runs_are_kept_reported_again_or_overwritten_as
     runs = summary_of(out)["runs"]
     assert [(run["name"], run["steps_done"]) for run in runs] == [("stock-seed0", 2), ("stock-seed4", 2)]
     assert "seed=4" in runs[1]["command"]
+
+
+def test_two_calls_for_one_folder_notice_each_other(recipe_file, call_ab, tmp_path):
+    plan = RunPlan("stock", 0, 8, tmp_path / "stock-seed0", ())
+    with only_writer(plan):
+        output = call_ab(recipe_file(), "--out", tmp_path, "--overwrite", code=None)
+    assert f"{tmp_path / 'stock-seed0'}: another rl-accel ab is writing this run" in output
+    assert list(tmp_path.glob("*/run.json")) == []
+
+
+def test_waiting_for_the_trainer_is_said_and_is_no_training(monkeypatch):
+    monkeypatch.setattr("rl_accel.lab.ab.cli._PLAIN_EVERY_S", -1.0)
+    console = Console(record=True, file=io.StringIO(), width=200)
+    plan = RunPlan("stock", 0, 8, Path("stock-seed0"), ())
+    view = ProgressView(console, [plan], "critic/score/mean")
+    view.started(plan)
+    view.tick()
+    view.step(plan, 1, {})
+    result = RunResult("stock", 0, 8, [], {}, "done", seconds=90.0, first_step_at=60.0)
+    view.ended(plan, result)
+    text = console.export_text()
+    assert "stock-seed0: waiting for Ray and the trainer, 0 s" in text
+    assert "90 s, of which 60 s until the first step had ended" in text
 
 
 @pytest.mark.slow
