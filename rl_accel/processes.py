@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _UNKILLABLE_S = 10.0
 
 

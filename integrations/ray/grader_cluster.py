@@ -8,7 +8,8 @@ from typing import Any
 from rl_accel.post_import import when_imported
 
 SETUP = f"{__name__}:connect_when_needed"
-_ADDRESS, _JOB = "RAY_ADDRESS", "RL_ACCEL_RAY_JOB"
+_ADDRESS = "RAY_ADDRESS"
+_JOB = "RL_ACCEL_RAY_JOB"
 
 
 def environment() -> dict[str, str]:

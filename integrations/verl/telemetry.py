@@ -73,7 +73,8 @@ class RecordingWorker(agent_loop.WorkerPart):
 
     async def take_responses(self) -> list[ResponseTimes]:
         """Returns the records of the responses that have ended since the last call."""
-        taken, self._responses = list(self._responses), deque(maxlen=_MOST_RECORDS)
+        taken = list(self._responses)
+        self._responses.clear()
         return taken
 
     @classmethod
@@ -162,7 +163,8 @@ class TelemetryObserver:
         numbers = observe_stages(step, logged)
         if not numbers:
             return {}
-        responses, servers = self._fetch(), self._servers()
+        responses = self._fetch()
+        servers = self._servers()
         try:
             stage_clock.keep(self._file, step, responses)
         except OSError as error:

@@ -64,10 +64,9 @@ class TpPlanner:
         counts = self._counts.setdefault(kind, deque(maxlen=EARLIER_STEPS + LATEST_STEPS))
         counts.append(preemptions)
         if rises(counts):
-            earlier, latest = list(counts)[:EARLIER_STEPS], list(counts)[EARLIER_STEPS:]
-            reason = (
-                f"{LATEST_STEPS} steps with {min(latest)} preemptions or more, after {fmean(earlier):.4g} on average"
-            )
+            *earlier, first, second, third = counts
+            lowest = min(first, second, third)
+            reason = f"{LATEST_STEPS} steps with {lowest} preemptions or more, after {fmean(earlier):.4g} on average"
             return self._ask("raise", 2 * self._tp, 2 * self._tp, reason)
         needs_memory = any(of_kind[-1] for of_kind in self._counts.values())
         if self._calm >= CALM_STEPS and self._tp % 2 == 0 and not needs_memory:

@@ -124,7 +124,8 @@ class Exchange:
     """
 
     def __init__(self, flags: DraftsFlags) -> None:
-        self._flags, self._steps = flags, 0
+        self._flags = flags
+        self._steps = 0
         self._calls: dict[Any, Any] = {}  # pending call, by server
         self._finished: dict[Any, list[bytes]] = {}
         self._history: deque[bytes] = deque()
@@ -140,7 +141,8 @@ class Exchange:
         self._steps += 1
         if self._steps <= CHECKED_STEPS:
             check(logged)
-        config, saving = trainer.config.trainer, self._flags.save
+        config = trainer.config.trainer
+        saving = self._flags.save
         saved = Path(config.default_local_dir, f"global_step_{step}")
         if saving and self._steps == 1:
             before = saved.with_name(f"global_step_{step - 1}")
@@ -179,7 +181,8 @@ class Exchange:
                 logger.warning("rl-accel: drafts: a rollout server does not answer: %s", first_line(error))
                 continue
             counted += counts
-            self._history.extend(self._finished[server] if self._flags.save else ())
+            if self._flags.save:
+                self._history.extend(self._finished[server])
         size = sum(map(len, self._history))
         while size > self._flags.memory_mb * 2**18:  # as many tokens as an engine's index of memory_mb MiB holds
             size -= len(self._history.popleft())
@@ -206,9 +209,12 @@ def numbers(counted: Counter[str]) -> dict[str, float]:
     """
     values: dict[str, float] = {"stopped": counted["stopped"]}
     for source in ("", *(f"_{name}" for name in SOURCES)):
-        drafted, accepted = counted[f"drafted{source}"], counted[f"accepted{source}"]
-        values |= {f"drafted{source}": drafted, f"accepted{source}": accepted}
-        values |= {f"acceptance{source}": accepted / drafted} if drafted else {}
+        drafted = counted[f"drafted{source}"]
+        accepted = counted[f"accepted{source}"]
+        values[f"drafted{source}"] = drafted
+        values[f"accepted{source}"] = accepted
+        if drafted:
+            values[f"acceptance{source}"] = accepted / drafted
     steps = {name: value for name, value in counted.items() if name.startswith("row_steps_from_")}
     for name, value in steps.items():
         values[name.replace("row_steps", "tokens_a_step")] = counted[name.replace("row_steps", "tokens")] / value

@@ -35,7 +35,8 @@ class SiblingRouter(GlobalRequestLoadBalancer):
 
     def acquire_server(self, request_id: str, prompt_ids: Any = ()) -> tuple[str, Any]:
         prompt = key_of(np.asarray(prompt_ids, np.int32))
-        running, home = self._inflight_requests, self._homes.get(prompt)
+        running = self._inflight_requests
+        home = self._homes.get(prompt)
         if home is not None and home in running and running[home] <= min(running.values()) + HOME_MARGIN:
             self._request_id_to_server.setdefault(request_id, home)
         server_id, server = super().acquire_server(request_id)
