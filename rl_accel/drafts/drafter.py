@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,6 @@ from rl_accel.drafts.index import (
     CONTEXT,
     LAST,
     LENGTH,
-    NUMBER,
     OTHER,
     PROMPT,
     SOURCES,
@@ -52,15 +51,23 @@ predicted tokens of this prompt, so that a new prompt has an estimate, too. Chos
 REMEMBERED = 4096
 """Maximum number of requests that are remembered after they have left vLLM's batch: ``take_finished`` returns their responses,
 and vLLM may continue them. Chosen by hand."""
-TAIL, RATES, HEAD, TAKEN, FOUND, MATCHED, SOURCE, PROPOSED = range(NUMBER + 1, NUMBER + 9)
-"""Columns 6 to 13 of ``_Batch.requests``, the table of running requests. Columns 0 to 5: see ``LAST`` in ``index.py``.
-
-TAIL: hash of the request's last tokens, by which the drafter recognises the request.
-RATES: row of ``_Rates.own`` with the acceptance rates of the request's prompt.
-HEAD: number of prompt tokens.
-TAKEN: 1 if ``take_finished`` has returned the response, else 0.
-FOUND, MATCHED, SOURCE: the three return values of ``predict`` in ``index.py``. FOUND is the number of predicted tokens.
-PROPOSED: number of predicted tokens that are proposed to vLLM."""
+# Columns of ``_Batch.requests``, the table of running requests, after columns 0 to 5, for which see LAST in index.py.
+TAIL = 6
+"""Column of a request: hash of the last tokens, by which the drafter recognises the request."""
+RATES = 7
+"""Column of a request: row of ``_Rates.own`` with the acceptance rates of the prompt."""
+HEAD = 8
+"""Column of a request: number of prompt tokens."""
+TAKEN = 9
+"""Column of a request: 1 if ``take_finished`` has returned the response, else 0."""
+FOUND = 10
+"""Column of a request: number of predicted tokens, the first return value of ``predict`` in ``index.py``."""
+MATCHED = 11
+"""Column of a request: length of the match, the second return value of ``predict``."""
+SOURCE = 12
+"""Column of a request: source of the predicted tokens, the third return value of ``predict``."""
+PROPOSED = 13
+"""Column of a request: number of predicted tokens that are proposed to vLLM."""
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +160,8 @@ class Drafter:
         prompts = len(self._pool.blocks) // 8  # one prompt per 256 tokens
         self._prompts: FIFOCache[int, _Prompt] = FIFOCache(prompts)
         self._new_prompts = 0  # number of prompts so far
-        self._batch, self._running = _Batch.empty(1, self._longest), 0
+        self._batch = _Batch.empty(1, self._longest)
+        self._running = 0
         self._gone: LRUCache[tuple[int, int], tuple[Any, ...]] = LRUCache(REMEMBERED)
         self._version = 0
         first = [[8 * rate, 8] for _, rate in FIRST_RATES]
@@ -187,7 +195,8 @@ class Drafter:
         Raises:
             ValueError: ``token_ids_cpu`` has another shape or type.
         """
-        now, running = self._clock(), len(sampled_token_ids)
+        now = self._clock()
+        running = len(sampled_token_ids)
         drafts: list[list[int]] = [[] for _ in range(running)]
         if self._idle or not running:
             return drafts
@@ -195,7 +204,8 @@ class Drafter:
             if token_ids_cpu.ndim != 2 or token_ids_cpu.dtype != np.int32:
                 found = f"{token_ids_cpu.dtype}{list(token_ids_cpu.shape)}"
                 raise ValueError(f"token_ids_cpu must be int32[rows, max_model_len], found {found}")
-            self._batch, self._running = _Batch.empty(len(token_ids_cpu), self._longest), 0
+            self._batch = _Batch.empty(len(token_ids_cpu), self._longest)
+            self._running = 0
         new = np.array([len(tokens) for tokens in sampled_token_ids])
         ends = num_tokens_no_spec[:running].astype(np.int64)
         step = self._pool, self._batch, self._rates, self._counts, token_ids_cpu, new, ends
@@ -234,9 +244,12 @@ class Drafter:
         counter = Counter(steps=self._steps, stopped=self._stopped, tokens=int(by_length[:, 0].sum()))
         counter["drafted"], counter["accepted"] = by_source.sum(axis=0).tolist()
         for source, (drafted, accepted) in zip(SOURCES, by_source.tolist(), strict=True):
-            counter[f"drafted_{source}"], counter[f"accepted_{source}"] = drafted, accepted
+            counter[f"drafted_{source}"] = drafted
+            counter[f"accepted_{source}"] = accepted
         for bits in np.flatnonzero(by_length[:, 1]).tolist():
-            counter[f"tokens_from_{2**bits // 2}"], counter[f"row_steps_from_{2**bits // 2}"] = by_length[bits].tolist()
+            tokens, row_steps = by_length[bits].tolist()
+            counter[f"tokens_from_{2**bits // 2}"] = tokens
+            counter[f"row_steps_from_{2**bits // 2}"] = row_steps
         self._begin_counts()
         return counter
 
@@ -246,7 +259,8 @@ class Drafter:
         Running requests count as ended. If vLLM continues one of them, :meth:`propose` recognises the request by its tokens.
         """
         self._leave(range(self._running))
-        self._running, self._called = 0, None
+        self._running = 0
+        self._called = None
         self._version += 1
 
     def take_finished(self) -> list[bytes]:
@@ -264,9 +278,12 @@ class Drafter:
 
     def absorb(self, responses: Iterable[bytes]) -> None:
         """Adds ``responses`` to the index. :meth:`take_finished` has returned them in another replica or an earlier run."""
-        for response in responses if not self._idle else ():
+        if self._idle:
+            return
+        for response in responses:
             numbers = np.array(np.frombuffer(response, np.int32))  # a copy: kernels are compiled for writable arrays
-            (version, length), tokens = numbers[:2].tolist(), numbers[2:]
+            version, length = numbers[:2].tolist()
+            tokens = numbers[2:]
             self._version = max(self._version, version)
             extend(self._pool, self._request(tokens, length, version)[None], tokens[None], np.array([len(tokens)]))
 
@@ -302,7 +319,8 @@ class Drafter:
                 gone = tuple(array[row].copy() for array in self._batch)
                 self._gone[int(request[LENGTH]), int(request[TAIL])] = gone
                 left.append(gone[0])
-                request[LENGTH], request[FOUND:] = -1, 0
+                request[LENGTH] = -1
+                request[FOUND:] = 0
         return left
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
@@ -317,11 +335,13 @@ class Drafter:
             self._rates.own[rates_row] = 0
             self._new_prompts += 1
             versions = deque([version], maxlen=self.settings.epochs + 1)
-            prompt = self._prompts[key] = _Prompt(sequence(key, PROMPT), rates_row, versions)
+            prompt = _Prompt(sequence(key, PROMPT), rates_row, versions)
+            self._prompts[key] = prompt
         if prompt.versions[-1] < version:
             prompt.versions.append(version)
         if not is_live(self._pool, prompt.sequence[LAST]):
-            prompt.sequence[LAST], prompt.sequence[LENGTH] = -1, 0
+            prompt.sequence[LAST] = -1
+            prompt.sequence[LENGTH] = 0
             extend(self._pool, prompt.sequence[None], tokens[None], np.array([length]))
         # in the first epochs of a prompt no response is too old, so that responses to other prompts are used
         oldest = prompt.versions[0] if len(prompt.versions) == prompt.versions.maxlen else 0
@@ -342,7 +362,8 @@ def _rates_of(rates: _Rates, request: Any) -> tuple[Any, Any]:
     The first pair is for the prompt of ``request``; the second for all prompts, at a similar number of equal tokens. Both count
     only predictions from the same source as these tokens.
     """
-    other, at = int(request[SOURCE] == OTHER), 0
+    other = int(request[SOURCE] == OTHER)
+    at = 0
     while request[MATCHED] > FIRST_RATES[at][0]:
         at += 1
     return rates.own[request[RATES], other], rates.all[other, at]
@@ -359,9 +380,13 @@ def _advance(
         went_on: whether all new tokens are from one step, so that its duration is the time since the last call.
         verified: whether at least one draft was verified in the last step.
     """
-    others, went_on, verified, rows = np.zeros(len(new), np.bool_), True, False, len(new)
+    rows = len(new)
+    others = np.zeros(rows, np.bool_)
+    went_on = True
+    verified = False
     for row in range(rows):
-        length, begin = batch.requests[row, LENGTH], ends[row] - new[row]
+        length = batch.requests[row, LENGTH]
+        begin = ends[row] - new[row]
         went_on = went_on and new[row] > 0 and length == begin
         # the known length is below ``begin`` if vLLM did not call ``propose`` after some steps; 0.29.0 does not call it while
         # a request is within num_speculative_tokens of max_model_len
@@ -372,28 +397,33 @@ def _advance(
     if others.any():
         return np.flatnonzero(others), False, False
     for row in range(rows):
-        request, end = batch.requests[row], ends[row]
-        length, found = request[LENGTH], request[FOUND]
+        request = batch.requests[row]
+        end = ends[row]
+        length = request[LENGTH]
+        found = request[FOUND]
         if length < 0:
             continue
         # tokens that were not proposed count too: they are sampled as often as they would be accepted in a draft, and a
         # rising acceptance rate must be noticed while drafting pauses
         if found > 0:
-            came, hits = end - length, 0
+            came = end - length
+            hits = 0
             while hits < min(found, came) and batch.tokens[row, hits] == matrix[row, length + hits]:
                 hits += 1
             tries = batch.shares[row, : min(hits + 1, came, found)].sum()
             own, of_all = _rates_of(rates, request)
             for rate, kept in ((own, 0.95), (of_all, 0.99)):
-                rate[0], rate[1] = kept * rate[0] + hits, kept * rate[1] + tries
+                rate[0] = kept * rate[0] + hits
+                rate[1] = kept * rate[1] + tries
             if request[PROPOSED] and came == new[row]:
                 verified = True
                 counts.by_source[request[SOURCE], 0] += request[PROPOSED]
                 counts.by_source[request[SOURCE], 1] += new[row] - 1
-        request[FOUND] = request[PROPOSED] = 0
-        bits, left = 0, end - request[HEAD]
-        while left > 0:
-            bits, left = bits + 1, left >> 1
+        request[FOUND] = 0
+        request[PROPOSED] = 0
+        bits = 0
+        while end - request[HEAD] >= 1 << bits:
+            bits += 1
         counts.by_length[bits, 0] += new[row]
         counts.by_length[bits, 1] += 1
         request[TAIL] = _tail_of(matrix[row], end)
@@ -409,13 +439,15 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
     """
     expected = 0.0
     for row in range(rows):
-        request, shares = batch.requests[row], batch.shares[row]
+        request = batch.requests[row]
+        shares = batch.shares[row]
         request[FOUND], request[MATCHED], request[SOURCE] = predict(
             pool, request, matrix[row], batch.tokens[row], shares
         )
         if request[FOUND] > 0:
             own, of_all = _rates_of(rates, request)
-            rate, chance = min(1.0, (own[0] + PRIOR * of_all[0] / of_all[1]) / (own[1] + PRIOR)), 1.0
+            rate = min(1.0, (own[0] + PRIOR * of_all[0] / of_all[1]) / (own[1] + PRIOR))
+            chance = 1.0
             for share in shares[: request[FOUND]]:
                 chance *= rate * share
                 if chance < FLOOR:
@@ -425,24 +457,54 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
     return expected
 
 
+@dataclass(slots=True)
+class _Sums:
+    """Sums over measured steps, in which older steps count less."""
+
+    steps: float = 0.0
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def fade(self, kept: float) -> None:
+        self.steps *= kept
+        self.seconds *= kept
+        self.tokens *= kept
+
+    def add(self, seconds: float, tokens: int) -> None:
+        self.steps += 1
+        self.seconds += seconds
+        self.tokens += tokens
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Measured steps of one batch size, without drafts and with drafts."""
+
+    plain: _Sums = field(default_factory=_Sums)
+    drafted: _Sums = field(default_factory=_Sums)
+
+
 class _CostModel:
     """Decides whether drafting saves time. Compares the seconds per token of steps with and without drafts, at similar batch sizes.
 
     The constants are chosen by hand:
 
-    - ``WITHOUT``: one step in WITHOUT steps has no drafts, only for the comparison. This costs about 3% of the drafts.
-    - ``LEAST``, ``TRIED``: minimum numbers of steps without drafts, and with drafts, for a comparison.
-    - ``WINDOW``: the weight of a measured step falls to 1 / e after WINDOW further steps.
-    - ``PAUSE``: number of steps without drafts after a comparison in which drafting did not save time.
+    - ``STEPS_PER_PLAIN``: one step in so many has no drafts, only for the comparison. This costs about 3% of the drafts.
+    - ``LEAST_PLAIN``, ``LEAST_DRAFTED``: minimum numbers of steps without drafts, and with drafts, for a comparison.
+    - ``WINDOW_STEPS``: the weight of a measured step falls to 1 / e after so many further steps.
+    - ``PAUSE_STEPS``: number of steps without drafts after a comparison in which drafting did not save time.
     """
 
-    WITHOUT, LEAST, TRIED, WINDOW, PAUSE = 32, 8, 32, 512, 512
+    STEPS_PER_PLAIN = 32
+    LEAST_PLAIN = 8
+    LEAST_DRAFTED = 32
+    WINDOW_STEPS = 512
+    PAUSE_STEPS = 512
 
     def __init__(self) -> None:
-        # by batch size: numbers of steps, seconds and tokens, without drafts and with drafts
-        self._sizes: defaultdict[int, list[list[float]]] = defaultdict(lambda: [[0.0] * 3, [0.0] * 3])
+        self._measured: defaultdict[int, _Measured] = defaultdict(_Measured)  # by batch size
         self._paused: Counter[int] = Counter()
-        self._told = False
+        self._was_logged = False
 
     def allows(self, rows: int) -> bool:
         """Returns whether the next step, with ``rows`` requests, may have drafts.
@@ -453,17 +515,21 @@ class _CostModel:
         if self._paused[size] > 0:
             self._paused[size] -= 1
             return False
-        (without, *_), (verified, *_) = self._sizes[size]
-        return without >= self.LEAST and without * self.WITHOUT >= verified
+        plain = self._measured[size].plain
+        drafted = self._measured[size].drafted
+        return plain.steps >= self.LEAST_PLAIN and plain.steps * self.STEPS_PER_PLAIN >= drafted.steps
 
     def pays(self, rows: int, expected: float) -> bool:
         """Returns whether the next step, with ``rows`` requests, should take no more seconds per token with drafts than without.
 
-        Returns True until TRIED steps with drafts were measured. ``expected``: expected number of accepted draft tokens in the
-        step.
+        Returns True until LEAST_DRAFTED steps with drafts were measured. ``expected``: expected number of accepted draft tokens in
+        the step.
         """
-        (plain_steps, plain, _), (steps, spent, _) = self._sizes[_about(rows)]
-        return steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected)
+        plain = self._measured[_about(rows)].plain
+        drafted = self._measured[_about(rows)].drafted
+        if drafted.steps < self.LEAST_DRAFTED:
+            return True
+        return drafted.seconds / drafted.steps * rows <= plain.seconds / plain.steps * (rows + expected)
 
     def add(self, rows: int, verified: bool, seconds: float, tokens: int) -> bool:
         """Adds the duration of a step of ``rows`` requests. Returns True if drafting costs time, so that a pause begins now.
@@ -471,23 +537,28 @@ class _CostModel:
         ``verified``: whether the step had drafts. ``seconds``: duration of the step. ``tokens``: number of tokens sampled in it.
         """
         size = _about(rows)
-        seen = self._sizes[size]
-        steps, spent, _ = seen[verified]
-        if steps >= self.LEAST:
-            seconds = min(seconds, 4 * spent / steps)  # a longer time means that the engine was idle
-        seen[:] = [[value * (1 - 1 / self.WINDOW) for value in sums] for sums in seen]
-        seen[verified] = [before + more for before, more in zip(seen[verified], (1, seconds, tokens), strict=True)]
-        (plain_steps, plain, plain_tokens), (steps, spent, gained) = seen
-        if plain_steps < self.LEAST or steps < self.TRIED or spent / gained <= plain / plain_tokens:
+        plain = self._measured[size].plain
+        drafted = self._measured[size].drafted
+        sums = drafted if verified else plain
+        if sums.steps >= self.LEAST_PLAIN:
+            seconds = min(seconds, 4 * sums.seconds / sums.steps)  # a longer time means that the engine was idle
+        for faded in (plain, drafted):
+            faded.fade(1 - 1 / self.WINDOW_STEPS)
+        sums.add(seconds, tokens)
+        if plain.steps < self.LEAST_PLAIN or drafted.steps < self.LEAST_DRAFTED:
             return False
-        if not self._told:
+        with_drafts = drafted.seconds / drafted.tokens
+        without = plain.seconds / plain.tokens
+        if with_drafts <= without:
+            return False
+        if not self._was_logged:
             logger.info(
                 "no drafts for %d steps with %d requests: %.3g ms a token with drafts, %.3g without (said once)",
-                *(self.PAUSE, rows, 1000 * spent / gained, 1000 * plain / plain_tokens),
+                *(self.PAUSE_STEPS, rows, 1000 * with_drafts, 1000 * without),
             )
-        self._told = True
-        self._paused[size] = self.PAUSE
-        seen[True] = [0.0] * 3
+        self._was_logged = True
+        self._paused[size] = self.PAUSE_STEPS
+        self._measured[size].drafted = _Sums()
         return True
 
 

@@ -39,22 +39,28 @@ PROMPT = 2**62
 """Value of the column VERSION for prompts: larger than every version number of the weights, so that a prompt is never too old."""
 
 
-LAST, LENGTH, OLDEST, KEY, VERSION, NUMBER = range(6)
-"""Columns of the int64 array that describes a sequence: a prompt, or a prompt with its response.
+# Columns of the int64 array that describes a sequence: a prompt, or a prompt with its response. Records with named fields, and one
+# array for each column, make the compiled functions ten times slower.
+LAST = 0
+"""Column of a sequence: position (address in the index) of the last token; -1 for none."""
+LENGTH = 1
+"""Column of a sequence: number of tokens."""
+OLDEST = 2
+"""Column of a sequence: version of the weights. Responses of earlier weights are not used to predict tokens of this sequence."""
+KEY = 3
+"""Column of a sequence: hash of the prompt, see :func:`key_of`."""
+VERSION = 4
+"""Column of a sequence: version of the weights that generate the response; PROMPT for a prompt."""
+NUMBER = 5
+"""Column of a sequence: unique number."""
 
-LAST: position (address in the index) of the last token; -1 for none.
-LENGTH: number of tokens.
-OLDEST: version of the weights. Responses of earlier weights are not used to predict tokens of this sequence.
-KEY: hash of the prompt, see :func:`key_of`.
-VERSION: version of the weights that generate the response; PROMPT for a prompt.
-NUMBER: unique number of the sequence."""
-BEFORE, AFTER, COUNT = range(3)
-"""Columns 0 to 2 of ``Pool.blocks``. A block holds up to BLOCK tokens of one sequence. Columns 3 to 5 are the sequence's KEY,
-VERSION and NUMBER.
-
-BEFORE: position (address in the index) of the sequence's last token before this block; -1 for none.
-AFTER: number of the sequence's next block; -1 for none.
-COUNT: number of tokens in the block."""
+# Columns of ``Pool.blocks``. A block holds up to BLOCK tokens of one sequence, whose KEY, VERSION and NUMBER are columns 3 to 5.
+BEFORE = 0
+"""Column of a block: position (address in the index) of the sequence's last token before this block; -1 for none."""
+AFTER = 1
+"""Column of a block: number of the sequence's next block; -1 for none."""
+COUNT = 2
+"""Column of a block: number of tokens."""
 _numbers = itertools.count(1)
 
 
@@ -168,10 +174,14 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
                 position = pool.used[0] * BLOCK
                 pool.used[0] += 1
                 block = _block(pool, position)
-                block[BEFORE], block[AFTER], block[COUNT] = last, -1, 0
+                block[BEFORE] = last
+                block[AFTER] = -1
+                block[COUNT] = 0
                 block[KEY:] = sequence[KEY : NUMBER + 1]
             token = _token(pool, position)
-            token[0], token[1], token[2] = tokens[row, at], 0, 0
+            token[0] = tokens[row, at]
+            token[1] = 0
+            token[2] = 0
             block[COUNT] += 1
             for chain in range(2 if at >= GRAM else 0):
                 bucket = bucket_of(chain, sequence[KEY], tokens[row], at, pool.buckets.shape[1])
@@ -179,7 +189,8 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
                 if is_live(pool, newest):
                     token[1 + chain] = newest - position
                 pool.buckets[chain, bucket] = position + 1
-            sequence[LAST], sequence[LENGTH] = position, at + 1
+            sequence[LAST] = position
+            sequence[LENGTH] = at + 1
 
 
 @compiled
@@ -197,19 +208,26 @@ def _best_positions(
     """
     positions = np.zeros(CANDIDATES, np.int64)
     position = pool.buckets[chain, bucket_of(chain, key, context, end, pool.buckets.shape[1])] - 1
-    voters, most = 0, min(CONTEXT, end)
-    for _ in range(CANDIDATES if least <= most else 0):
+    voters = 0
+    longest = min(CONTEXT, end)
+    if least > longest:
+        return positions, voters, least
+    for _ in range(CANDIDATES):
         if not is_live(pool, position):
             break
-        length, at = 0, _previous(pool, position)
-        while at >= 0 and length < most and _token(pool, at)[0] == context[end - 1 - length]:
-            length, at = length + 1, _previous(pool, at)
+        length = 0
+        at = _previous(pool, position)
+        while at >= 0 and length < longest and _token(pool, at)[0] == context[end - 1 - length]:
+            length += 1
+            at = _previous(pool, at)
         if length >= least:
             block = _block(pool, position)
             if (block[KEY] == key) == (chain == 0) and block[VERSION] >= oldest:
-                voters = voters if length == least else 0
+                if length > least:
+                    voters = 0
+                    least = length
                 positions[voters] = position
-                voters, least = voters + 1, length
+                voters += 1
         step = _token(pool, position)[1 + chain]
         if step == 0:
             break
@@ -236,14 +254,23 @@ def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -
         Number of predicted tokens, 0 if no place was found; length of the longest match; index in SOURCES of the newest place
         with this match.
     """
-    end, key, oldest = sequence[LENGTH], sequence[KEY], sequence[OLDEST]
-    limit, count = min(len(tokens), len(context) - 1 - end), 0
+    end = sequence[LENGTH]
+    limit = min(len(tokens), len(context) - 1 - end)
     if end < GRAM or limit < 1:
         return 0, 0, 0
-    positions, voters, matched = _best_positions(pool, 0, context, end, key, oldest, GRAM)
-    others, more, longer = _best_positions(pool, 1, context, end, key, oldest, matched + (voters > 0))
-    if more:
-        positions, voters, matched = others, more, longer
+    key = sequence[KEY]
+    oldest = sequence[OLDEST]
+    positions, voters, matched = _best_positions(
+        pool, chain=0, context=context, end=end, key=key, oldest=oldest, least=GRAM
+    )
+    least = matched + 1 if voters else matched
+    others, other_voters, longer = _best_positions(
+        pool, chain=1, context=context, end=end, key=key, oldest=oldest, least=least
+    )
+    if other_voters:
+        positions = others
+        voters = other_voters
+        matched = longer
     newest = _block(pool, positions[0])
     if newest[KEY] != key:
         source = OTHER
@@ -251,28 +278,37 @@ def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -
         source = 0
     else:
         source = 1 if newest[VERSION] == sequence[VERSION] else 2
-    weights, values = 1 / np.arange(1, voters + 1), np.empty(voters, np.int32)
+    weights = 1 / np.arange(1, voters + 1)
+    values = np.empty(voters, np.int32)
+    count = 0
     while voters and count < limit:
-        chosen, most, all_votes, left = 0, 0.0, 0.0, 0
+        all_votes = 0.0
         for voter in range(voters):
             values[voter] = _token(pool, positions[voter])[0]
             all_votes += weights[voter]
+        chosen = 0
+        most_votes = 0.0
         for voter in range(voters):
             votes = 0.0
             for other in range(voter, voters):
-                votes += weights[other] * (values[other] == values[voter])
-            if votes > most:
-                chosen, most = values[voter], votes
-            if 2 * most >= all_votes:
+                if values[other] == values[voter]:
+                    votes += weights[other]
+            if votes > most_votes:
+                chosen = values[voter]
+                most_votes = votes
+            if 2 * most_votes >= all_votes:
                 break
-        tokens[count], shares[count] = chosen, most / all_votes
+        tokens[count] = chosen
+        shares[count] = most_votes / all_votes
         count += 1
+        remaining = 0
         for voter in range(voters):
             following = _next(pool, positions[voter]) if values[voter] == chosen else -1
             if following >= 0:
-                positions[left], weights[left] = following, weights[voter]
-                left += 1
-        voters = left
+                positions[remaining] = following
+                weights[remaining] = weights[voter]
+                remaining += 1
+        voters = remaining
     return count, matched, source
 
 
