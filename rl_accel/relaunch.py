@@ -24,7 +24,8 @@ NOTE_VAR = "RL_ACCEL_RESTART_FILE"
 OVERRIDES_VAR = "RL_ACCEL_RESTART_OVERRIDES"
 """Environment variable of a restarted trainer: JSON list of the overrides that were appended to its command."""
 PAUSE_SECONDS = 5.0
-"""Seconds that processes of a launch have to end by themselves, and seconds until the next launch. Chosen by hand."""
+"""Seconds that processes of a launch have to end by themselves, and seconds until the next launch. Ray's processes
+need one or two."""
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (*_ENDS, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -38,7 +38,8 @@ ATTEMPTS = 3
 """Number of steps in a row with an unknown number of preemptions, after which telemetry stops asking the rollout servers. Servers
 that do not answer would slow down every step."""
 _MOST_RECORDS = 200_000
-"""Maximum number of response records that an agent-loop worker keeps until the trainer process fetches them. Chosen by hand."""
+"""Maximum number of response records that an agent-loop worker keeps until the trainer process fetches them. More than
+a step has; a record takes some 200 bytes."""
 _FLAG = "rl_accel.telemetry"
 
 

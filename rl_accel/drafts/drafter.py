@@ -40,17 +40,19 @@ SETTINGS = "rl_accel_drafts"
 """Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration."""
 FLOOR = 0.2
 """Minimum estimated probability (0 to 1) that all tokens of a draft are accepted. A draft ends before the token that would bring
-this probability below FLOOR. Chosen by hand."""
+this probability below FLOOR. At half of it, drafts are longer and more of their tokens are verified in vain; at double, shorter."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
 """Assumed acceptance rates of draft tokens before any was measured: 0.5 if up to 4 of a response's last tokens were found
-at another place in the index, 0.6 for up to 8, and so on. Chosen by hand: the longer two texts agree, the likelier they go on to
-agree."""
+at another place in the index, 0.6 for up to 8, and so on. The longer two texts agree, the likelier they go on to agree. Eight
+predicted tokens weigh as much as these assumptions, so that a wrong one is soon corrected."""
 PRIOR = 4.0
 """Weight of all prompts in the acceptance rate estimated for one prompt. All prompts together count as much as PRIOR
-predicted tokens of this prompt, so that a new prompt has an estimate, too. Chosen by hand."""
+predicted tokens of this prompt, so that a new prompt has an estimate, too. At half of it, one rejected draft of a prompt counts for
+more; at double, a prompt that is unlike the others is noticed later."""
 REMEMBERED = 4096
 """Maximum number of requests that are remembered after they have left vLLM's batch: ``take_finished`` returns their responses,
-and vLLM may continue them. Chosen by hand."""
+and vLLM may continue them. Enough for four steps of 1,024 responses; beyond it, responses are not exchanged."""
+
 # Columns of ``_Batch.requests``, the table of running requests, after columns 0 to 5, for which see LAST in index.py.
 TAIL = 6
 """Column of a request: hash of the last tokens, by which the drafter recognises the request."""
@@ -487,7 +489,7 @@ class _Measured:
 class _CostModel:
     """Decides whether drafting saves time. Compares the seconds per token of steps with and without drafts, at similar batch sizes.
 
-    The constants are chosen by hand:
+    Its constants:
 
     - ``STEPS_PER_PLAIN``: one step in so many has no drafts, only for the comparison. This costs about 3% of the drafts.
     - ``LEAST_PLAIN``, ``LEAST_DRAFTED``: minimum numbers of steps without drafts, and with drafts, for a comparison.

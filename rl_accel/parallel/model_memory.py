@@ -13,7 +13,8 @@ FLAG = "rl_accel.tp_replan"
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model families (``model_type`` in the Hugging Face configuration) whose memory needs :class:`ModelMemory` describes."""
 MIN_SEQUENCES = 4
-"""Minimum number of sequences of maximum length that must fit into the key-value cache of a rollout server. Chosen by hand."""
+"""Minimum number of sequences of maximum length that must fit into the key-value cache of a rollout server. With
+half of it, a size is possible at which nearly every long response preempts another."""
 _GIB = 2**30
 
 

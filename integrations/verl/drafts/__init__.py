@@ -43,7 +43,8 @@ SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel")
 HISTORY = "drafts.pt"
 """Name of the file in a checkpoint folder with finished responses, from which a resumed run can draft."""
 SAVING_S = 60.0
-"""Maximum seconds to wait for a server's finished responses before :data:`HISTORY` is written without them. Chosen by hand."""
+"""Maximum seconds to wait for a server's finished responses before :data:`HISTORY` is written without them. A server
+answers between two steps of its engine; at double, a dead one holds a checkpoint up for two minutes."""
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 0.05
 """Maximum mean difference between the engine's and the trainer's probabilities (0 to 1) of the sampled tokens, checked in the first

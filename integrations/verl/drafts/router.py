@@ -14,10 +14,11 @@ else:
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 PROMPTS = 100_000
-"""Maximum number of prompts whose replica is remembered; the least recently used are forgotten. Chosen by hand."""
+"""Maximum number of prompts whose replica is remembered; the least recently used are forgotten. It is more than a
+step has; a prompt that is forgotten only finds another replica."""
 HOME_MARGIN = 4
-"""A response goes to the replica of its prompt unless that replica runs over HOME_MARGIN requests more than another. Chosen by
-hand."""
+"""A response goes to the replica of its prompt unless that replica runs over HOME_MARGIN requests more than another. At
+half of it, more responses leave those that they are drafted from; at double, replicas are loaded less evenly."""
 
 
 class SiblingRouter(GlobalRequestLoadBalancer):
