@@ -39,8 +39,7 @@ PROMPT = 2**62
 """Value of the column VERSION for prompts: larger than every version number of the weights, so that a prompt is never too old."""
 
 
-# Columns of the int64 array that describes a sequence: a prompt, or a prompt with its response. Records with named fields, and one
-# array for each column, make the compiled functions ten times slower.
+# Columns of the int64 array that describes a sequence: a prompt, or a prompt with its response.
 LAST = 0
 """Column of a sequence: position (address in the index) of the last token; -1 for none."""
 LENGTH = 1
