@@ -19,7 +19,7 @@ from rl_accel.lab.ab.recipe import load, plan_runs, prepare_command
 from rl_accel.lab.ab.runner import Stop, last_lines, prepare, ray_temp_dir, supervised
 from rl_accel.rollout.saved import FOLDER
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(4800)]
 
 VICTIMS = {
     "engine": ("VLLM::EngineCore", "sglang::scheduler", "CPURolloutServer"),
@@ -42,7 +42,7 @@ OVERRIDES = (
     "trainer.resume_mode=auto",
     "+rl_accel.reward_timeout.enable=True",
 )
-STANDSTILL_S = 600.0
+STANDSTILL_S = 1200.0
 """Seconds without a completed training step after which a run counts as hung, the start of verl included."""
 
 
