@@ -190,8 +190,8 @@ def _seconds_of(function: Callable[[], Any]) -> float:
 
 def _time_shape(shape: Shape, sound: Sequence[Contestant], device: str) -> Seconds:
     inputs = make_inputs(shape, device)
-    half = torch.ones(shape[0] * shape[1] * BYTES_PER_TOKEN // 2, dtype=torch.uint8, device=device)
-    functions: dict[str, Callable[[], Any]] = {COPY: half.clone}
+    source = torch.ones(shape[0] * shape[1] * BYTES_PER_TOKEN // 2, dtype=torch.uint8, device=device)
+    functions: dict[str, Callable[[], Any]] = {COPY: source.clone}
     for contestant in sound:
         functions[contestant.name] = partial(contestant.run, inputs)
     return median_seconds(functions)
@@ -209,8 +209,8 @@ def _show(results: Mapping[Shape, Seconds], console: Console) -> None:
     for name, wanted in GOALS:
         if name in seconds and OURS in seconds:
             ratio = seconds[name] / seconds[OURS]
-            found = "met" if ratio >= wanted else "NOT met"
-            console.print(f"{name} takes {ratio:.1f} times as long as ours; goal at least {wanted:g}: {found}")
+            outcome = "met" if ratio >= wanted else "NOT met"
+            console.print(f"{name} takes {ratio:.1f} times as long as ours; goal at least {wanted:g}: {outcome}")
 
 
 def verdict(shape: Shape, seconds: Seconds) -> str:

@@ -174,9 +174,11 @@ def _run_plans(
     if not chosen and only != launching.PREPARE:
         known = ", ".join([launching.PREPARE, *(plan.name for plan in plans)])
         raise click.UsageError(f"--only wants one of {known}, found {only!r}")
-    held = [plan.name for plan in chosen if (plan.directory / "run.json").exists()]
-    if held and not resume and not overwrite:
-        raise click.UsageError(f"{out} already holds {', '.join(held)}: give --resume, --overwrite or another --out")
+    existing_runs = [plan.name for plan in chosen if (plan.directory / "run.json").exists()]
+    if existing_runs and not resume and not overwrite:
+        raise click.UsageError(
+            f"{out} already holds {', '.join(existing_runs)}: give --resume, --overwrite or another --out"
+        )
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as locks, Stop().listening() as stop:
         for plan in chosen:

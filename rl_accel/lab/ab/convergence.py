@@ -134,7 +134,7 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     The section has ``curves{metric: {axis: {run: [x, value]}}}``, ``notes[]`` (sentences for the report) and ``rows[]``. There is a
     row per arm, metric (the reward, then validation) and x axis, with these keys:
 
-    - ``end``, ``longest``: last x value of the shortest run, and of the longest run.
+    - ``end``, ``last``: last x value of the shortest run, and of the longest run.
     - ``baseline``, ``value``: mean level of the baseline's runs, and of the arm's runs. The level of a run is the mean of the last
       fifth of its values up to ``end``.
     - ``difference``: ``value`` - ``baseline``. ``low``, ``high``: its 95% interval. ``margin``: largest difference that counts as
@@ -210,7 +210,7 @@ def _row(base: Curves, other: Curves, paired: bool, names: Metrics, is_reward: b
     low, high = interval(after, value, paired)
     row: dict[str, Any] = {
         "end": min(ends),
-        "longest": max(ends),
+        "last": max(ends),
         "runs": [len(base), len(other)],
         "paired": paired,
         "baseline": float(after.mean()),

@@ -82,8 +82,8 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
     levels = []
     reached = []
     for row in section["rows"]:
-        longest = f" of {cell_text(row['longest'], '.4g')}" if row["end"] < row["longest"] else ""
-        start = [row["arm"], row["metric"], f"{cell_text(row['end'], '.4g')}{longest} {AXES[row['axis']]}"]
+        last = f" of {cell_text(row['last'], '.4g')}" if row["end"] < row["last"] else ""
+        start = [row["arm"], row["metric"], f"{cell_text(row['end'], '.4g')}{last} {AXES[row['axis']]}"]
         levels.append([*start, *_cells_of_comparison(row, "+.3g"), f"{row['margin']:.3g}", row["answer"]])
         if reach := row.get("reach"):
             counts = [f"{n} of {runs}" for n, runs in zip(reach["reached"], row["runs"], strict=True)]

@@ -75,8 +75,8 @@ class CPURolloutServer:
         if self._rejecting:
             return self._output(Generation([], None, "aborted"))
         config = self._config
-        room = min(config.response_length, config.prompt_length + config.response_length - len(prompt_ids))
-        params = SamplingParams.from_dict(sampling_params, max_tokens=max(1, room), ignore_eos=config.ignore_eos)
+        tokens_left = min(config.response_length, config.prompt_length + config.response_length - len(prompt_ids))
+        params = SamplingParams.from_dict(sampling_params, max_tokens=max(1, tokens_left), ignore_eos=config.ignore_eos)
         future = asyncio.wrap_future(self._engine.submit(request_id, prompt_ids, params))
         self._inflight.add(future)
         future.add_done_callback(self._inflight.discard)

@@ -137,7 +137,7 @@ def find_problems(get: Get) -> Problems:
     for key, value in ENGINE_KWARGS.items():
         reason = "SGLang's server does not start on a CPU otherwise"
         yield from wanted(get, f"{_KWARGS}.{key}", (value,), reason, "++")
-    longest = longest_request(get)
+    max_tokens = longest_request(get)
     key = f"{_KWARGS}.max_total_tokens"
-    if get(key, 0) <= longest:
-        yield f"++{key}={longest + 1}", f"one request may need {longest} tokens"
+    if get(key, 0) <= max_tokens:
+        yield f"++{key}={max_tokens + 1}", f"one request may need {max_tokens} tokens"

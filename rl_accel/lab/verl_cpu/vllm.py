@@ -156,20 +156,22 @@ def _memory_problems(get: Get) -> Problems:
         yield f"{ROLLOUT}.load_format=auto", reason
     model = model.get_text_config()  # the language model of one that sees images
     positions = getattr(model, "max_position_embeddings", None)
-    longest = get(f"{ROLLOUT}.max_model_len", positions)
-    if longest is None or not hasattr(model, "num_attention_heads"):
+    max_tokens = get(f"{ROLLOUT}.max_model_len", positions)
+    if max_tokens is None or not hasattr(model, "num_attention_heads"):
         return  # such as a state-space model, whose memory vLLM checks
-    if positions is not None and longest > positions:
+    if positions is not None and max_tokens > positions:
         yield f"{ROLLOUT}.max_model_len={positions}", "the model has no more positions"
     heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     tp = get(f"{ROLLOUT}.tensor_model_parallel_size", 1)
-    need = 2 * model.num_hidden_layers * -(-heads // tp) * head_dim * 4 * longest  # keys and values in float32
-    if (given := get(key, 0)) < need:
-        reason = f"one request of rollout.max_model_len={longest} needs {need} bytes a rank, there are {given}"
-        yield f"+{key}={need}", reason
+    needed_bytes = (
+        2 * model.num_hidden_layers * -(-heads // tp) * head_dim * 4 * max_tokens
+    )  # keys and values in float32
+    if (given_bytes := get(key, 0)) < needed_bytes:
+        reason = f"one request of rollout.max_model_len={max_tokens} needs {needed_bytes} bytes a rank, there are {given_bytes}"
+        yield f"+{key}={needed_bytes}", reason
     ranks = get("trainer.n_gpus_per_node", 0) * get("trainer.nnodes", 1)
     free = psutil.virtual_memory().available
-    if given * ranks > free:
-        fitting = max(need, free // (2 * max(1, ranks)))
-        yield f"+{key}={fitting}", f"{ranks} ranks want {given * ranks} bytes, {free} are free"
+    if given_bytes * ranks > free:
+        fitting = max(needed_bytes, free // (2 * max(1, ranks)))
+        yield f"+{key}={fitting}", f"{ranks} ranks want {given_bytes * ranks} bytes, {free} are free"

@@ -178,7 +178,7 @@ def test_the_whole_says_levels_answers_axes_and_what_is_missing():
     by_axis = {row["axis"]: row for row in section["rows"]}
     answers = {axis: row["answer"] for axis, row in by_axis.items()}
     assert answers == {"steps": EQUAL, "prompts": EQUAL, "hours": DIFFERENT}
-    assert (by_axis["steps"]["end"], by_axis["steps"]["longest"], by_axis["prompts"]["end"]) == (46, 50, 184)
+    assert (by_axis["steps"]["end"], by_axis["steps"]["last"], by_axis["prompts"]["end"]) == (46, 50, 184)
     assert (by_axis["steps"]["difference"], by_axis["hours"]["end"]) == (0, 23)
     assert by_axis["steps"]["reach"]["ratio"] == pytest.approx(1)
     assert by_axis["hours"]["reach"]["ratio"] == pytest.approx(2)
