@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
+_NEUTRAL = {
+    "top_k": -1,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "n": 1,
+}
 """Sampling parameters that this engine does not implement, each with the only value that it accepts: the one without effect."""
 
 
@@ -23,15 +31,12 @@ _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penal
 class SamplingParams:
     """Sampling parameters of one request. The names have the same meaning as in vLLM.
 
-    ``top_k`` of -1 or 0 and ``top_p`` of 1 truncate nothing. A request without a seed gets one from the engine. ``logprobs`` asks
-    for the log-probability of each sampled token under the distribution that the token was drawn from (after temperature and
-    truncation; for greedy, the plain softmax).
+    A request without a seed gets one from the engine. ``logprobs`` asks for the log-probability of each sampled token under the
+    distribution that the token was drawn from (after temperature; for greedy, the plain softmax).
     """
 
     max_tokens: int = 16
     temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
     seed: int | None = None
     logprobs: bool = False
     ignore_eos: bool = False
@@ -42,10 +47,6 @@ class SamplingParams:
             raise ValueError(f"max_tokens wants an integer of at least 1, found {self.max_tokens!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature wants a finite value of at least 0, found {self.temperature!r}")
-        if not (isinstance(self.top_k, int) and self.top_k >= -1):
-            raise ValueError(f"top_k wants -1 (off) or a positive integer, found {self.top_k!r}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p wants a value above 0 and at most 1, found {self.top_p!r}")
 
     @classmethod
     def from_dict(cls, params: Mapping[str, Any], **defaults: Any) -> "SamplingParams":
@@ -103,9 +104,6 @@ class BatchSampler:
         self._any_greedy = bool(self._greedy.any())
         self._scale = torch.where(self._greedy, torch.ones_like(temperature), temperature)[:, None]
         self._rescale = bool((self._scale != 1).any())
-        self._truncated = [
-            (row, p) for row, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)
-        ]
         self._seeds = np.array(seeds, dtype=np.uint64)
 
     def __call__(self, logits: torch.Tensor, positions: Sequence[int]) -> tuple[list[int], list[float]]:
@@ -116,10 +114,6 @@ class BatchSampler:
         if self._rescale:
             logits = logits / self._scale
         logprobs = torch.log_softmax(logits, dim=-1)
-        if self._truncated:
-            logprobs = logprobs.clone()
-            for row, params in self._truncated:
-                logprobs[row] = _truncate(logprobs[row], params)
         cumulative = logprobs.double().exp_().cumsum_(dim=-1)
         u = torch.from_numpy(uniforms(self._seeds, np.asarray(positions, dtype=np.uint64)))
         # The target is strictly below the last cumulative sum despite rounding, and right=True finds the first cumulative sum
@@ -133,20 +127,3 @@ class BatchSampler:
         tokens = tokens.clamp_(max=logits.shape[-1] - 1)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
         return tokens.masked_fill_(broken, -1).tolist(), chosen.tolist()
-
-
-def _truncate(logprobs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Keeps the ``top_k`` likeliest tokens, and of these the likeliest that together reach ``top_p`` of the probability mass.
-
-    Returns log-probabilities [V], -inf for dropped tokens.
-    """
-    values, order = logprobs.sort(descending=True, stable=True)
-    drop = torch.zeros_like(values, dtype=torch.bool)
-    if 0 < params.top_k < values.numel():
-        drop[params.top_k :] = True
-    if params.top_p < 1:
-        mass = values.masked_fill(drop, -torch.inf).softmax(dim=0)
-        drop |= (mass.cumsum(0) - mass) >= params.top_p
-        drop[0] = False
-    kept = logprobs.masked_fill(torch.zeros_like(drop).scatter_(0, order, drop), -torch.inf)
-    return torch.log_softmax(kept, dim=0)

@@ -1,10 +1,8 @@
-"""Tests sampling: uniform numbers depend only on seed and position, truncation is exact, wrong settings are refused."""
+"""Tests sampling: uniform numbers depend only on seed and position, wrong settings are refused."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 
 from rl_accel.lab.cpu_engine.sampling import BatchSampler, SamplingParams, derive_seed, uniforms
@@ -41,27 +39,6 @@ def test_drawn_tokens_follow_the_softmax_at_the_temperature():
         assert stats.chisquare(np.bincount(tokens, minlength=5), expected).pvalue > 1e-3
 
 
-@given(st.integers(0, 2**63 - 1), st.integers(1, 12), st.floats(0.05, 1.0), st.floats(0.2, 3.0))
-def test_truncation_keeps_the_top_k_then_the_smallest_set_with_top_p(seed, top_k, top_p, temperature):
-    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(seed % 2**31)) * 2
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    probabilities = torch.softmax(logits[0].double() / temperature, 0)
-    order = probabilities.argsort(descending=True).tolist()[:top_k]
-    inside = probabilities[order] / probabilities[order].sum()
-    kept, mass = [], 0.0
-    for token, probability in zip(order, inside.tolist(), strict=True):
-        if kept and mass >= top_p - 1e-6:
-            break
-        kept.append(token)
-        mass += probability
-    (token,), (logprob,) = draw(logits, [params], [seed], [0])
-    assert token in kept
-    share = float(probabilities[token] / probabilities[kept].sum())
-    # A set that ends within rounding of top_p may hold one token more or less.
-    boundary = abs(mass - top_p) < 1e-5 or abs(mass - inside[len(kept) - 1].item() - top_p) < 1e-5
-    assert boundary or logprob == pytest.approx(np.log(share), abs=1e-5)
-
-
 def test_a_token_of_zero_probability_is_never_drawn_and_a_row_that_is_not_finite_is_marked():
     logits = torch.full((4096, 8), -torch.inf)
     logits[:, 3] = 0.0
@@ -72,9 +49,9 @@ def test_a_token_of_zero_probability_is_never_drawn_and_a_row_that_is_not_finite
 
 
 def test_parameters_of_an_agent_loop_are_understood():
-    sent = {"temperature": 0.7, "top_k": -1, "top_p": 0.9, "repetition_penalty": 1.0, "logprobs": True, "seed": 5}
+    sent = {"temperature": 0.7, "top_k": -1, "top_p": 1.0, "repetition_penalty": 1.0, "logprobs": True, "seed": 5}
     params = SamplingParams.from_dict(sent, max_tokens=30)
-    assert params == SamplingParams(max_tokens=30, temperature=0.7, top_p=0.9, logprobs=True, seed=5)
+    assert params == SamplingParams(max_tokens=30, temperature=0.7, logprobs=True, seed=5)
     assert SamplingParams.from_dict({"max_new_tokens": 7, "logprobs": None}).max_tokens == 7
     assert SamplingParams.from_dict({"logprobs": 0}).logprobs  # vLLM's "only the sampled token"
 
@@ -86,9 +63,8 @@ def test_parameters_of_an_agent_loop_are_understood():
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 is not supported"),
         ({"temperature": -1}, "temperature wants"),
         ({"temperature": float("nan")}, "temperature wants"),
-        ({"top_k": -2}, "top_k wants"),
-        ({"top_k": 1.5}, "top_k wants"),
-        ({"top_p": 0.0}, "top_p wants"),
+        ({"top_k": 10}, "top_k=10 is not supported"),
+        ({"top_p": 0.9}, "top_p=0.9 is not supported"),
         ({"max_tokens": 0}, "max_tokens wants"),
     ],
 )
