@@ -8,6 +8,9 @@ Until the next step begins, the data loader answers ``state_dict`` as if the pro
 checkpoint is saved in between, the resumed run fetches them again.
 
 The first validation runs alone. Its seconds, relative to those of a rollout, are the reference for ``seconds_saved``.
+
+With tail batching, the round that begins during a validation is a long one, which waits for its longest responses as well.
+Checkpoints of tail batching hold the prompts of an open round, and there is no reference: rounds are of different length.
 """
 
 import contextlib
@@ -20,13 +23,16 @@ from statistics import fmean
 from typing import Any
 
 from rl_accel.errors import refuse
+from rl_accel.features import TAIL_BATCHING
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.runtime import RUNTIME
 from rl_accel.telemetry import metrics
 
 NAME = "overlap_validation"
 _FLAG = f"rl_accel.{NAME}"
-_TRAINER_CLASS = ("verl.trainer.ppo.v1.trainer_sync", "PPOTrainerSync")
+_TRAINER = "verl.trainer.ppo.v1.trainer_sync.PPOTrainerSync"
+_TAIL_TRAINER = "rl_accel.integrations.verl.tail_batching.trainer.TailBatchingTrainer"
 _ROLLOUTS = 5
 """Number of rollouts that are averaged for ``seconds_saved``. Chosen by hand."""
 
@@ -36,7 +42,7 @@ class _Times:
     """Durations in seconds that one trainer has measured, and the state of its prompts.
 
     Attributes:
-        validation_alone: first validation; None before its end.
+        validation_alone: first validation; None before its end, and with tail batching.
         rollouts_alone: stage ``gen`` of the last steps whose rollout began with the step.
         alone_ratio: ``validation_alone`` divided by the mean of ``rollouts_alone`` at that time; None until both are known.
         submitted: ``perf_counter`` time at which the prompts of the next step were submitted; None if they were not.
@@ -75,12 +81,8 @@ def wire(run: VerlRun, _flags: Any = None) -> None:
     Raises:
         ConfigError: the trainer or a setting conflicts with the feature.
     """
-    run.require(NAME)
-    if (
-        run.built is not None
-        and (found := (type(run.built).__module__, type(run.built).__qualname__)) != _TRAINER_CLASS
-    ):
-        refuse(_FLAG, "the trainer", ".".join(_TRAINER_CLASS), ".".join(found), "its own methods are unknown")
+    if run.built is not None and (found := _class_of(run.built)) not in (_TRAINER, _TAIL_TRAINER):
+        refuse(_FLAG, "the trainer", _TRAINER, found, "its own methods are unknown")
     if run.get("reward.reward_model.enable") and not run.get("reward.reward_model.enable_resource_pool"):
         reason = "a colocated reward model stops the rollout servers during a validation"
         refuse(_FLAG, "reward.reward_model.enable_resource_pool", True, False, reason)
@@ -88,8 +90,15 @@ def wire(run: VerlRun, _flags: Any = None) -> None:
         refuse(
             _FLAG, "trainer.v1.sampler.custom_sampler", None, sampler, "it may take both kinds of prompts for its own"
         )
-    run.require_off(_FLAG, "algorithm.filter_groups.enable", "which prompts are launched depends on when verl looks")
+    if not RUNTIME.flags()[TAIL_BATCHING].enable:
+        run.require_off(
+            _FLAG, "algorithm.filter_groups.enable", "which prompts are launched depends on when verl looks"
+        )
     run.require_off(_FLAG, "skip.rollout_tq.enable", "it stores rollouts by the step in which they begin")
+
+
+def _class_of(trainer: Any) -> str:
+    return f"{type(trainer).__module__}.{type(trainer).__qualname__}"
 
 
 def _has_next_step(trainer: Any) -> bool:
@@ -119,6 +128,9 @@ def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
 
 
 def _submit_next_step(trainer: Any) -> None:
+    if _class_of(trainer) == _TAIL_TRAINER:
+        trainer.begin_early(trainer.global_steps + 1)
+        return
     state = trainer.train_dataloader.state_dict()
     trainer.global_steps += 1
     try:
@@ -142,13 +154,14 @@ def _make_validate(original: Any, _settings: Any) -> Any:
             return result
 
         started = time.perf_counter()
-        if times.validation_alone is None or not _has_next_step(self):
+        is_reference = times.validation_alone is None and _class_of(self) != _TAIL_TRAINER
+        if is_reference or not _has_next_step(self):
             result = original(self)
         else:
             with _replaced(manager, "generate_sequences", submit_both):
                 result = original(self)
         times.validation = time.perf_counter() - started
-        if times.validation_alone is None:
+        if is_reference:
             times.validation_alone = times.validation
         return result
 
@@ -165,7 +178,7 @@ def _make_step(original: Any, _settings: Any) -> Any:
             return batch
         times.ahead = time.perf_counter() - times.submitted
         times.submitted = None
-        del self.train_dataloader.state_dict
+        vars(self.train_dataloader).pop("state_dict", None)
         with _replaced(self, "prepare_step", dict):
             batch = original(self, *args, **kwargs)
         metrics.put("overlap_validation/ahead_seconds", times.ahead)

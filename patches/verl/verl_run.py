@@ -17,7 +17,7 @@ ON_POLICY = ("V1 sync", "V1 tail_batching")
 """Trainers (values of :attr:`VerlRun.trainer`) whose rollouts begin and end within one training step."""
 TRAINERS = {
     "sampler": ("V1",),
-    "overlap_validation": ("V1 sync",),
+    "overlap_validation": ON_POLICY,
     "tail_batching": ON_POLICY,
     "reward_timeout": ("V1", "legacy"),
     "telemetry": ("V1", "legacy", "one_step_off"),
@@ -37,7 +37,15 @@ _IDLE_WITH_GROUP_FILTER = {
 }
 """Mapping from feature to the reason why the feature has no effect with verl's group filter."""
 
-_IDLE_WITHOUT_TRAINING = ("gae", "advantages", "skip_zero", "tail_batching", "telemetry", "tp_replan")
+_IDLE_WITHOUT_TRAINING = (
+    "gae",
+    "advantages",
+    "skip_zero",
+    "overlap_validation",
+    "tail_batching",
+    "telemetry",
+    "tp_replan",
+)
 """Features that have no effect if verl only validates. The others also act on the responses of a validation."""
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -297,6 +297,22 @@ class RolloutDriver:
         for rounded in core.run.rounding_warnings:
             logger.warning("rl-accel: tail_batching.%s", rounded)
 
+    def begin_early(self, step: int, steps_left: int) -> None:
+        """Begins the round of training step ``step`` while a validation runs. :meth:`play` continues this round.
+
+        The round is a long one: nothing of it must be stopped before :meth:`play` is called. Arguments as in :meth:`play`.
+        """
+        self._begin(step, steps_left, during_validation=True)
+        for event in self._workers.wait(0.0):
+            self._carry_out(self._pass_on(event))
+
+    def _begin(self, step: int, steps_left: int, during_validation: bool) -> None:
+        self._step = step
+        self._result = StepResult()
+        self._checked_in_step = 0
+        self._workers.begin_round()
+        self._carry_out(self.core.begin_round(steps_left, self._now(), during_validation))
+
     def play(self, step: int, steps_left: int) -> StepResult:
         """Runs the round of training step ``step`` and returns its batch. When it returns, no response is running.
 
@@ -307,11 +323,8 @@ class RolloutDriver:
             FilterRejectsAll: see ``filter_limit``; or the filter rejected all prompts of two epochs, one after the other.
             ConfigError: a response failed with a ConfigError.
         """
-        self._step = step
-        self._result = StepResult()
-        self._checked_in_step = 0
-        self._workers.begin_round()
-        self._carry_out(self.core.begin_round(steps_left, self._now()))
+        if self.core.phase is Phase.BETWEEN_ROUNDS:
+            self._begin(step, steps_left, during_validation=False)
         ending = False
         while self.core.phase is not Phase.BETWEEN_ROUNDS:
             if self.core.phase is Phase.STOPPING and not ending:

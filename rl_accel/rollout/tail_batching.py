@@ -145,7 +145,8 @@ class TailBatching:
     complete prompts are the batch. All other prompts are deferred: their responses are cancelled, and they are launched anew in a
     later round, so training stays strictly on-policy. A prompt that was deferred ``flags.max_deferrals`` times waits in a queue.
 
-    **Long round.** Runs P0 prompts with R0 responses each and waits for all of them, once the queue holds enough prompts.
+    **Long round.** Runs P0 prompts with R0 responses each and waits for all of them, once the queue holds enough prompts or while a
+    validation waits for its longest responses.
 
     **Final round.** Runs P0 prompts as a long round does. Near the end of the run, final rounds replace short rounds that would
     start more prompts than the remaining batches can train.
@@ -199,12 +200,13 @@ class TailBatching:
         self._unacknowledged = 0
         self._unchecked: _Attempt | None = None
 
-    def begin_round(self, steps_left: int, now: float) -> list[Decision]:
+    def begin_round(self, steps_left: int, now: float, during_validation: bool = False) -> list[Decision]:
         """Opens the next round and returns the first decisions to carry out.
 
         Args:
             steps_left: number of batches still to be trained, including the batch of this round.
             now: current time in seconds.
+            during_validation: True if a validation runs at the same time. The round is then a long one.
 
         Raises:
             ValueError: a round is open, or ``steps_left`` is below 1.
@@ -214,7 +216,7 @@ class TailBatching:
         if steps_left < 1:
             raise ValueError(f"steps_left must be at least 1, found {steps_left}")
         self._steps_left = steps_left
-        self._kind = self._plan()
+        self._kind = self._plan(during_validation)
         short = self._kind == "short"
         self._responses_each = self.run.surplus_responses if short else self.run.responses_per_prompt
         self.phase = Phase.FILLING
@@ -388,14 +390,14 @@ class TailBatching:
 
     # Filling, refilling and ending a round
 
-    def _plan(self) -> RoundKind:
+    def _plan(self, during_validation: bool) -> RoundKind:
         """Returns the kind of the next round, and sets the number of prompts to run in it."""
         batch_size = self.run.prompts_per_step
         surplus = self.run.surplus_prompts
         self._target = batch_size
         # If rounds start no more prompts than they train, no prompt is deferred, and the queue never fills up. Run it now.
         queue_is_full = len(self._queue) >= (self.run.flags.queue_threshold or batch_size)
-        if queue_is_full or (self._queue and surplus == batch_size):
+        if during_validation or queue_is_full or (self._queue and surplus == batch_size):
             return "long"
         if surplus - len(self._fresh) > self._room():
             return "final"

@@ -21,7 +21,7 @@ pytestmark = [
     ),
 ]
 
-P0, R0, STEPS, SAVED_AT, KILLED_IN = 8, 4, 7, 4, 5
+P0, R0, STEPS, SAVED_AT, KILLED_IN = 8, 4, 8, 5, 6
 OVERRIDES = (
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.rollout.agent.num_workers=2",
@@ -34,6 +34,7 @@ OVERRIDES = (
     "+rl_accel.tail_batching.enable=True",
     "+rl_accel.tail_batching.prompt_ratio=1.25",
     "+rl_accel.tail_batching.queue_threshold=4",
+    "+rl_accel.overlap_validation.enable=True",
 )
 BYTES_PER_TOKEN = 2 * 2 * 2 * 32 * 4
 """Layers, keys and values, heads, their dimension, bytes of a float."""
@@ -114,6 +115,14 @@ def test_training_is_on_policy_and_validation_runs_in_between(left):
     for run in left.runs:
         run.assert_on_policy()
     assert {step for run in left.runs for step in run.validated} >= {3, 6, STEPS}
+
+
+def test_the_round_that_begins_during_a_validation_is_a_long_one(left):
+    for run in left.runs:
+        early = [step for step, metrics in run.steps.items() if "rl_accel/overlap_validation/ahead_seconds" in metrics]
+        assert early == [step + 1 for step in run.validated if step + 1 in run.steps]
+        assert all(numbers(run.steps[step])["long_round"] == 1.0 for step in early)
+    assert early, "the second run validates before its last step"
 
 
 def test_the_ledger_is_exact_across_kill_and_resume(left):

@@ -125,6 +125,17 @@ def train(driver, workers, steps, first=1):
     return results
 
 
+def test_a_round_that_begins_early_is_played_later():
+    driver, workers = make()
+    results = train(driver, workers, 1)
+    driver.begin_early(2, 9)
+    assert {step for _, step in workers.launched.values()} == {1, 2}
+    results += train(driver, workers, 2, first=2)
+    assert results[1].round.kind == "long"
+    assert results[1].round.responses_cancelled == 0
+    assert len({*results[0].trained, *results[1].trained}) == 8
+
+
 def row_of_id(prompt_id):
     return int(prompt_id.split(":")[1])
 

@@ -91,6 +91,14 @@ def test_a_short_round_launches_a_surplus_of_prompts_and_responses():
         assert Host(P0=10, R0=1, prompt_ratio=ratio).begin().one(RoundStarted).prompts == prompts
 
 
+def test_a_round_during_a_validation_is_long_with_what_the_queue_has():
+    host = Host(P0=2, prompt_ratio=1.5).play("1:1", "1:2")  # defers 1:0
+    host.log.clear()
+    host.take(host.core.begin_round(host.steps_left, host.now, during_validation=True))
+    assert host.one(RoundStarted) == RoundStarted(number=2, kind="long", prompts=2, responses=2)
+    assert [launch.prompt_id for launch in host.of(Launch)] == ["1:0", "1:3"]
+
+
 @pytest.mark.parametrize(
     ("settings", "played", "kind", "launched", "requested"),
     [

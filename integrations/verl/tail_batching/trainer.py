@@ -141,8 +141,15 @@ class TailBatchingTrainer(PPOTrainerSync):
         """Returns {} and submits no prompts, because each round fetches its prompts itself."""
         return {}
 
+    def begin_early(self, step: int) -> None:
+        """Begins the round of training step ``step`` while a validation runs (feature ``overlap_validation``)."""
+        self._driver.begin_early(step, self._steps_left(step))
+
+    def _steps_left(self, step: int) -> int:
+        return max(self._last_step - step + 1, 1)
+
     def _play(self, step: int) -> tuple[Any, dict[str, float]]:
-        result = self._driver.play(step, max(self._last_step - step + 1, 1))
+        result = self._driver.play(step, self._steps_left(step))
         stored = _stored_tags()
         keys = [key for response in result.results for key in response.keys]
         ghosts = sorted(key for key in stored.keys() - set(keys) if key.startswith(RUN))

@@ -361,7 +361,7 @@ V1_ONLY = {"sampler", "drafts", *ON_POLICY_ONLY}
 NOT_ONE_STEP = {"reward_timeout", *V1_ONLY}
 NOT_FULLY = {"telemetry", *NOT_ONE_STEP}
 NO_GROUPS, NO_SCAN = {"skip_zero"}, {"gae", "advantages"}
-IN_TRAINING = {"gae", "advantages", "skip_zero", "tail_batching", "telemetry", "tp_replan"}
+IN_TRAINING = {"gae", "advantages", "skip_zero", "overlap_validation", "tail_batching", "telemetry", "tp_replan"}
 LINES = {  # by line: the features that are refused, and those without effect
     "ppo": (PPO, [], set(), NO_GROUPS),
     "grpo": (PPO, GRPO, set(), NO_SCAN),
