@@ -345,12 +345,12 @@ DRAFTS = Feature(
 
 
 FEATURES: tuple[Feature[Any], ...] = (
-    GAE,
-    ADVANTAGES,
-    SAMPLER,
-    FINAL_OUTPUT,
     SKIP_ZERO,
     OVERLAP_VALIDATION,
+    SAMPLER,
+    FINAL_OUTPUT,
+    GAE,
+    ADVANTAGES,
     TAIL_BATCHING,
     REWARD_TIMEOUT,
     TELEMETRY,

@@ -235,7 +235,7 @@ def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
 
     assert error(RL_ACCEL="sampler, gea") == (
         "rl-accel: environment RL_ACCEL: unknown key rl_accel.gea (did you mean rl_accel.gae?); "
-        "rl_accel takes auto, gae, advantages, sampler, final_output, skip_zero, overlap_validation, tail_batching, "
+        "rl_accel takes auto, skip_zero, overlap_validation, sampler, final_output, gae, advantages, tail_batching, "
         "reward_timeout, telemetry, tp_replan, drafts"
     )
     unreadable = error(RL_ACCEL_SOURCES='{"half of the flags')
