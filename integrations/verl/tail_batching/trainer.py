@@ -146,7 +146,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         self._driver.begin_early(step, self._steps_left(step))
 
     def _steps_left(self, step: int) -> int:
-        return max(self._last_step - step + 1, 1)
+        return int(max(self._last_step - step + 1, 1))
 
     def _play(self, step: int) -> tuple[Any, dict[str, float]]:
         result = self._driver.play(step, self._steps_left(step))
