@@ -7,10 +7,8 @@ TransferQueue keeps both kinds of prompts apart, and metrics, tables and files o
 Until the next step begins, the data loader answers ``state_dict`` as if the prompts of this step had not been fetched. If a
 checkpoint is saved in between, the resumed run fetches them again.
 
-The first validation runs alone. Its seconds, relative to those of a rollout, are the reference for ``seconds_saved``.
-
 With tail batching, the round that begins during a validation is a long one, which waits for its longest responses as well.
-Checkpoints of tail batching hold the prompts of an open round, and there is no reference: rounds are of different length.
+Checkpoints of tail batching hold the prompts of an open round.
 """
 
 import contextlib
@@ -42,29 +40,34 @@ class _Times:
     """Durations in seconds that one trainer has measured, and the state of its prompts.
 
     Attributes:
-        validation_alone: first validation; None before its end, and with tail batching.
-        rollouts_alone: stage ``gen`` of the last steps whose rollout began with the step.
-        alone_ratio: ``validation_alone`` divided by the mean of ``rollouts_alone`` at that time; None until both are known.
+        rollouts_alone: stage ``gen`` of the last steps whose rollout began with the step. Empty with tail batching, whose rounds
+            differ too much.
         submitted: ``perf_counter`` time at which the prompts of the next step were submitted; None if they were not.
         validation: last validation.
+        rollout: rollout that began during the last validation and was over before the end of the validation; None otherwise.
         ahead: part of the current step's rollout that passed before the step.
     """
 
-    validation_alone: float | None = None
     rollouts_alone: deque[float] = field(default_factory=lambda: deque(maxlen=_ROLLOUTS))
-    alone_ratio: float | None = None
     submitted: float | None = None
     validation: float = 0.0
+    rollout: float | None = None
     ahead: float = 0.0
 
-    def seconds_saved(self, rollout: float) -> float | None:
-        """Returns the estimated seconds saved if the current step waited ``rollout`` seconds; None without a reference."""
-        if not self.rollouts_alone or self.validation_alone is None:
+    def seconds_saved(self, rest: float) -> float | None:
+        """Returns the estimated seconds saved by the rollout of the current step; None without a rollout to compare it with.
+
+        A validation and a rollout that share the engines are both slower than alone. The estimate assumes that both are slower by
+        the same factor, which is known for the rollout.
+
+        ``rest``: seconds that the step waited for the rest of its rollout.
+        """
+        if not self.rollouts_alone:
             return None
         rollout_alone = fmean(self.rollouts_alone)
-        if self.alone_ratio is None:
-            self.alone_ratio = self.validation_alone / rollout_alone
-        return (1 + self.alone_ratio) * rollout_alone - self.validation - rollout
+        rollout = self.ahead + rest if self.rollout is None else self.rollout
+        validation_alone = self.validation / max(rollout / rollout_alone, 1.0)
+        return validation_alone + rollout_alone - self.validation - rest
 
 
 _trainers: weakref.WeakKeyDictionary[Any, _Times] = weakref.WeakKeyDictionary()
@@ -143,8 +146,13 @@ def _submit_next_step(trainer: Any) -> None:
 def _make_validate(original: Any, _settings: Any) -> Any:
     def validate(self: Any) -> Any:
         times = _trainers.setdefault(self, _Times())
+        times.rollout = None
+        if not _has_next_step(self):
+            return original(self)
         manager = self.agent_loop_manager
+        buffer = self.replay_buffer
         submit = manager.generate_sequences
+        wait = buffer._wait_for_next_poll
 
         def submit_both(prompts: Any) -> Any:
             result = submit(prompts)
@@ -153,16 +161,20 @@ def _make_validate(original: Any, _settings: Any) -> Any:
                 _submit_next_step(self)
             return result
 
+        def wait_and_look(*args: Any, **kwargs: Any) -> Any:
+            # verl has just looked at the prompts of the validation and of the step
+            is_over = not (buffer.pending_keys["train"] or buffer.running_keys["train"])
+            if is_over and times.submitted is not None and times.rollout is None:
+                times.rollout = time.perf_counter() - times.submitted
+            return wait(*args, **kwargs)
+
         started = time.perf_counter()
-        is_reference = times.validation_alone is None and _class_of(self) != _TAIL_TRAINER
-        if is_reference or not _has_next_step(self):
+        with (
+            _replaced(manager, "generate_sequences", submit_both),
+            _replaced(buffer, "_wait_for_next_poll", wait_and_look),
+        ):
             result = original(self)
-        else:
-            with _replaced(manager, "generate_sequences", submit_both):
-                result = original(self)
         times.validation = time.perf_counter() - started
-        if is_reference:
-            times.validation_alone = times.validation
         return result
 
     return validate
@@ -174,7 +186,8 @@ def _make_step(original: Any, _settings: Any) -> Any:
         times.ahead = 0.0
         if times.submitted is None:
             batch = original(self, *args, **kwargs)
-            times.rollouts_alone.append(self.timing_raw["gen"])
+            if _class_of(self) != _TAIL_TRAINER:
+                times.rollouts_alone.append(self.timing_raw["gen"])
             return batch
         times.ahead = time.perf_counter() - times.submitted
         times.submitted = None
@@ -201,7 +214,7 @@ SWITCHES = (
         params=("self",),
         make=_make_validate,
         fingerprints=("08fb78cf8cd0553a7c05037b1b236a38ad8bb97a0635e7d5476af6aec9da7d20",),
-        uses=("agent_loop_manager", "generate_sequences"),
+        uses=("agent_loop_manager", "generate_sequences", "replay_buffer", "sample"),
         no_seam=_NO_SEAM,
         remove_when=_REMOVE_WHEN,
     ),

@@ -68,11 +68,9 @@ def built(monkeypatch):
         trainer.timing_raw = {"gen": 10.0}
         trainer.submitted = []
         trainer.agent_loop_manager = SimpleNamespace(generate_sequences=trainer.submitted.append)
+        trainer.replay_buffer = SimpleNamespace(_wait_for_next_poll=lambda *_: 0.0)
         patched_validate = overlap_validation._make_validate(validate, None)
         patched_step = overlap_validation._make_step(step, None)
-        assert patched_validate(trainer) == {"val": 1.0}
-        assert trainer.submitted == VALIDATION, "the first validation runs alone"
-        trainer.submitted.clear()
         return trainer, lambda: patched_validate(trainer), lambda: patched_step(trainer, {}, {})
 
     metrics.drain()
@@ -134,10 +132,13 @@ def test_a_subclass_of_the_trainer_is_refused(built):
 
 
 def test_the_estimate_is_what_both_would_take_one_after_the_other():
-    times = overlap_validation._Times(validation_alone=20.0)
-    assert times.seconds_saved(5.0) is None, "no rollout without a validation was seen"
+    times = overlap_validation._Times(validation=25.0, ahead=26.0)
+    assert times.seconds_saved(rest=18.0) is None, "no rollout began with its step so far"
     times.rollouts_alone.append(40.0)
-    times.validation = 25.0  # slower than alone, because it shared the engines
-    assert times.seconds_saved(rollout=18.0) == pytest.approx(20 + 40 - 25 - 18)
-    times.rollouts_alone.extend([80.0] * 5)  # responses are twice as long now
-    assert times.seconds_saved(rollout=36.0) == pytest.approx(40 + 80 - 25 - 36)
+    # 44 s in place of 40: the validation of 25 s would have taken 22.7 s
+    assert times.seconds_saved(rest=18.0) == pytest.approx(25 * 40 / 44 + 40 - 25 - 18)
+    times.rollouts_alone.extend([80.0] * 5)  # responses are longer now, and the engines are not slower
+    assert times.seconds_saved(rest=54.0) == pytest.approx(80 - 54)
+    times.rollouts_alone.extend([10.0] * 5)
+    times.rollout = 12.5  # over before the validation
+    assert times.seconds_saved(rest=0.0) == pytest.approx(25 / 1.25 + 10 - 25)
