@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 import pytest
 import torch
 import yaml
+from torch.utils._pytree import tree_map
 
 from rl_accel.lab.ab.recipe import NOT_COMPARED
 
@@ -107,9 +108,11 @@ def test_checkpoints_continue_with_the_same_prompts(out, arm):
     """Also a checkpoint that is saved between a validation and the next step, whose prompts are running by then."""
 
     def states(name):
-        folder = out / f"{name}-seed0"
-        saved = [torch.load(folder / f"checkpoints/global_step_{step}/data.pt") for step in VALIDATED[1:]]
-        return [*saved, *(state for state, _ in states_between(out, name).values())]
+        folder = out / f"{name}-seed0/checkpoints"
+        files = [folder / f"global_step_{step}" / "data.pt" for step in VALIDATED[1:]]
+        saved = [torch.load(file, weights_only=False) for file in files]
+        saved += [state for state, _ in states_between(out, name).values()]
+        return tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, saved)
 
     assert states(arm) == states("stock")
 

@@ -93,14 +93,17 @@ def _check_first(original: Callable[..., Any], _settings: Any) -> Callable[..., 
 
 
 def _number_prompts(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
-    numbers = count()
+    numbers = {"train": count(), "val": count()}  # apart, so that a prompt has the same number whatever runs beside it
 
     def generate_sequences(self: Any, prompts: Any) -> Any:
         if "priority" not in prompts:
             import torch
 
             # verl's V0 agent loop manager numbers prompts in this column too. Engines on a CPU do not schedule by priority.
-            prompts["priority"] = torch.tensor([next(numbers) for _ in range(len(prompts))], dtype=torch.int64)
+            partition = "val" if "validate" in prompts else "train"
+            prompts["priority"] = torch.tensor(
+                [next(numbers[partition]) for _ in range(len(prompts))], dtype=torch.int64
+            )
         return original(self, prompts)
 
     return generate_sequences
