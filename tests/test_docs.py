@@ -123,7 +123,7 @@ LOGGED_BY = {
     "advantages": ["patches.parity:with_fallback"],
     "gae": ["patches.parity:with_fallback", "patches.verl.gae:_make"],
     "overlap_validation": ["patches.verl.overlap_validation:_make_step"],
-    "reward_timeout": ["integrations.ray.reward_anchors:Collector", "reward.anchor_store:AnchorStore"],
+    "reward_timeout": ["integrations.ray.reward_anchors:Collector", "reward.adaptive_timeout:AnchorStore"],
     "sampler": ["patches.verl.sampler:_adaptive"],
     "telemetry": ["integrations.verl.telemetry:TelemetryObserver.__call__", f"{CLOCK}completion", f"{CLOCK}generation"],
 }

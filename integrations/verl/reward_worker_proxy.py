@@ -1,6 +1,7 @@
-"""Proxies of verl's reward workers. They cancel a remote call together with the awaiting task, and replace a dead worker.
+"""Calls of an agent-loop worker to verl's reward workers.
 
-Without proxies, verl keeps sending responses to a dead reward worker, and none of them gets a reward.
+A proxy cancels a remote call together with the awaiting task, and replaces a dead worker. Without proxies, verl keeps sending
+responses to a dead reward worker, and none of them gets a reward. :class:`ValidationTag` marks validation responses.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import itertools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_accel.errors import first_line
+from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.patches.verl.interfaces import RewardLoopWorker
 
 logger = logging.getLogger("rl_accel")
@@ -129,3 +132,31 @@ def _successor(number: int, workers: Sequence[Any], config: Any, deaths: int) ->
         .options(name=name, get_if_exists=True, scheduling_strategy=same_node)
         .remote(config, None)
     )
+
+
+VALIDATION = "__rl_accel_validation__"
+"""Name of a column in verl's batch that marks a validation response for a reward worker, which removes the column."""
+_validating: ContextVar[bool] = ContextVar("rl_accel_validating", default=False)
+
+
+class ValidationTag(WorkerPart):
+    """Agent-loop worker mixin that marks validation responses, because no time limits are learned from them.
+
+    Also lets another reward worker take over from one that has died.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reward_loop_worker_handles: Any = proxies(self.reward_loop_worker_handles, self.config)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
+        before = _validating.set(bool(validate))
+        try:
+            return await super()._agent_loop_postprocess(output, validate, **kwargs)
+        finally:
+            _validating.reset(before)
+
+    async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None:
+        if _validating.get():
+            kwargs = {**kwargs, VALIDATION: True}  # a copy, so that verl stores no mark
+        await super()._compute_score(outputs, kwargs=kwargs)

@@ -1,45 +1,49 @@
 """Adaptive time limits for reward executions, learned from correct executions (RollPacker, NSDI'26, section 5).
 
-Pure policy: no clock, no processes. Call ``AdaptiveTimeout.limit`` before an execution, and ``AdaptiveTimeout.record`` after it.
+:class:`AdaptiveTimeout` is the policy: no clock, no processes. Call :meth:`AdaptiveTimeout.limit` before an execution, and
+:meth:`AdaptiveTimeout.record` after it. :class:`LocalAnchors` is the copy of a process, :class:`AnchorStore` that of a job. Anchors
+merge by maximum and totals are absolute, so that a message that is lost or sent twice changes nothing.
 """
 
+import json
+import logging
 import math
-from collections import OrderedDict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.files import BAD_RECORD
+from rl_accel.files import BAD_RECORD, write_atomically
 
-_FORMAT, _VERSION = "rl_accel.adaptive_timeout", 1
+logger = logging.getLogger("rl_accel")
+
+_FORMAT = "rl_accel.adaptive_timeout"
+_VERSION = 1
 
 AnchorTuple = tuple[float, float, int]
 """Anchor of a prompt and test case: longest wall seconds and longest CPU seconds of correct executions, and their number."""
 Reason = Literal["learning", "adaptive", "probe"]
 """Reason for the time limit of an execution.
 
-learning: the full budget, because too few correct results are known or adaptive limits are in doubt.
+learning: the full budget, because too few correct executions are known.
 adaptive: derived from the anchor (the longest correct execution so far).
 probe: the full budget, to detect correct answers that are slower than all previous ones."""
 
-FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
-"""Default full budgets (longest limits) in seconds. For a call of a grader: verl's default timeout. For a program under test: the
-fixed timeout in published runs of RollPacker."""
-_MAX_UNPROVEN = 4
-"""Maximum number of executions that get an adaptive limit before their results show that adaptive limits fit. Chosen by hand."""
-_MAX_RECENT_RECORDS = 64
-"""Number of test cases that the test for slower executions leaves out: those whose longest correct execution rose last, because the
-next execution is seldom longer still. Chosen by hand."""
-_SUSPEND_AT = 12.0
-"""Evidence (a log likelihood ratio) that executions have become slower, at which all adaptive limits are suspended. Chance alone
-reaches this value at most once in exp(12) = 160,000 correct executions."""
-_EVIDENCE_BEYOND_LIMIT = 4.0
-"""Evidence that executions have become slower, from one correct execution that ran under the full budget and took longer than the
-learned limit of its test case. Three in succession reach ``_SUSPEND_AT``."""
-_RECORD_SHARE_WHEN_SLOWER = 0.7
-"""Assumed probability that a correct execution is the longest of its test case so far, if executions have become slower. Chosen by
-hand."""
+FULL_BUDGET = 300.0
+"""Default full budget (longest limit) of a call of a grader, in seconds: verl's default timeout."""
+PROGRAM_BUDGET = 30.0
+"""Default full budget of a program under test, in seconds: the fixed timeout in published runs of RollPacker."""
+_SLOW_PROBES_WITHIN = 100
+"""Number of successive probes among which two correct ones beyond their limits show that limits are too short. Chosen by hand."""
+SAVE_SECONDS = 30.0
+"""Least seconds between two saves by :meth:`AnchorStore.exchange`, because each save rewrites the whole file. Chosen by hand."""
+RECENT_SECONDS = 60.0
+"""Seconds for which a changed anchor is part of each message between a process and the store. Longer than ``SAVE_SECONDS``, so that
+a store that is restarted from its file receives what it has lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,6 @@ class Limit:
     reason: Reason
 
 
-def longest(one: AnchorTuple, other: AnchorTuple, correct: int) -> AnchorTuple:
-    """Returns an anchor with the longer wall seconds and longer CPU seconds of two, and with ``correct`` correct executions."""
-    return max(one[0], other[0]), max(one[1], other[1]), correct
-
-
 class AdaptiveTimeout:
     """Time limits per key (a prompt and test case), learned from correct executions. Not thread-safe.
 
@@ -63,12 +62,8 @@ class AdaptiveTimeout:
     so far. Until a key has ``min_correct`` correct executions, the limit is ``maximum`` (the full budget). A share ``probe_share``
     of adaptive limits is replaced by the full budget, so that slow but correct answers can raise the anchor.
 
-    A statistical test (CUSUM) detects that executions have become slower, for example because the machine is busy. All limits are
-    then learned anew. The test counts records: correct executions that take longer than all earlier ones of their key, and more
-    than half of the limit. If nothing has changed, the n-th correct execution of a key is a record with probability 1/n at most.
-
-    Until their results are known, at most four executions get an adaptive limit, so that wrong limits stop few answers. Each
-    execution that ends by itself and is no record allows two further adaptive limits.
+    On a slow day of a machine or a judge, correct answers take longer than all before. If two of the last hundred probes are such
+    answers, ``scale`` is doubled.
 
     Args:
         flags: values of the parameters above; None: the default values.
@@ -79,13 +74,12 @@ class AdaptiveTimeout:
     def __init__(self, flags: RewardTimeoutFlags | None = None, capacity: int = 200_000, caution: float = 2.0) -> None:
         self.flags = flags or RewardTimeoutFlags()
         self.capacity = capacity
+        self.scale = self.flags.scale
         self._caution = caution
         self._anchors: OrderedDict[str, AnchorTuple] = OrderedDict()
         self._probes_due = 0.0
-        self._unproven = 0
-        self._evidence = 0.0
-        self._recent_records: deque[str] = deque(maxlen=_MAX_RECENT_RECORDS)
-        self.era = 0
+        self._probes = 0
+        self._last_slow_probe = -math.inf  # number of probes up to the last one that was correct beyond its limit
 
     def __len__(self) -> int:
         return len(self._anchors)
@@ -101,16 +95,16 @@ class AdaptiveTimeout:
         They may be those of a probe: the full budget, although a limit is known. ``maximum`` is the full budget in seconds; None:
         :attr:`maximum`.
         """
-        limit, full = self.learned(key, maximum), maximum or self.maximum
-        if limit.reason == "adaptive":
-            self._probes_due += self.flags.probe_share
-            if self._probes_due > 1 - 1e-9:
-                self._probes_due -= 1
-                return Limit(full, full, "probe")
-            if self._unproven >= _MAX_UNPROVEN:
-                return Limit(full, full, "learning")
-            self._unproven += 1
-        return limit
+        limit = self.learned(key, maximum)
+        if limit.reason != "adaptive":
+            return limit
+        self._probes_due += self.flags.probe_share
+        if self._probes_due <= 1 - 1e-9:
+            return limit
+        self._probes_due -= 1
+        self._probes += 1
+        full = maximum or self.maximum
+        return Limit(full, full, "probe")
 
     def learned(self, key: str, maximum: float | None = None) -> Limit:
         """Returns the limits learned for ``key``. Unlike :meth:`limit`, never gives the full budget as a probe."""
@@ -120,24 +114,16 @@ class AdaptiveTimeout:
         *anchor, correct = self.get(key)
         if correct < self.flags.min_correct:
             return Limit(full, full, "learning")
-        scale = self.flags.scale * (1 + self._caution / correct)
+        scale = self.scale * (1 + self._caution / correct)
         wall, cpu = (min(max(scale * each + self.flags.slack, self.flags.minimum), full) for each in anchor)
         # The CPU limit is not below the wall limit, because one answer may compute where another answer only waited.
         return Limit(wall, max(wall, cpu), "adaptive")
 
-    def expected(self, key: str, maximum: float | None = None) -> float:
-        """Returns the wall seconds of the longest correct execution of ``key``; the full budget ``maximum`` if none is known."""
-        wall, _, correct = self.get(key)
-        return wall if correct else maximum or self.maximum
-
-    def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> bool:
+    def record(self, key: str, wall: float, cpu: float, correct: bool) -> bool:
         """Records an ended execution of ``key``. Limits are learned from correct executions only. Do not record evaluations.
 
-        Returns True if this execution shows that the learned limits no longer fit. All limits are then suspended.
-
-        Args:
-            wall, cpu: wall seconds and CPU seconds of the execution.
-            stopped: True if the duration says nothing about limits, for example because a time limit stopped the execution.
+        Returns True if correct answers have become so slow that ``scale`` was doubled. ``wall`` and ``cpu`` are the wall seconds
+        and CPU seconds of the execution.
 
         Raises:
             ValueError: ``wall`` or ``cpu`` is negative or not finite.
@@ -145,59 +131,35 @@ class AdaptiveTimeout:
         for name, value in (("wall", wall), ("cpu", cpu)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number of at least 0, found {value!r}")
-        if not stopped:
-            self._update_evidence(key, wall, correct)
-        suspends = self._evidence >= _SUSPEND_AT
-        if suspends:
-            self.suspend(self.era + 1)
-        if correct:
-            self.merge({key: (wall, cpu, self.get(key)[2] + 1)})
-        return suspends
-
-    def forget_limit(self) -> None:
-        """Lowers by one the number of adaptive limits whose results are still unknown.
-
-        Call this if the execution that got the limit cannot show whether adaptive limits fit, for example because it was cancelled.
-        """
-        self._unproven = max(0, self._unproven - 1)
-
-    def suspend(self, era: int) -> None:
-        """Gives every key the full budget until enough new correct executions are known. Keeps the longest correct ones.
-
-        ``era`` is the number of this suspension, the same in all processes.
-        """
-        self.era, self._evidence, self._unproven = era, 0.0, 0
-        self._recent_records.clear()
-        self._anchors = OrderedDict((key, (wall, cpu, 0)) for key, (wall, cpu, _) in self._anchors.items())
-
-    def _update_evidence(self, key: str, wall: float, correct: bool) -> None:
-        """Updates the evidence that executions have become slower, after an execution that ended by itself."""
-        limit, (longest_before, _, known) = self.learned(key), self.get(key)
-        if limit.reason == "learning" or key in self._recent_records:
-            return
-        by_chance = 1 / (known + 1)
-        if correct and wall > longest_before and wall > limit.wall / 2:
-            expected = max(0.0, math.log(_RECORD_SHARE_WHEN_SLOWER / by_chance))
-            self._evidence += _EVIDENCE_BEYOND_LIMIT if wall > limit.wall else expected
-            # A next execution would have to be longer than this record. That it is not says nothing about the limits.
-            self._recent_records.append(key)
-        else:
-            self._unproven = max(0, self._unproven - 2)
-            if correct:
-                self._evidence = max(0.0, self._evidence + math.log((1 - _RECORD_SHARE_WHEN_SLOWER) / (1 - by_chance)))
+        if not correct:
+            return False
+        limit = self.learned(key)
+        self.merge({key: (wall, cpu, self.get(key)[2] + 1)})
+        # Only a probe can be correct beyond the limit; any other execution would have been stopped there.
+        if limit.reason == "learning" or wall <= limit.wall:
+            return False
+        widens = self._probes - self._last_slow_probe < _SLOW_PROBES_WITHIN
+        if widens:
+            self.scale *= 2
+        self._last_slow_probe = -math.inf if widens else self._probes
+        return widens
 
     def get(self, key: str) -> AnchorTuple:
         """Returns the anchor (longest correct execution) of ``key``; zeros if ``key`` is unknown."""
         return self._anchors.get(key, (0.0, 0.0, 0))
 
-    def merge(self, anchors: Mapping[str, AnchorTuple]) -> None:
-        """Merges anchors (longest correct executions) of other processes by key: keeps the larger values."""
-        for key, received in anchors.items():
-            own = self.get(key)
-            self._anchors[key] = longest(own, received, max(own[2], received[2]))
+    def merge(self, anchors: Mapping[str, AnchorTuple]) -> list[str]:
+        """Merges anchors (longest correct executions) by key: keeps the larger values. Returns the keys that have changed."""
+        changed = []
+        for key, (wall, cpu, correct) in anchors.items():
+            before = self.get(key)
+            self._anchors[key] = (max(before[0], wall), max(before[1], cpu), max(before[2], correct))
             self._anchors.move_to_end(key)
+            if self._anchors[key] != before:
+                changed.append(key)
         while len(self._anchors) > self.capacity:
             self._anchors.popitem(last=False)
+        return changed
 
     def anchors(self) -> dict[str, AnchorTuple]:
         """Returns the anchors (longest correct executions) by key, the most recently used key last."""
@@ -226,3 +188,149 @@ class AdaptiveTimeout:
             raise ValueError(f"state is damaged: {type(error).__name__}: {error}") from error
         self._anchors.clear()
         self.merge(anchors)
+
+
+class _Recent:
+    """Keys that have changed in the last :data:`RECENT_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._changed_at: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._changed_at[key] = time.monotonic()
+            self._changed_at.move_to_end(key)
+
+    def all(self) -> list[str]:
+        oldest = time.monotonic() - RECENT_SECONDS
+        while self._changed_at and next(iter(self._changed_at.values())) < oldest:
+            self._changed_at.popitem(last=False)
+        return list(self._changed_at)
+
+
+@dataclass
+class Message:
+    """Message from a process to the store of its job, or the answer to it.
+
+    Attributes:
+        anchors: longest correct executions by key (a prompt and test case): those that have changed lately, or all.
+        shapes: pickled empty rewards by data source. The store does not unpickle them.
+        totals: counts of executions since the start of the process, by name, such as "timeouts"; {} in an answer.
+        running: number of executions that run in the process; in an answer, in all other processes.
+    """
+
+    anchors: dict[str, AnchorTuple]
+    shapes: dict[str, bytes]
+    totals: dict[str, float] = field(default_factory=dict)
+    running: int = 0
+
+
+class LocalAnchors:
+    """One process's copy of the anchors (longest correct executions), and its counts of executions.
+
+    Attributes:
+        process: random id of this copy.
+        totals: counts of executions since the start, by name, such as "timeouts".
+        shapes: pickled empty rewards by data source, see :class:`rl_accel.reward.scores.Scores`.
+        running: number of executions that run in this process.
+        running_elsewhere: number of executions in other processes, by the store's last answer.
+    """
+
+    def __init__(self, timeout: AdaptiveTimeout | None = None) -> None:
+        self.timeout = AdaptiveTimeout() if timeout is None else timeout
+        self.process = uuid.uuid4().hex
+        self.totals: dict[str, float] = {}
+        self.shapes: dict[str, bytes] = {}
+        self.running = 0
+        self.running_elsewhere = 0
+        self._recent = _Recent()
+
+    def record(self, key: str, wall: float, cpu: float, correct: bool) -> None:
+        """Records an ended execution. Arguments: :meth:`AdaptiveTimeout.record`."""
+        before = self.timeout.get(key)
+        if self.timeout.record(key, wall, cpu, correct):
+            self.count("widened")
+            if self.totals["widened"] == 1:
+                logger.warning(
+                    "rl-accel: correct answers take longer than those from which the limits of rewards were learned; limits are"
+                    " twice as long from now on, and again whenever that happens"
+                )
+        if self.timeout.get(key) != before:
+            self._recent.add([key])
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Adds ``amount`` to the count ``name``, such as "timeouts"."""
+        self.totals[name] = self.totals.get(name, 0.0) + amount
+
+    def message(self, everything: bool) -> Message:
+        """Returns a message to the store, with the anchors that have changed lately, or with all of them."""
+        anchors = self.timeout.anchors() if everything else {key: self.timeout.get(key) for key in self._recent.all()}
+        return Message(anchors, dict(self.shapes), dict(self.totals), self.running)
+
+    def merge(self, answer: Message) -> None:
+        """Merges the store's answer into this copy."""
+        self.timeout.merge(answer.anchors)
+        for source, shape in answer.shapes.items():
+            self.shapes.setdefault(source, shape)
+        self.running_elsewhere = answer.running
+
+
+class AnchorStore:
+    """Central store of a job: merges the anchors (longest correct executions) of all processes, and keeps the totals of each.
+
+    Args:
+        path: JSON file from which anchors are loaded and to which they are saved. Memory only if None or if it cannot be read.
+        timeout: :class:`AdaptiveTimeout` without anchors, to which all anchors are added; None: a new one.
+    """
+
+    def __init__(self, path: Path | None = None, timeout: AdaptiveTimeout | None = None) -> None:
+        self._timeout = AdaptiveTimeout() if timeout is None else timeout
+        self._recent = _Recent()
+        self._totals: dict[str, dict[str, float]] = {}
+        self._running: dict[str, int] = {}
+        self._shapes: dict[str, bytes] = {}
+        self._path = path
+        self._saved_at = time.monotonic()
+        self._is_saved = True
+        try:
+            if path is not None and path.exists():
+                self._timeout.load_state_dict(json.loads(path.read_text()))
+        except (OSError, *BAD_RECORD) as error:
+            # If this were raised, Ray would restart the actor of this store endlessly.
+            logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
+            self._path = None
+
+    def exchange(self, process: str, message: Message, everything: bool = False) -> Message:
+        """Merges the message of a process. Returns the anchors that have changed lately, or with ``everything`` all of them.
+
+        Saves the store if the last save is more than :data:`SAVE_SECONDS` ago.
+        """
+        changed = self._timeout.merge(message.anchors)
+        self._recent.add(changed)
+        self._is_saved = self._is_saved and not changed
+        self._totals[process] = message.totals
+        self._shapes = {**message.shapes, **self._shapes}
+        if time.monotonic() - self._saved_at > SAVE_SECONDS:
+            self.save()
+        known = self._timeout.anchors() if everything else {key: self._timeout.get(key) for key in self._recent.all()}
+        self._running[process] = message.running
+        return Message(known, self._shapes, running=sum(self._running.values()) - message.running)
+
+    def totals(self) -> tuple[dict[str, dict[str, float]], int]:
+        """Saves the store. Returns the totals of each process by the id of the process, and the number of anchors."""
+        self.save()
+        return self._totals, len(self._timeout)
+
+    def save(self) -> None:
+        """Writes all anchors (longest correct executions) to the file of this store, if any has changed.
+
+        A write error is only logged.
+        """
+        self._saved_at = time.monotonic()
+        if self._path is None or self._is_saved:
+            return
+        try:
+            write_atomically(self._path, json.dumps(self._timeout.state_dict()))
+            self._is_saved = True
+        except OSError as error:  # such as a full disk
+            logger.warning("rl-accel: reward anchors could not be saved: %s", error)

@@ -1,36 +1,168 @@
-"""Runs reward executions under adaptive time limits: schedules the executions, applies the limits, and learns from the results."""
+"""Runs reward executions (programs under test, or calls of graders) under adaptive time limits, and learns from the results.
+
+All code here runs in the process that grades: verl's reward worker or slime's rollout manager.
+"""
 
 import asyncio
-import contextlib
 import functools
 import hashlib
-import heapq
-import itertools
 import json
 import logging
 import re
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
-from time import monotonic
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-from rl_accel.reward.adaptive_timeout import Limit
-from rl_accel.reward.anchor_store import LocalAnchors
-from rl_accel.reward.execution import ExecutionResult, Limits, gather_until
-from rl_accel.reward.sandbox import Case, Sandbox
+from rl_accel.reward.adaptive_timeout import Limit, LocalAnchors
 
 logger = logging.getLogger("rl_accel")
+T = TypeVar("T")
 
-_CHECKS_PER_MINIMUM, _CHECKS_PER_BUDGET, _SHORTEST_CHECK_SECONDS = 4, 8, 0.02
-"""The time limit of a running execution may change. It is looked up ``_CHECKS_PER_MINIMUM`` times within the shortest adaptive
-limit or, if limits do not adapt, ``_CHECKS_PER_BUDGET`` times within the full budget (the longest limit). Two checks are at least
-``_SHORTEST_CHECK_SECONDS`` apart. Chosen by hand."""
+_CHECKS_PER_MINIMUM = 4
+"""Number of times that the limit of a running execution is looked up within the shortest adaptive limit. Chosen by hand."""
+_CHECKS_PER_BUDGET = 8
+"""Number of times that it is looked up within the full budget (the longest limit), if limits do not adapt. Chosen by hand."""
+_SHORTEST_CHECK_SECONDS = 0.02
 _MOST_BUDGETS = 10
-"""Maximum run time of a grader that waits for a resource that others hold, as a multiple of the full budget (the longest limit).
-Chosen by hand."""
+"""Maximum run time of a grader that waits for a resource that others hold, as a multiple of the full budget. Chosen by hand."""
 _WARN_AFTER_EXECUTIONS = (8, 64, 512, 4096)
 """Numbers of executions after which a warning is logged if all of them have exceeded their time limits."""
+_stopped: set["asyncio.Task[Any]"] = set()
+"""Tasks of coroutine graders that were stopped. Kept until they end, because asyncio itself has only weak references to tasks."""
+
+Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
+"""Outcome of an execution (a program under test, or a call of a grader).
+
+passed, wrong: the result of a program is the expected one, or another one.
+done: a grader returned a value.
+error: the code raised an exception, or a program ended without a result.
+timeout, memory: the execution exceeded its time limit or its memory limit.
+killed: the execution exceeded another limit, the process of a grader died, or two workers died on the same request."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Resource limits of one execution (a program under test, or a call of a grader).
+
+    Args:
+        wall: wall seconds from start to end, without waits for a processor.
+        cpu: CPU seconds of all processes of a program together. Graders have no such limit.
+        memory: bytes of address space of each process of a program, and of the memory of all together.
+        processes: number of processes and threads of a program that exist at the same time.
+        file_bytes: size in bytes of a file that a program writes.
+        output_bytes: size in bytes of the text that a program prints. More text stops it.
+        latest: function that returns new values of ``wall`` and ``cpu`` during the execution; None: they do not change.
+        check_seconds: seconds between two calls of ``latest``.
+        full: full budget in seconds, up to which a call in a new process of a grader may exceed ``wall``, because it may first
+            have to load something, such as a model. None: no call may exceed it.
+        kind: name of a group of calls for which a grader loads the same things. Example: the data source.
+
+    Raises:
+        ValueError: a limit is not above 0.
+    """
+
+    wall: float = 30.0
+    cpu: float = 30.0
+    memory: int = 1 << 30
+    processes: int = 32
+    file_bytes: int = 64 << 20
+    output_bytes: int = 1 << 20
+    latest: Callable[[], tuple[float, float]] | None = field(default=None, repr=False, compare=False)
+    check_seconds: float = 1.0
+    full: float | None = None
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        for name, value in self.numbers().items():
+            if not value > 0:
+                raise ValueError(f"{name} must be above 0, found {value!r}")
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the limits of a program, by name."""
+        names = ("wall", "cpu", "memory", "processes", "file_bytes", "output_bytes")
+        return {name: getattr(self, name) for name in names}
+
+    def times(self) -> tuple[float, float]:
+        """Returns the present limits of wall seconds and CPU seconds, which may have changed since the start."""
+        return self.latest() if self.latest else (self.wall, self.cpu)
+
+
+@dataclass(frozen=True)
+class ExecutionResult:
+    """Result of an execution (a program under test, or a call of a grader).
+
+    Attributes:
+        verdict: outcome, see :data:`Verdict`.
+        value: return value of a grader or of a judge; None unless ``verdict`` is "done".
+        wall, cpu: wall seconds of the execution, and CPU seconds of all its processes. ``cpu`` is 0 for a grader.
+        reason: short text that names the exception or the exceeded limit; "" if there is none.
+        output: beginning of the text that a program printed.
+        error: exception that a grader raised; None if there is none.
+        prove: None, or a function to call if the result is correct. It records that the grader's process has loaded what it needs,
+            and gets no extra time for this any more.
+    """
+
+    verdict: Verdict
+    value: Any = None
+    wall: float = 0.0
+    cpu: float = 0.0
+    reason: str = ""
+    output: str = ""
+    error: Exception | None = None
+    prove: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+
+
+async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits) -> ExecutionResult:
+    """Awaits a coroutine grader until the wall limit, the only one that is enforced. Returns the result of this execution.
+
+    At the limit, or if this call is cancelled, cancels the coroutine and does not wait for its end. Processes and threads that the
+    coroutine has started live on.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    task = asyncio.create_task(_without_exit(coroutine))
+    try:
+        while not task.done() and (left := began + limits.times()[0] - loop.time()) > 0:
+            await asyncio.wait({task}, timeout=min(left, limits.check_seconds))
+    finally:
+        if not task.done():
+            task.cancel()
+            _stopped.add(task)
+            task.add_done_callback(_stopped.discard)
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # or asyncio would log it
+    wall = loop.time() - began
+    if not task.done():
+        return ExecutionResult("timeout", wall=wall, reason="wall limit")
+    if task.cancelled():
+        return ExecutionResult("error", wall=wall, reason="the grader was cancelled by other code")
+    if error := task.exception():
+        raised = error if isinstance(error, Exception) else None
+        return ExecutionResult("error", wall=wall, reason=f"{type(error).__name__}: {error}"[:500], error=raised)
+    return ExecutionResult("done", task.result(), wall)
+
+
+async def _without_exit(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await coroutine
+    except SystemExit as exit_:  # SystemExit would end the thread of the event loop
+        raise RuntimeError(f"SystemExit: {exit_.code}") from exit_
+
+
+async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:
+    """Awaits all ``awaitables`` concurrently and returns their results in order.
+
+    If ``ends(result)`` is true for one result, cancels the others and returns the results so far. If one raises an exception,
+    cancels the others and raises this exception.
+    """
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        for next_done in asyncio.as_completed(tasks):
+            if ends(await next_done):
+                break
+        return [task.result() for task in tasks if task.done()]
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def prompt_key(*parts: Any) -> str:
@@ -43,114 +175,53 @@ def prompt_key(*parts: Any) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
-@dataclass
-class _Prompt:
-    """Executions of one prompt.
-
-    Attributes:
-        held, late: number of executions that hold a slot, and number of these that are late (see :class:`FairScheduler`).
-        waiting: heap of waiting executions: (arrival time plus expected seconds, sequence number, future that gets the slot).
-    """
-
-    held: int = 0
-    late: int = 0
-    waiting: list[tuple[float, int, "asyncio.Future[None]"]] = field(default_factory=list)
-
-    @property
-    def standing(self) -> int:
-        """Number of slots that the prompt holds, minus 2 if one of its executions is late (see :class:`FairScheduler`).
-
-        The prompt with the smallest number gets the next free slot.
-        """
-        return self.held - (2 if self.late else 0)
-
-
-class FairScheduler:
-    """Scheduler that lets ``slots`` executions run at once, and shares these slots fairly among prompts. For one event loop.
-
-    A free slot goes to the prompt that holds the fewest slots. Among prompts with equally many slots, the execution with the
-    smallest ``expected seconds - seconds waited`` gets the slot, so that none waits forever.
-
-    An execution is late if it runs for long and still has no adaptive limit. A prompt with a late execution counts as holding two
-    slots fewer, so that its other executions start sooner. Their results may give the late execution a limit.
-    """
-
-    def __init__(self, slots: int) -> None:
-        if slots < 1:
-            raise ValueError(f"slots must be at least 1, found {slots!r}")
-        self._free = slots
-        self._prompts: defaultdict[str, _Prompt] = defaultdict(_Prompt)
-        # Heap of (standing, expected end, sequence number, prompt). Entries that are out of date are dropped when they are popped.
-        self._offers: list[tuple[int, float, int, str]] = []
-        self._numbers = itertools.count()
-
-    @contextlib.asynccontextmanager
-    async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
-        """Context manager that waits for a free slot and holds the slot within the block.
-
-        ``expected``: seconds that the block will probably last. Yields a function that marks the execution in the block as late.
-        """
-        late = 0
-
-        def is_late() -> None:
-            nonlocal late
-            if not late:
-                late = 1
-                self._prompts[prompt].late += 1
-                self._give_out(prompt)
-
-        granted = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._prompts[prompt].waiting, (monotonic() + expected, next(self._numbers), granted))
-        self._give_out(prompt)
-        try:
-            await granted
-            yield is_late
-        finally:
-            if granted.done() and not granted.cancelled():  # the caller may be cancelled before it runs with its slot
-                self._free += 1
-                self._prompts[prompt].held -= 1
-                self._prompts[prompt].late -= late
-                self._give_out(prompt)
-
-    def _offer(self, name: str) -> None:
-        """Makes the first waiting execution of the prompt ``name`` a candidate for a free slot."""
-        prompt = self._prompts[name]
-        while prompt.waiting and prompt.waiting[0][2].done():
-            heapq.heappop(prompt.waiting)
-        if prompt.waiting:
-            heapq.heappush(self._offers, (prompt.standing, *prompt.waiting[0][:2], name))
-        elif not prompt.held:
-            del self._prompts[name]
-
-    def _give_out(self, changed: str) -> None:
-        """Gives free slots to waiting executions. ``changed``: prompt whose queue or number of slots has just changed."""
-        self._offer(changed)
-        while self._free and self._offers:
-            standing, _, number, name = heapq.heappop(self._offers)
-            prompt = self._prompts.get(name)
-            if not (prompt and prompt.waiting) or (standing, number) != (prompt.standing, prompt.waiting[0][1]):
-                continue
-            granted = prompt.waiting[0][2]
-            if not granted.done():
-                granted.set_result(None)
-                self._free -= 1
-                prompt.held += 1
-            self._offer(name)
-
-
-@dataclass
+@dataclass(eq=False)
 class _Running:
-    """A running execution of ``key`` (a prompt and test case).
-
-    ``is_late`` is a function that marks the execution as late (see :class:`FairScheduler`). ``began`` is the start time on the
-    event loop's clock. ``ended`` is the number of executions of the executor that had ended in time when ``limit`` last changed.
-    """
+    """A running execution of ``key`` (a prompt and test case), with its start time on the event loop's clock."""
 
     key: str
-    limit: Limit
-    is_late: Callable[[], None]
     began: float
-    ended: int
+    limit: Limit
+
+
+class _Queue:
+    """Full budgets of executions that may wait for a resource that others of them hold, such as one of a few connections.
+
+    Which executions hold the resource is unknown. If it is handed out in order, those that have run longest hold it. So each time
+    that nothing has ended within a full budget, the longest running execution is stopped, and the budgets of the others begin anew.
+    As long as that lets no other one end, twice as many are stopped each time.
+    """
+
+    def __init__(self, maximum: float) -> None:
+        self._maximum = maximum
+        self._running: list[_Running] = []  # by start time, without those that are to stop
+        self._renewed = 0.0  # time at which all budgets began anew
+        self._next_to_stop = 1
+
+    def add(self, running: _Running) -> None:
+        self._running.append(running)
+
+    def remove(self, running: _Running, in_time: bool) -> None:
+        if running in self._running:
+            self._running.remove(running)
+        if in_time:
+            self._renewed = asyncio.get_running_loop().time()
+            self._next_to_stop = 1
+
+    def limit(self, running: _Running) -> Limit:
+        """Returns the present limit of a running execution, counted from its start."""
+        now = asyncio.get_running_loop().time()
+        if self._running and now >= self._due():
+            del self._running[: self._next_to_stop]
+            self._renewed = now
+            self._next_to_stop *= 2
+        seconds = now - running.began
+        if running in self._running:
+            seconds = min(self._due() - running.began, _MOST_BUDGETS * self._maximum)
+        return Limit(seconds, seconds, "learning")
+
+    def _due(self) -> float:
+        return max(self._renewed, self._running[0].began) + self._maximum
 
 
 class LimitedExecutor:
@@ -158,8 +229,8 @@ class LimitedExecutor:
 
     The policy (:class:`~rl_accel.reward.adaptive_timeout.AdaptiveTimeout`) gives each execution the full budget or an adaptive
     limit. A running execution with the full budget gets an adaptive limit, counted from its start, as soon as enough other
-    executions of its test case were correct. A probe keeps the full budget. If the policy suspends limits, running executions have
-    the full budget again. ``docs/metrics.md`` describes the counts that are added to ``anchors``.
+    executions of its test case were correct. A probe keeps the full budget. ``docs/metrics.md`` describes the counts that are added
+    to ``anchors``.
 
     Args:
         anchors: longest correct executions, and counts of executions, of this process.
@@ -168,7 +239,7 @@ class LimitedExecutor:
         maximum: full budget in seconds; None: the full budget of the policy.
         adapts: False to give each execution the full budget, for graders whose time depends on other services.
         queues: for ``adapts=False``: True if a grader may wait for a resource that other graders hold, such as one of a few
-            connections. Whenever other executions have ended in time, a running execution then gets a new full budget, up to ten.
+            connections. Then the longest running are stopped first, and the budgets of the others begin anew, up to ten times.
     """
 
     def __init__(
@@ -180,14 +251,18 @@ class LimitedExecutor:
         adapts: bool = True,
         queues: bool = True,
     ) -> None:
+        if slots < 1:
+            raise ValueError(f"slots must be at least 1, found {slots!r}")
         self.anchors = anchors
         self.limits = limits or Limits()
-        self.scheduler = FairScheduler(slots)
+        self._slots = asyncio.Semaphore(slots)
         self._maximum = maximum or anchors.timeout.maximum
-        self._adapts, self._queues = adapts, queues and not adapts
+        self._adapts = adapts
+        self._queue = _Queue(self._maximum) if queues and not adapts else None
         checks = anchors.timeout.flags.minimum / _CHECKS_PER_MINIMUM if adapts else self._maximum / _CHECKS_PER_BUDGET
         self._check_seconds = max(checks, _SHORTEST_CHECK_SECONDS)
-        self._ended = self._timed_out = 0  # numbers of executions
+        self._ended = 0
+        self._timed_out = 0
 
     async def execute(
         self,
@@ -200,37 +275,24 @@ class LimitedExecutor:
         """Runs one execution within adaptive limits once a slot is free. Cancelling this call cancels ``run``.
 
         Args:
-            prompt: key of the prompt. Slots are shared fairly among prompts.
+            prompt: key of the prompt.
             case: name of the test case. Limits are learned for each pair of prompt and case.
             run: async function that executes the grader or program within the given limits, and returns the result.
             correct: function that returns True for a correct result. Limits are learned from correct executions only.
             teach: False for an evaluation, which uses the learned limits but does not change them.
         """
-        key = f"{prompt}/{case}"
-        timeout, loop = self.anchors.timeout, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         came = loop.time()
-        async with self.scheduler.slot(prompt, timeout.expected(key, self._maximum)) as is_late:
-            full = Limit(self._maximum, self._maximum, "learning")
-            limit = timeout.limit(key, self._maximum) if self._adapts else full
-            running = _Running(key, limit, is_late, loop.time(), self._ended)
-            limits = replace(
-                self.limits,
-                wall=limit.wall,
-                cpu=limit.cpu,
-                latest=functools.partial(self._latest, running),
-                check_seconds=self._check_seconds,
-                full=self._maximum,
-            )
-            tells_about_limits = False
-            try:
-                result = await run(limits)
-                tells_about_limits = teach and result.prove is None
-            except asyncio.CancelledError:
-                self.anchors.count("cancelled")
-                raise
-            finally:
-                if limit.reason == "adaptive" and not tells_about_limits:
-                    timeout.forget_limit()
+        self.anchors.running += 1
+        try:
+            async with self._slots:
+                began = loop.time()
+                running, result = await self._run(f"{prompt}/{case}", run)
+        except asyncio.CancelledError:
+            self.anchors.count("cancelled")
+            raise
+        finally:
+            self.anchors.running -= 1
         self._note_end(result)
         is_correct = correct(result)
         if result.prove and is_correct:
@@ -239,23 +301,45 @@ class LimitedExecutor:
             self.anchors.count("eval_executions")
             return result
         if self._adapts:
-            says_nothing = result.verdict == "timeout" or not tells_about_limits
-            self.anchors.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, says_nothing)
-        self._count(result, running.limit, is_correct, running.began - came)
+            self.anchors.record(running.key, result.wall, result.cpu, is_correct)
+        self._count(result, running.limit, is_correct, began - came)
         return result
 
+    async def _run(
+        self, key: str, run: Callable[[Limits], Awaitable[ExecutionResult]]
+    ) -> tuple[_Running, ExecutionResult]:
+        limit = Limit(self._maximum, self._maximum, "learning")
+        if self._adapts:
+            limit = self.anchors.timeout.limit(key, self._maximum)
+        running = _Running(key, asyncio.get_running_loop().time(), limit)
+        limits = replace(
+            self.limits,
+            wall=limit.wall,
+            cpu=limit.cpu,
+            latest=functools.partial(self._latest, running),
+            check_seconds=self._check_seconds,
+            full=self._maximum,
+        )
+        if self._queue is None:
+            return running, await run(limits)
+        self._queue.add(running)
+        in_time = False
+        try:
+            result = await run(limits)
+            in_time = result.verdict != "timeout"
+            return running, result
+        finally:
+            self._queue.remove(running, in_time)
+
     def _latest(self, running: _Running) -> tuple[float, float]:
-        """Updates and returns the limits (wall and CPU seconds) of a running execution. Marks the execution if it is late."""
+        """Updates and returns the limits (wall and CPU seconds) of a running execution."""
         # Most executions that hang begin before a limit is known: all responses of a prompt are graded at about the same time.
-        timeout, reason = self.anchors.timeout, running.limit.reason
-        ran = asyncio.get_running_loop().time() - running.began
-        if self._adapts and reason != "probe":
-            running.limit = (timeout.limit if reason == "learning" else timeout.learned)(running.key, self._maximum)
-            if running.limit.reason == "learning" and ran >= timeout.flags.minimum:
-                running.is_late()
-        elif self._queues and running.ended != self._ended and ran < (_MOST_BUDGETS - 1) * self._maximum:
-            running.ended = self._ended
-            running.limit = Limit(ran + self._maximum, ran + self._maximum, "learning")
+        if self._queue is not None:
+            running.limit = self._queue.limit(running)
+        elif self._adapts and running.limit.reason == "learning":
+            running.limit = self.anchors.timeout.limit(running.key, self._maximum)
+        elif self._adapts and running.limit.reason == "adaptive":
+            running.limit = self.anchors.timeout.learned(running.key, self._maximum)
         return running.limit.wall, running.limit.cpu
 
     def _count(self, result: ExecutionResult, limit: Limit, is_correct: bool, waited: float) -> None:
@@ -288,36 +372,3 @@ class LimitedExecutor:
                 self._timed_out,
                 self._maximum,
             )
-
-
-async def execute_program(
-    executor: LimitedExecutor,
-    sandbox: Sandbox,
-    prompt: str,
-    code: str,
-    cases: Sequence[Case],
-    teach: bool = True,
-    early_stop: bool = False,
-) -> list[ExecutionResult]:
-    """Runs the program ``code`` on its test cases. Returns the results in the order of the test cases.
-
-    With ``early_stop``, the test cases run one after another, and the first one that does not pass is the last.
-    """
-
-    async def one(number: int) -> ExecutionResult:
-        return await executor.execute(
-            prompt,
-            str(number),
-            lambda limits: sandbox.run(code, cases[number], limits),
-            lambda result: result.verdict == "passed",
-            teach,
-        )
-
-    if not early_stop:
-        return await gather_until(map(one, range(len(cases))))
-    results: list[ExecutionResult] = []
-    for number in range(len(cases)):
-        results.append(await one(number))
-        if results[-1].verdict != "passed":
-            break
-    return results

@@ -1,22 +1,44 @@
-"""Runs untrusted programs and graders in worker processes, which can neither stall nor exhaust nor outlive the trainer process."""
+"""Sandbox for untrusted programs, and the test cases of a program. Runs in the process that grades.
+
+The programs run below supervisors (``program_process``), which can neither stall nor exhaust nor outlive the process that grades.
+"""
 
 import asyncio
+import contextlib
+import functools
 import json
 import logging
+import os
 import pickle
+import re
+import shutil
+import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rl_accel.reward.execution import ExecutionResult, Limits
-from rl_accel.reward.worker import Start, WorkerRequest, dumps
-from rl_accel.reward.worker_pool import SandboxError, WorkerPool, bubblewrap_problem, choose_isolation, installed_path
+from rl_accel.reward import program_process
+from rl_accel.reward.graders import SandboxError
+from rl_accel.reward.limited_executor import ExecutionResult, LimitedExecutor, Limits, gather_until
+from rl_accel.reward.program_process import OUTPUT_KEPT, REPORT_BYTES, SIZE, WAITED_FACTOR
 
-__all__ = ["Case", "ExecutionResult", "Graders", "Limits", "Sandbox", "SandboxError", "bubblewrap_problem"]
+logger = logging.getLogger("rl_accel")
 
 Kind = Literal["stdin", "call"]
+_LOST = (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ValueError)
+"""Exceptions that a supervisor causes if it has died, does not answer, or sends what is no answer."""
+_GRACE_SECONDS = 10.0
+"""Seconds after the longest time of a program by which its supervisor must have answered. Chosen by hand."""
+_START_SECONDS = 60.0
+_END_SECONDS = 8.0
+_MOST_ANSWER_BYTES = 8 * (REPORT_BYTES + OUTPUT_KEPT)  # JSON in JSON: a character may take six
+_LONG_ANSWER_BYTES = 1 << 16
+"""Size in bytes above which an answer is read in a thread, not on the event loop."""
+_VERDICTS = ("passed", "wrong", "done", "error", "timeout", "memory", "killed")
 
 
 @dataclass(frozen=True)
@@ -49,154 +71,382 @@ class Case:
                 raise ValueError(f"a call wants [name, arguments], found {self.given!r}")
 
 
-class Sandbox(WorkerPool):
-    """Pool of worker processes for untrusted programs. Each program runs in a newly forked process. Use it from one event loop.
+@dataclass(eq=False)
+class _Supervisor:
+    """Client of a supervisor: the process itself (or bubblewrap, which runs it) and this process's end of the socket to it."""
 
-    Isolation "process": a program has its own session, resource limits, a minimal environment and a private folder. It also runs as
-    another user if this process is root, and in its own PID and network namespaces if the kernel allows it.
-    Isolation "bubblewrap": also a private /tmp and a read-only file system with only the interpreter and the system's programs.
+    process: "subprocess.Popen[bytes]"
+    channel: socket.socket
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    answer: "asyncio.Future[dict[str, Any]] | None" = field(default=None, init=False)
 
-    A warning lists what is not protected from programs: network, processes or files of this process's user. Without root, "process"
-    does not protect files.
+    def send(self, message: dict[str, Any]) -> None:
+        data = pickle.dumps(message)
+        self.writer.write(SIZE.pack(len(data)) + data)
+
+    async def read(self) -> dict[str, Any]:
+        """Returns the next message. Raises an exception of :data:`_LOST` if it is too long or no JSON object."""
+        (size,) = SIZE.unpack(await self.reader.readexactly(SIZE.size))
+        if size > _MOST_ANSWER_BYTES:
+            raise ValueError(f"a supervisor sent {size} bytes")
+        data = await self.reader.readexactly(size)
+        message = await asyncio.to_thread(json.loads, data) if size > _LONG_ANSWER_BYTES else json.loads(data)
+        if not isinstance(message, dict):
+            raise ValueError("a supervisor sent no JSON object")
+        return message
+
+    async def run(self, request: dict[str, Any], limits: Limits) -> dict[str, Any]:
+        """Has a program run, and tells the supervisor of new limits. Raises an exception of :data:`_LOST`."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        times = (limits.wall, limits.cpu)
+        self.send(request)
+        self.answer = asyncio.ensure_future(self.read())
+        while not (await asyncio.wait({self.answer}, timeout=limits.check_seconds))[0]:
+            if loop.time() > began + WAITED_FACTOR * times[0] + _GRACE_SECONDS:
+                raise TimeoutError
+            if (changed := limits.times()) != times:
+                times = changed
+                self.send({"wall": times[0], "cpu": times[1]})
+        return self.answer.result()
+
+    async def stop(self) -> bool:
+        """Stops the running program. Returns whether the supervisor can go on."""
+        self.send({"stop": True})
+        with contextlib.suppress(*_LOST):
+            if self.answer:
+                await asyncio.wait_for(asyncio.shield(self.answer), _GRACE_SECONDS)
+                return True
+        return False
+
+    async def end(self) -> None:
+        """Ends the supervisor and its program."""
+        with contextlib.suppress(OSError):
+            self.channel.shutdown(socket.SHUT_RDWR)  # close() would not suffice, because a fork may hold the socket too
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self.process.wait), _END_SECONDS)
+        except TimeoutError:
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
+        if self.answer:
+            with contextlib.suppress(*_LOST):
+                await self.answer
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+
+class Sandbox:
+    """Pool of supervisors for untrusted programs. Each program runs in a newly forked process. Use it from one event loop.
+
+    SECURITY.md says what each isolation guarantees. A warning lists what is not protected from programs: network, processes or
+    files of this process's user.
 
     Args:
         workers: maximum number of programs that run at once; further ones wait in order. None: number of cores of this process.
         isolation: "process", "bubblewrap", or "auto" (bubblewrap if it works on this machine, else process).
+        judge: "" to run programs, or "/path/file.py:function": a function that itself executes the programs that it gets, such as
+            verl's grading code. It runs like a program, with limits and without rights.
+
+    Attributes:
+        deaths: number of supervisors that died, or that were killed because they did not answer.
 
     Raises:
         SandboxError: ``isolation`` is "bubblewrap", and bubblewrap does not work on this machine.
         ValueError: ``workers`` is below 1, or ``isolation`` is unknown.
     """
 
-    def __init__(self, workers: int | None = None, isolation: str = "auto") -> None:
-        super().__init__(workers, Start(choose_isolation(isolation)))
+    def __init__(self, workers: int | None = None, isolation: str = "auto", judge: str = "") -> None:
+        size = len(os.sched_getaffinity(0)) if workers is None else workers
+        if size < 1:
+            raise ValueError(f"workers must be at least 1, found {workers!r}")
+        self.deaths = 0
+        self._isolation = _choose_isolation(isolation)
+        self._judge = judge
+        self._slots = asyncio.Semaphore(size)
+        self._idle: list[_Supervisor] = []
+        self._all: set[_Supervisor] = set()
+        self._closed = False
+        self._warned = False
 
     async def run(self, code: str, case: Case, limits: Limits | None = None) -> ExecutionResult:
         """Runs the program ``code`` on a test case. Cancelling this call stops the program at once.
 
-        If the worker process dies, the program runs again on another worker. If that one dies too, the verdict is "killed".
+        If the supervisor dies, the program runs again below another one. If that one dies too, the verdict is "killed".
 
         Raises:
-            SandboxError: no worker can be started, or the sandbox is closed.
+            SandboxError: no supervisor can be started, or the sandbox is closed.
         """
-        limits = limits or Limits()
-        result, _ = await self._run(limits, WorkerRequest(limits.numbers(), code, asdict(case)))
-        return result
+        return await self._run(code, asdict(case), limits or Limits())
+
+    async def call_judge(self, arguments: Mapping[str, Any], limits: Limits | None = None) -> ExecutionResult:
+        """Calls the judge with keyword arguments. ``value`` of the result is what it returned, as JSON of at most 1 MB.
+
+        A program that the judge executed may have forged this value. Raises and cancels as :meth:`run`.
+        """
+        return await self._run("", {"kind": "judge", "arguments": dict(arguments)}, limits or Limits())
+
+    async def _run(self, code: str, case: dict[str, Any], limits: Limits) -> ExecutionResult:
+        request = {"limits": limits.numbers(), "code": code, "case": case}
+        for _ in range(2):
+            async with self._slots:
+                supervisor = await self._take(limits.memory)
+                can_go_on = False
+                try:
+                    answer = await supervisor.run(request, limits)
+                    can_go_on = True
+                    return await _result_of(answer)
+                except asyncio.CancelledError:
+                    can_go_on = await _finished(supervisor.stop())
+                    raise
+                except _LOST as error:
+                    if self._closed:
+                        raise SandboxError("the sandbox is closed") from None
+                    self.deaths += 1
+                    logger.warning("rl-accel: a supervisor of programs died (%r)", error)
+                finally:
+                    if can_go_on and not self._closed:
+                        self._idle.append(supervisor)
+                    else:
+                        await _finished(self._end(supervisor))
+        return ExecutionResult("killed", reason="two supervisors died while running it")
+
+    async def _take(self, memory: int) -> _Supervisor:
+        while self._idle:
+            supervisor = self._idle.pop()
+            if supervisor.process.poll() is None and not supervisor.reader.at_eof():
+                return supervisor
+            self.deaths += 1  # it died while idle: no program is to blame
+            await self._end(supervisor)
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-I", program_process.__file__, str(theirs.fileno())]
+        if self._isolation == "bubblewrap":
+            command = [*_bubblewrap(memory, self._judge), *command]
+        libraries = os.environ.get("LD_LIBRARY_PATH", "")
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "LD_LIBRARY_PATH": libraries},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        supervisor = _Supervisor(process, ours, *await asyncio.open_connection(sock=ours))
+        self._all.add(supervisor)
+        try:
+            folder = _temporary_folder()
+            supervisor.send({"isolation": self._isolation, "judge": self._judge, "memory": memory, "folder": folder})
+            ready = await asyncio.wait_for(supervisor.read(), _START_SECONDS)
+            if ready["problem"]:
+                raise SandboxError(ready["problem"])
+        except BaseException as error:
+            await _finished(self._end(supervisor))
+            if isinstance(error, _LOST):
+                raise SandboxError(f"a supervisor of programs cannot be started: {error!r}") from error
+            raise
+        if ready["shared"] and not self._warned:
+            self._warned = True
+            logger.warning("rl-accel: untrusted programs share this user's %s", " and ".join(ready["shared"]))
+        return supervisor
+
+    async def close(self) -> None:
+        """Ends all supervisors. Stops running programs, whose callers get a SandboxError."""
+        self._closed = True
+        while self._all:
+            await asyncio.gather(*map(self._end, list(self._all)), return_exceptions=True)
+        self._idle.clear()
+
+    def abandon(self) -> None:
+        """Shuts down the sockets of all supervisors, so that they end by themselves. For a closed event loop."""
+        for supervisor in self._all:
+            with contextlib.suppress(OSError):
+                supervisor.channel.shutdown(socket.SHUT_RDWR)
+
+    async def _end(self, supervisor: _Supervisor) -> None:
+        try:
+            await supervisor.end()
+        finally:
+            self._all.discard(supervisor)
 
 
-class Graders(WorkerPool):
-    """Pool of worker processes that call a grader (a function that computes the reward of a response). Use it from one event loop.
+async def _finished(work: Any) -> Any:
+    """Awaits ``work`` to its end, even if this task is cancelled again."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    return task.result()
 
-    Without isolation, the grader is trusted. A worker process imports it once and serves call after call. If a call exceeds the
-    limit ``wall``, the only one that is enforced, its process and all that this has started are killed, and a new process takes its
-    place. Concurrent calls run in several processes, which share no state. They have the environment, ``sys.path``, working folder,
-    output and log format of this process. Arguments and return values are pickled.
 
-    Isolation is for a grader that executes the code that it grades. Each call runs in its own forked process, and all limits are
-    enforced. The grader is imported with a minimal environment, and sees only installed packages and ``readable``. Text that a call
-    prints becomes ``output`` of the result. The return value crosses as JSON of at most 1 MB. Threads that the grader's module
-    starts at import do not exist in the calls. Example, with verl's judge of programs::
+async def _result_of(answer: dict[str, Any]) -> ExecutionResult:
+    """Returns the result in the answer of a supervisor. Raises ValueError if it has another form."""
+    texts = [answer.get(name) for name in ("verdict", "reason", "output")]
+    seconds = [answer.get(name) for name in ("wall", "cpu")]
+    if not all(isinstance(text, str) for text in texts) or not all(type(number) is float for number in seconds):
+        raise ValueError("a supervisor sent an answer of another form")
+    verdict: Any = answer["verdict"]
+    if verdict not in _VERDICTS:
+        raise ValueError(f"a supervisor sent the verdict {verdict!r}")
+    value = None
+    if verdict == "done":
+        text = str(answer.get("value"))
+        value = await asyncio.to_thread(json.loads, text) if len(text) > _LONG_ANSWER_BYTES else json.loads(text)
+    return ExecutionResult(
+        verdict, value, wall=answer["wall"], cpu=answer["cpu"], reason=answer["reason"], output=answer["output"]
+    )
 
-        Graders("/path/of/prime_code/testing_util.py:run_test", isolation="auto")
 
-    Args:
-        target: import path of the grader, "module:function" or "/path/file.py:function". The file is added to ``readable``.
-        workers: maximum number of calls that run at once; further ones wait in order. None: number of cores of this process.
-        arguments: None if ``target`` is the grader. Else ``target`` is a function that returns the grader; each worker calls it
-            once with these keyword arguments.
-        isolation: None for a trusted grader; else "auto", "process" or "bubblewrap", as for a :class:`Sandbox`. "process" does not
-            hide files that every user may read or, without root, files of this user.
-        readable: files and folders that the grader reads at import or in a call.
-        in_thread: True to call a trusted grader in a thread other than the main thread, as stock verl does.
-        computing: maximum number of worker processes of a trusted grader while its calls mostly compute. While they mostly wait,
-            for example for a server, up to ``workers`` processes are started. None: as many as ``workers``.
-        environment: environment variables for a trusted grader, in addition to those of this process.
-        setup: function, "module:function", that is called with ``environment`` before the import of a trusted grader.
-        constants: keyword arguments that are the same objects in all calls, by name. Each process gets them once, at its start.
-        folder: working folder during the import of a trusted grader; "" for the folder of this process, which calls always have.
+def _choose_isolation(wanted: str) -> str:
+    if wanted not in ("auto", "process", "bubblewrap"):
+        raise ValueError(f"isolation must be auto, process or bubblewrap, found {wanted!r}")
+    problem = bubblewrap_problem() if wanted != "process" else ""
+    if wanted == "bubblewrap" and problem:
+        raise SandboxError(f"bubblewrap does not work here: {problem}")
+    return "process" if wanted == "process" or problem else "bubblewrap"
 
-    Raises:
-        SandboxError, ValueError: as for a :class:`Sandbox`. Also ValueError if ``target`` has another form.
+
+@functools.cache
+def bubblewrap_problem() -> str:
+    """Returns the reason why bubblewrap cannot be used on this machine, or "" if bubblewrap works."""
+    if shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    done = subprocess.run([*_bubblewrap(1 << 20, ""), "true"], capture_output=True, text=True)
+    return "" if done.returncode == 0 else done.stderr.strip()[:200]
+
+
+def _bubblewrap(memory: int, judge: str) -> list[str]:
+    """Returns the words to put before a command so that the command runs under bubblewrap.
+
+    The command then sees only the interpreter, the system's programs and the judge. It has no network, and a private /tmp of
+    ``memory`` bytes.
+    """
+    bwrap = shutil.which("bwrap") or "bwrap"  # the environment of supervisors has another PATH
+    standard = os.path.dirname(os.__file__)
+    ends = ("-packages", f"{os.sep}lib-dynload")
+    installed = [path for path in map(str, sys.path) if path.startswith(standard) or path.endswith(ends)]
+    libraries = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
+    shown += [sys.base_prefix, sys.prefix, *installed, *libraries, program_process.__file__]
+    shown += [judge.rpartition(":")[0]] if judge else []
+    no_namespaces = []  # a program could mount files that are not counted; bubblewrap has the option since 0.8
+    if "--disable-userns" in subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout:
+        no_namespaces = ["--disable-userns"]
+    private = ["--dev", "/dev", "--proc", "/proc"]
+    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
+        private += ["--size", str(memory), "--tmpfs", folder]
+    return [
+        *(bwrap, *private),
+        *(word for path in shown for word in ("--ro-bind-try", path, path)),  # last: an interpreter may lie below /tmp
+        *("--remount-ro", "/dev", "--remount-ro", "/"),
+        *("--unshare-all", "--unshare-user", *no_namespaces, "--uid", "1000", "--gid", "1000", "--as-pid-1"),
+        *("--die-with-parent", "--new-session", "--"),
+    ]
+
+
+def _temporary_folder() -> str:
+    """Returns Python's folder for temporary files, or /tmp if programs under test could not enter that folder."""
+    folder = Path(tempfile.gettempdir()).resolve()
+    is_closed = os.geteuid() == 0 and not all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
+    return "/tmp" if is_closed else str(folder)
+
+
+async def execute_program(
+    executor: LimitedExecutor,
+    sandbox: Sandbox,
+    prompt: str,
+    code: str,
+    cases: Sequence[Case],
+    teach: bool = True,
+    early_stop: bool = False,
+) -> list[ExecutionResult]:
+    """Runs the program ``code`` on its test cases. Returns the results in the order of the test cases.
+
+    With ``early_stop``, the test cases run one after another, and the first one that does not pass is the last.
     """
 
-    def __init__(
-        self,
-        target: str,
-        workers: int | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        isolation: str | None = None,
-        readable: Sequence[str | Path] = (),
-        in_thread: bool = False,
-        computing: int | None = None,
-        environment: Mapping[str, str] | None = None,
-        setup: str = "",
-        constants: Mapping[str, Any] | None = None,
-        folder: str = "",
-    ) -> None:
-        where, _, name = target.rpartition(":")
-        if not where or not name:
-            raise ValueError(f"target must be 'module:function' or '/path/file.py:function', found {target!r}")
-        if "/" in where or where.endswith(".py"):
-            # A trusted grader behind a link reads files next to the link; an isolated one sees the target of a link only.
-            where = str(Path(where).resolve() if isolation else Path(where).absolute())
-            readable = [*readable, where]
-        isolation = choose_isolation(isolation) if isolation is not None else ""
-        # Python ignores other entries of its path, such as a ``Path``.
-        path = installed_path() if isolation else [entry for entry in sys.path if isinstance(entry, str)]
-        known, logs = dict(environment or {}), {} if isolation else _logging_here()
-        start = Start(isolation, folder, f"{where}:{name}", path, in_thread, False, known, setup, logs)
-        self._trusted, self._target, self._constants = not isolation, target, dict(constants or {})
-        payload = self._packed((None if arguments is None else dict(arguments), self._constants))
-        super().__init__(workers, start, payload, [str(Path(item).resolve()) for item in readable], computing)
+    async def one(number: int) -> ExecutionResult:
+        return await executor.execute(
+            prompt,
+            str(number),
+            lambda limits: sandbox.run(code, cases[number], limits),
+            lambda result: result.verdict == "passed",
+            teach,
+        )
 
-    async def call(
-        self, kwargs: Mapping[str, Any], limits: Limits | None = None, args: Sequence[Any] = ()
-    ) -> ExecutionResult:
-        """Calls the grader. If a trusted grader changes an argument that is a dict or a list, the caller's object changes, too.
-
-        Cancelling this call stops the grader, and all processes that it started, at once. If the worker process dies, the grader is
-        called again on another worker. If that one dies too, the verdict is "killed".
-
-        Raises:
-            SandboxError: the grader cannot be imported, an argument cannot be pickled, no worker can be started, or this pool is
-                closed.
-        """
-        constants = self._constants
-        names = [name for name, value in kwargs.items() if name in constants and value is constants[name]]
-        sent = {name: value for name, value in kwargs.items() if name not in names}
-        payload = self._packed((tuple(args), sent, names))
-        limits = limits or Limits()
-        result, pickled = await self._run(limits, WorkerRequest(limits.numbers()), payload)
-        if not pickled:
-            return result
-        failed = result.verdict == "error"
-        try:
-            if not self._trusted:  # a hostile program may have written it, so it is never unpickled
-                return replace(result, value=await asyncio.to_thread(json.loads, pickled))
-            content = pickle.loads(pickled)
-            value, changes = (content, {}) if failed else content
-        except Exception as error:
-            reason = f"its value cannot be read: {type(error).__name__}: {error}"
-            # that of a failed call is an exception whose class cannot be imported here
-            return result if failed else replace(result, verdict="error", reason=reason)
-        for name, changed in changes.items():
-            argument = args[name] if isinstance(name, int) else kwargs[name]
-            argument.clear()
-            (argument.update if isinstance(argument, dict) else argument.extend)(changed)
-        return replace(result, error=value) if failed else replace(result, value=value)
-
-    def _packed(self, arguments: Any) -> bytes:
-        try:
-            return dumps(arguments)
-        except Exception as error:
-            raise SandboxError(
-                f"{self._target} runs in another process, to which its arguments cannot be sent: {error}"
-            ) from error
+    if not early_stop:
+        return await gather_until(map(one, range(len(cases))))
+    results: list[ExecutionResult] = []
+    for number in range(len(cases)):
+        results.append(await one(number))
+        if results[-1].verdict != "passed":
+            break
+    return results
 
 
-def _logging_here() -> dict[str, Any]:
-    """Returns arguments of ``logging.basicConfig`` that give another process the level and format of this process's log."""
-    handlers = logging.getLogger().handlers
-    formatters = [handler.formatter for handler in handlers if type(handler.formatter) is logging.Formatter]
-    known = [{"format": each._fmt, "datefmt": each.datefmt} for each in formatters if "%(" in (each._fmt or "")]
-    return {"level": logging.getLogger().level, **(known[0] if known else {})} if handlers else {}
+_BLOCK = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PYTHON = ("python", "python3", "py")
+
+
+def program_of(response: str) -> str | None:
+    """Returns the last Python code block of a response, else the last code block without a language, else None."""
+    blocks = _BLOCK.findall(response)
+    for languages in (_PYTHON, ("",)):
+        programs = [code for language, code in blocks if language.lower() in languages]
+        if programs:
+            return str(programs[-1])
+    return None
+
+
+_METHOD = """
+
+if {name!r} not in globals() and "Solution" in globals():
+    {name} = getattr(Solution(), {name!r})
+"""
+
+
+def cases_of(tests: Any) -> tuple[list[Case], str]:
+    """Parses test cases: a mapping ``{"inputs": [...], "outputs": [...]}``, or this mapping as JSON text.
+
+    Without the key ``fn_name``, an input is the program's standard input and an output is the expected standard output. Both are
+    text or lists of lines.
+
+    With the key ``fn_name``, the program defines a function of this name, perhaps as a method of a class ``Solution``. An input is
+    the list of the function's arguments, or text with one argument as JSON per line. An output is the expected return value, or its
+    JSON if the input is text.
+
+    Returns the test cases, and code to append to the program, which makes a method of ``Solution`` available as a function.
+
+    Raises:
+        ValueError: ``tests`` has another form.
+    """
+    try:
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        pairs, name = list(zip(tests["inputs"], tests["outputs"], strict=True)), tests.get("fn_name")
+        if not pairs:
+            raise ValueError("there is none")
+        if name is None:
+            return [Case("stdin", _text(given), _text(wanted)) for given, wanted in pairs], ""
+        if not str(name).isidentifier():
+            raise ValueError(f"fn_name {name!r} is no function's name")
+        return [_call(str(name), given, wanted) for given, wanted in pairs], _METHOD.format(name=str(name))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"test_cases wants as many inputs as outputs ({error!r}), found {str(tests)[:100]}") from error
+
+
+def _call(name: str, given: Any, wanted: Any) -> Case:
+    if isinstance(given, str):
+        arguments = [json.loads(line) for line in given.split("\n") if line.strip()]
+        expected = wanted if isinstance(wanted, str) else json.dumps(wanted)
+    else:
+        arguments, expected = list(given), json.dumps(wanted)
+    return Case("call", json.dumps([name, arguments]), expected)
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,12 +1,14 @@
 """Reads rewards from the results of graders, and makes a substitute reward for each response whose grader was stopped."""
 
+import asyncio
 import contextlib
-import copy
 import logging
 import math
 import numbers
+import pickle
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,17 +16,24 @@ import numpy as np
 
 from rl_accel.errors import RlAccelError
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.reward.anchor_store import LocalAnchors
-from rl_accel.reward.execution import ExecutionResult
+from rl_accel.reward.adaptive_timeout import LocalAnchors
+from rl_accel.reward.grader_process import dumps
+from rl_accel.reward.limited_executor import ExecutionResult
 
 logger = logging.getLogger("rl_accel")
 
 _MOST_WARNINGS = 100
+_POLL_SECONDS = 0.2
+"""Seconds between two looks for the first reward of a data source. Chosen by hand."""
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
 
 
 class GraderError(RlAccelError, RuntimeError):
     """A grader ended without a result and without an exception: its process died, or exceeded a limit other than the time limit."""
+
+
+async def _exchange_nothing() -> None:
+    """Exchanges nothing, for a process without others."""
 
 
 @dataclass
@@ -35,8 +44,8 @@ class Scores:
     stand-in if its grader raised an exception or if training cannot use its reward. Without the flag, the framework gets this
     exception or reward.
 
-    A stand-in has the form (number, or keys of a dict) of earlier rewards of its source (a grader or a data source), or else of
-    another source, because a batch with several forms would end the run with an error.
+    A stand-in has the form (number, or keys of a dict) of other rewards of its source (a grader or a data source), because a batch
+    with several forms would end the run with an error, or lose keys. The first reward of a source in the whole job decides.
 
     Args:
         flags: settings, of which ``correct_above``, ``timeout_score`` and ``score_errors`` are used.
@@ -48,6 +57,9 @@ class Scores:
         correct_keys: keys of a dict reward that may hold the number that tells whether the answer is correct. The first of these
             keys that the dict has is used.
         numbers_only: True if training cannot use a reward without a number.
+        exchange: async function that exchanges the forms of rewards with other processes.
+        shape_seconds: maximum seconds for which a stand-in waits for the first reward of its source. Then it has the form of
+            another source.
     """
 
     flags: RewardTimeoutFlags
@@ -56,7 +68,9 @@ class Scores:
     number_keys: Sequence[str]
     correct_keys: Sequence[str]
     numbers_only: bool
-    _examples: dict[str, Any] = field(default_factory=dict, init=False)
+    exchange: Callable[[], Awaitable[None]] = _exchange_nothing
+    shape_seconds: float = 30.0
+    _without_shape: set[str] = field(default_factory=set, init=False)
     _worst: dict[str, float] = field(default_factory=dict, init=False)
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
@@ -76,7 +90,7 @@ class Scores:
             return f"it returned no list of {size} rewards"
         return next((problem for reward in rewards if (problem := self._problem_of_one(reward, teach))), "")
 
-    def reward_of(self, result: ExecutionResult, source: str, teach: bool, size: int | None = None) -> Any:
+    async def reward_of(self, result: ExecutionResult, source: str, teach: bool, size: int | None = None) -> Any:
         """Returns the reward in ``result``, or after a timeout, a stand-in: a substitute reward with the score ``timeout_score``.
 
         With the flag ``score_errors``, also returns a stand-in after another failure.
@@ -93,7 +107,7 @@ class Scores:
         problem = self.problem(result, size, teach)
         if not problem:
             for reward in _rewards(result, size):
-                self._examples[source] = copy.copy(reward) if type(reward) in (dict, list) else reward
+                self._learn_shape(source, reward)
                 number = _number_in(reward, self.number_keys)
                 if number is not None:
                     self._worst[source] = min(number, self._worst.get(source, math.inf))
@@ -109,7 +123,7 @@ class Scores:
                 raise result.error or GraderError(f"no reward for a response from {source}: {problem}")
             score = f"Such responses get {self.flags.timeout_score:g}, and are counted; this is logged once"
             self._warn(source, problem.split(":")[0], f"no reward for a response from {source}: {problem}. {score}")
-        return self._stand_in(source) if size is None else [self._stand_in(source) for _ in range(size)]
+        return await self._stand_in(source) if size is None else [await self._stand_in(source) for _ in range(size)]
 
     def _problem_of_one(self, reward: Any, teach: bool) -> str:
         if reward is None:
@@ -124,20 +138,41 @@ class Scores:
 
     def _compare(self, source: str) -> None:
         """Logs a warning if ``timeout_score`` exceeds the lowest score from ``source``: a timeout would beat a wrong answer."""
-        worst, score = self._worst.get(source, math.inf), self.flags.timeout_score
+        worst = self._worst.get(source, math.inf)
+        score = self.flags.timeout_score
         if score > worst:
             wrong = f"a stopped answer from {source} gets {score:g}, more than the {worst:g} of a wrong one"
             self._warn(source, "timeout_score", f"{wrong}: set rl_accel.reward_timeout.timeout_score")
 
-    def _stand_in(self, source: str) -> Any:
+    def _learn_shape(self, source: str, reward: Any) -> None:
+        """Keeps the stand-in of ``source``, for all processes of the job. Pickled, because each response gets a copy."""
+        if source in self.anchors.shapes:
+            return
         score = self.flags.timeout_score
-        example: Any = self._examples.get(source, next(iter(self._examples.values()), None))
-        if isinstance(example, Mapping):
-            empty = {key: _empty(value) for key, value in example.items()}
-            return {**empty, **dict.fromkeys(self.keys or {"score"} & empty.keys(), score)}
-        if type(example) in (list, tuple):
-            return type(example)(score if _is_number(value) else _empty(value) for value in example)
-        return dict.fromkeys(self.keys, score) if self.keys else score
+        stand_in: Any = score
+        if isinstance(reward, Mapping):
+            empty = {key: _empty(value) for key, value in reward.items()}
+            scored = self.keys or {"score"} & empty.keys()
+            stand_in = {**empty, **dict.fromkeys(scored, score)}
+        elif type(reward) in (list, tuple):
+            stand_in = type(reward)(score if _is_number(value) else _empty(value) for value in reward)
+        elif self.keys:
+            stand_in = dict.fromkeys(self.keys, score)
+        self.anchors.shapes[source] = dumps(stand_in)
+
+    async def _stand_in(self, source: str) -> Any:
+        """Returns the stand-in of ``source``. Waits for the first reward of ``source`` if running executions may give it."""
+        shapes = self.anchors.shapes
+        give_up_at = time.monotonic() + self.shape_seconds
+        while source not in shapes and source not in self._without_shape:
+            await self.exchange()
+            if not (self.anchors.running or self.anchors.running_elsewhere) or time.monotonic() > give_up_at:
+                self._without_shape.add(source)
+            elif source not in shapes:
+                await asyncio.sleep(_POLL_SECONDS)
+        if source not in shapes and not shapes:
+            return dict.fromkeys(self.keys, self.flags.timeout_score) if self.keys else self.flags.timeout_score
+        return pickle.loads(shapes.get(source, next(iter(shapes.values()))))
 
     def _warn(self, source: str, kind: str, text: str) -> None:
         if (source, kind) not in self._warned and len(self._warned) < _MOST_WARNINGS:

@@ -432,5 +432,5 @@ class Player:
             return seconds
         limit = self._timeout.limit(key).wall
         taken = min(seconds, limit)
-        self._timeout.record(key, taken, taken, seconds <= limit, seconds > limit)
+        self._timeout.record(key, taken, taken, seconds <= limit)
         return taken

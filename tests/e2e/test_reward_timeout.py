@@ -22,7 +22,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     share = right / max(len(solution_str), 1)
     return {"score": share, "acc": share > 0.1, "length": len(solution_str)}
 """
-VICTIMS = {2: "ray::AnchorStore", 3: "rl_accel/reward/worker", 5: "ray::RewardLoopWorker"}
+VICTIMS = {2: "ray::AnchorStore", 3: "rl_accel/reward/grader_process", 5: "ray::RewardLoopWorker"}
 """What is killed once so many steps are logged, by its command line."""
 
 
@@ -79,7 +79,7 @@ def test_training_goes_on_whatever_is_killed(left):
 
 def test_the_metrics_say_what_happened(left):
     assert set(left.numbers("applied")) == {1.0}
-    assert sum(left.numbers("store_restarts")) in (1, 2)  # the reward worker that is killed may own the store
+    assert sum(left.numbers("store_unreachable")) >= 1
     assert sum(left.numbers("reward_workers_lost")) == 1
     assert sum(left.numbers("workers_replaced")) >= 1
     assert sum(left.numbers("errors")) == 0

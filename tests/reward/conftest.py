@@ -19,9 +19,9 @@ class Processes:
         self.is_alive = lambda pid: not gone(pid)
 
     def workers(self):
-        """First process of each living worker: its reaper, or bubblewrap."""
+        """Living supervisors of programs (or bubblewrap), and hosts of graders."""
         own = (child for child in psutil.process_iter(["ppid", "cmdline"]) if child.info["ppid"] == os.getpid())
-        return [child for child in own if "reward/worker/" in " ".join(child.info["cmdline"] or ())]
+        return [child for child in own if "_process.py" in " ".join(child.info["cmdline"] or ())]
 
     def below(self, pid):
         """Returns the ids of all living descendants of ``pid``, parents before their children."""
@@ -33,13 +33,20 @@ class Processes:
         return pids + [lower for child in pids for lower in self.below(child)]
 
     async def executing(self):
-        """Waits for workers that execute something, and returns their first processes.
+        """Waits for supervisors below which a program runs, and returns the pids of the programs.
 
-        What a worker executes leads a session of its own. A worker that starts has processes below it too, its trial of namespaces.
+        A program has another user, or another session, than the supervisor and the first process of its namespace.
         """
         return await self.eventually(
-            lambda: [one for one in self.workers() if any(map(self._leads_session, self.below(one.pid)[1:]))]
+            lambda: [pid for one in self.workers() for pid in self.below(one.pid) if self.is_program(pid)]
         )
+
+    def is_program(self, pid):
+        """Whether a process runs in the folder of a program."""
+        try:
+            return os.readlink(f"/proc/{pid}/cwd").endswith("/run")
+        except OSError:
+            return False
 
     async def eventually(self, condition, seconds=60.0):
         """Waits until ``condition()`` is true, and returns its result."""
@@ -48,12 +55,6 @@ class Processes:
             assert time.monotonic() < last, "it did not come to pass"
             await asyncio.sleep(0.01)
         return found
-
-    def _leads_session(self, pid):
-        try:
-            return os.getsid(pid) == pid
-        except ProcessLookupError:
-            return False
 
 
 @pytest.fixture(params=["process", "bubblewrap"])

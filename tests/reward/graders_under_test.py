@@ -58,21 +58,6 @@ def make(factor):
     return times
 
 
-def make_reader(path):
-    text = Path(path).read_text()
-
-    def read(paths):
-        texts = [text]
-        for other in paths:
-            try:
-                texts.append(Path(other).read_text())
-            except OSError as error:
-                texts.append(type(error).__name__)
-        return texts
-
-    return read
-
-
 def make_number():
     return 7
 

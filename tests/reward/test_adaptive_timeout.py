@@ -81,37 +81,43 @@ def test_a_share_of_limits_is_the_full_budget_so_that_a_slow_correct_answer_can_
     assert policy.learned("a").wall == 15.5
 
 
-@pytest.mark.parametrize(("base", "slower"), [(0.3, 8), (1.0, 2), (1.0, 4), (1.0, 8), (3.0, 4)])
-@pytest.mark.parametrize("stops_are_reported", [True, False])
-def test_limits_are_suspended_before_a_slow_day_costs_right_answers(base, slower, stops_are_reported):
-    """All answers are right; from the second epoch on a machine, or a judge, takes some times longer."""
+@pytest.mark.parametrize("slower", [4.0, 8.0])
+def test_limits_are_widened_on_a_slow_day_by_two_slow_probes_among_a_hundred(slower):
+    """All answers are right; from the second epoch on a machine, or a judge, takes several times longer."""
     draw, policy = random.Random(0), AdaptiveTimeout()
-    for epoch in range(3):
-        killed = 0
+    killed = []
+    for epoch in range(4):
+        killed.append(0)
         for key in map(str, range(500)):
             for limit in [policy.limit(key) for _ in range(8)]:
-                seconds = base * (slower if epoch else 1) * draw.lognormvariate(0, 0.3)
+                seconds = 3 * (slower if epoch else 1) * draw.lognormvariate(0, 0.3)
                 if seconds <= limit.wall:
                     policy.record(key, seconds, seconds, correct=True)
                 else:
-                    killed += 1
-                    if stops_are_reported:
-                        policy.record(key, limit.wall, limit.wall, correct=False, stopped=True)
-        assert killed < 0.002 * 4000, epoch
-    assert policy.era == 1, "once, and limits are learned again"
-    assert policy.limit("0").reason == "adaptive"
+                    killed[-1] += 1
+    assert policy.scale > policy.flags.scale
+    assert killed[0] < 8
+    assert killed[-1] < 8, killed
 
 
-def test_limits_are_not_suspended_by_hangs_or_by_answers_that_differ_as_before():
-    draw, policy = random.Random(0), AdaptiveTimeout(RewardTimeoutFlags(probe_share=0.0))
-    adaptive = 0
+@pytest.mark.parametrize(("between", "widens"), [(99, True), (100, False)])
+def test_two_slow_probes_count_only_if_they_are_among_a_hundred(between, widens):
+    policy = taught(3.0, 3.0, 3.0, probe_share=1.0)
+    answers = [
+        policy.limit("a").reason and policy.record("a", seconds, 0.0, True)
+        for seconds in (9.0, *[1.0] * (between - 1), 40.0)
+    ]
+    assert answers == [False] * between + [widens]
+    assert policy.scale == (3.0 if widens else 1.5)
+
+
+def test_limits_are_not_widened_by_hangs_or_by_answers_that_differ_as_before():
+    draw, policy = random.Random(0), AdaptiveTimeout()
     for number in range(40_000):
         key, hangs, seconds = str(number // 8 % 500), draw.random() < 0.05, 3 * draw.lognormvariate(0, 0.3)
         limit = policy.limit(key)
-        adaptive += limit.reason == "adaptive"
-        policy.record(key, limit.wall if hangs else seconds, 0.0, not hangs, stopped=hangs or seconds > limit.wall)
-    assert policy.era == 0
-    assert adaptive > 0.98 * (40_000 - 4_000)
+        policy.record(key, min(limit.wall, 1e9 if hangs else seconds), 0.0, not hangs and seconds <= limit.wall)
+    assert policy.scale == policy.flags.scale
 
 
 def test_the_keys_not_used_for_longest_are_forgotten():
@@ -167,4 +173,3 @@ def test_a_state_is_json_and_comes_back_and_a_foreign_or_damaged_one_is_refused(
     with pytest.raises(ValueError, match=message):
         policy.load_state_dict(state)
     assert policy.limit("a").wall == 6.5
-    assert (policy.expected("a"), policy.expected("z"), policy.expected("z", 7.0)) == (4.0, 30.0, 7.0)

@@ -1,11 +1,13 @@
-"""Tests graders, persistent or isolated: values, state, errors, hangs, and processes that a stopped call has started."""
+"""Tests processes of trusted graders: values, state, errors, hangs, and processes that a stopped call has started."""
 
 import asyncio
 import logging
 import math
 import os
 import re
+import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -15,14 +17,15 @@ from pathlib import Path
 import pytest
 import requests
 
-from rl_accel.reward import worker, worker_pool
-from rl_accel.reward.sandbox import Graders, Limits, SandboxError
+from rl_accel.reward import grader_process
+from rl_accel.reward import graders as graders_module
+from rl_accel.reward.graders import Graders, SandboxError
+from rl_accel.reward.limited_executor import Limits
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).with_name("graders_under_test.py")
 SHORT = Limits(wall=1.0, cpu=1.0)
-AS_ROOT = os.geteuid() == 0
 
 
 @pytest.fixture
@@ -41,10 +44,10 @@ async def test_a_value_comes_back_as_it_was(graders):
         assert result.value == value
 
 
-async def test_arguments_may_have_a_position_and_what_the_grader_changes_in_them_is_changed_here(graders):
+async def test_arguments_may_have_a_position_and_are_copies(graders):
     pool, notes, texts = graders("add_notes"), {"old": 1}, ["a"]
     result = await pool.call({"texts": texts}, None, (notes, 5))
-    assert (result.value, notes, texts) == (5, {"new": 5}, ["a", "b"])
+    assert (result.value, notes, texts) == (5, {"old": 1}, ["a"])
 
 
 class Heavy:
@@ -76,48 +79,37 @@ async def test_a_file_is_found_by_its_own_path_even_if_it_is_a_link_to_a_file_wi
     assert (await pool.call({})).value == "next to the link"
 
 
-FORGED = r"""
-import os
-os.write(200, b'{"verdict": "done", "reason": ""}' + b"\ncos\nsystem\n(Vtouch evil\ntR.")
-os._exit(0)
-"""
-
-
 @pytest.mark.parametrize(
-    ("isolation", "kwargs", "verdict", "reason"),
+    ("kwargs", "verdict", "reason"),
     [
-        (None, {"code": "raise ValueError('no such thing')"}, "error", "ValueError: no such thing"),
-        (None, {"codes": ""}, "error", "TypeError: .*unexpected keyword argument"),
-        (None, {"code": "import threading; score = threading.Lock()"}, "error", "pickle '_thread.lock'"),
-        (None, {"code": "import time; time.sleep(600)"}, "timeout", "wall limit"),
-        (None, {"code": "while True: pass"}, "timeout", "(cpu|wall) limit"),
-        (None, {"code": "import os; os._exit(3)"}, "killed", "its process ended with 3"),
-        ("process", {"code": "score = bytearray(8 << 30)"}, "error", "MemoryError"),
-        ("process", {"code": "while True: pass"}, "timeout", "limit"),
-        ("process", {"code": "import fractions\nscore = fractions.Fraction(1, 2)"}, "error", "returns numbers, text"),
-        ("process", {"code": FORGED}, "error", "its value cannot be read: JSONDecodeError"),
+        ({"code": "raise ValueError('no such thing')"}, "error", "ValueError: no such thing"),
+        ({"codes": ""}, "error", "TypeError: .*unexpected keyword argument"),
+        ({"code": "import threading; score = threading.Lock()"}, "error", "pickle '_thread.lock'"),
+        ({"code": "import time; time.sleep(600)"}, "timeout", "wall limit"),
+        ({"code": "while True: pass"}, "timeout", "wall limit"),
+        ({"code": "import os; os._exit(3)"}, "killed", "its process ended with 3"),
     ],
 )
-async def test_what_goes_wrong_has_its_verdict(isolation, kwargs, verdict, reason, graders):
-    limits = Limits(wall=5, cpu=1, memory=256 << 20) if isolation else SHORT
-    pool = graders("execute", isolation=isolation)
-    result = await pool.call(kwargs, limits)
+@pytest.mark.parametrize("is_forked", [True, False], ids=["forked", "imported by each process"])
+async def test_what_goes_wrong_has_its_verdict(is_forked, kwargs, verdict, reason, graders, monkeypatch):
+    monkeypatch.syspath_prepend(HERE.parent)
+    pool = graders("execute", modules=() if is_forked else ("starts_a_thread",))
+    result = await pool.call(kwargs, SHORT)
     assert result.verdict == verdict, result
     assert result.value is None
     assert re.search(reason, result.reason), result
     if "sleep" in kwargs.get("code", ""):
         assert result.wall >= 1.0
-        assert result.cpu < 1.0
-        assert result.waited < result.wall
     assert (await pool.call({"code": "score = 1"})).value == 1, "the next call is not affected"
     assert pool.deaths == 0
 
 
-async def test_a_grader_that_a_signal_ends_is_killed_whatever_earlier_calls_have_used(graders):
+async def test_a_call_whose_process_a_signal_ends_is_made_again_once(tmp_path, graders):
     pool = graders("execute")
-    await pool.call({"code": "import time\nwhile time.process_time() < 1.5: pass"}, Limits(wall=60, cpu=60))
-    result = await pool.call({"code": "import os; os.kill(os.getpid(), 9)"}, SHORT)
-    assert (result.verdict, result.reason) == ("killed", "its process ended with -9")
+    dies = f"import os\nwith open({str(tmp_path / 'calls')!r}, 'a') as file: file.write('x')\nos.kill(os.getpid(), 9)"
+    result = await pool.call({"code": dies}, SHORT)
+    assert (result.verdict, result.reason) == ("killed", "a signal ended two processes that called it")
+    assert ((tmp_path / "calls").read_text(), pool.deaths) == ("xx", 2)
 
 
 async def test_a_trusted_grader_may_compute_on_more_cores_than_one(graders):
@@ -133,15 +125,15 @@ async def test_a_module_may_have_ended_children_reaped_by_the_kernel(tmp_path, c
     assert [(await pool.call({"text": "a"})).value for _ in range(2)] == ["a", "a"]
 
 
-async def test_a_worker_waits_for_the_rest_of_a_message_where_the_user_has_set_a_default_timeout_of_sockets():
+async def test_a_process_waits_for_the_rest_of_a_message_where_the_user_has_set_a_default_timeout_of_sockets():
     """``socket.setdefaulttimeout`` makes sockets non-blocking, and a process that inherits such a socket does not know it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.setblocking(False)
-        data = worker.encode({"a": 1}, b"payload")
+        data = grader_process.encode({"a": 1})
         ours.sendall(data[:-1])
         threading.Timer(0.2, ours.sendall, [data[-1:]]).start()
-        assert worker.Channel(theirs).next() == ({"a": 1}, b"payload")
+        assert grader_process.Channel(theirs).receive() == {"a": 1}
 
 
 async def test_a_grader_whose_import_ends_its_process_is_named_even_if_a_child_lives_on(tmp_path, closed_later):
@@ -150,13 +142,12 @@ async def test_a_grader_whose_import_ends_its_process_is_named_even_if_a_child_l
         await closed_later(Graders(f"{tmp_path / 'g.py'}:compute", 1)).call({})
 
 
-async def test_calls_of_a_trusted_grader_share_its_module_and_isolated_ones_nothing_but_the_import(graders):
+async def test_quick_calls_share_the_module_of_one_process(graders):
     code = "import builtins\nscore = builtins.calls = getattr(builtins, 'calls', 0) + 1"
-    for isolation, seen in ((None, [1, 2, 3, 4]), ("process", [1, 1, 1, 1])):
-        pool = graders("execute", 4, isolation=isolation)
-        one_by_one = [(await pool.call({"code": code})).value for _ in range(2)]
-        together = await asyncio.gather(*(pool.call({"code": code}) for _ in range(2)))
-        assert [*one_by_one, *sorted(result.value for result in together)] == seen, "quick calls keep to one worker"
+    pool = graders("execute", 4)
+    one_by_one = [(await pool.call({"code": code})).value for _ in range(2)]
+    together = await asyncio.gather(*(pool.call({"code": code}) for _ in range(2)))
+    assert [*one_by_one, *sorted(result.value for result in together)] == [1, 2, 3, 4]
 
 
 async def test_calls_that_wait_run_at_once_and_draw_other_random_numbers(tmp_path, graders):
@@ -201,15 +192,6 @@ async def test_graders_that_cannot_be_forked_have_no_more_workers_than_asked_for
     assert len({result.value for result in results}) == 1
 
 
-async def test_a_limit_that_rises_holds_for_the_wait_for_an_answer_too(monkeypatch, graders):
-    monkeypatch.setattr(worker_pool, "_GRACE_SECONDS", 0.5)
-    pool = graders("execute", isolation="process")
-    await pool.call({"code": "score = 1"}, Limits(wall=100))  # the worker is there
-    limits = Limits(wall=1.0, latest=lambda: (100.0, 100.0), check_seconds=0.1)
-    result = await pool.call({"code": "import time; time.sleep(3); score = 1"}, limits)
-    assert (result.verdict, result.value, pool.deaths) == ("done", 1, 0)
-
-
 async def test_a_file_called_like_a_package_that_it_imports_and_classes_of_its_own(tmp_path, closed_later):
     text = "import enum\nfrom psutil import Process\nclass Own(dict): pass\nclass Kind(enum.IntEnum):\n    RIGHT = 1\n"
     text += "class Bad(Exception): pass\ndef score(raises):\n    if raises: raise Bad('no')\n"
@@ -238,13 +220,11 @@ async def test_what_a_grader_started_lives_as_long_as_it_and_ends_at_once_when_s
     assert processes.is_alive(int(first.read_text()))
     task = asyncio.create_task(pool.call({"path": str(second), "seconds": 600.0}))
     daemon = int(await processes.eventually(lambda: second.exists() and second.read_text()))
-    workers = processes.workers()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not processes.is_alive(daemon)
-    assert not processes.is_alive(int(first.read_text()))
-    assert processes.workers() == workers
+    await processes.eventually(lambda: not processes.is_alive(daemon))
+    await processes.eventually(lambda: not processes.is_alive(int(first.read_text())))
 
 
 async def test_the_caller_environment_folder_and_output_are_the_graders(monkeypatch, capfd, graders):
@@ -270,10 +250,10 @@ async def test_a_grader_logs_as_it_would_in_the_callers_process(tmp_path, monkey
 async def test_a_factory_is_called_once_and_the_callers_path_is_searched(tmp_path, monkeypatch, graders, closed_later):
     result = await graders("make", arguments={"factor": 3}).call({"value": 4})
     assert result.value == {"value": 12, "made_before": True}
-    (tmp_path / "watch.py").write_text("def score(x): return x + 1\n")
+    (tmp_path / "scores.py").write_text("def score(x): return x + 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     sys.path.append(tmp_path)  # a Path, as scripts of users add it by mistake
-    of_module = closed_later(Graders("watch:score", 1))  # a name that one of the worker's own files has
+    of_module = closed_later(Graders("scores:score", 1))  # a name that one of our own files has
     assert (await of_module.call({"x": 1})).value == 2
 
 
@@ -311,7 +291,7 @@ async def test_an_import_that_fails_says_where(tmp_path, closed_later):
 
 async def test_a_process_that_cannot_be_started_for_any_reason_is_an_error_of_the_call(monkeypatch, graders):
     monkeypatch.setattr(socket, "socketpair", lambda: math.sqrt(-1))
-    with pytest.raises(SandboxError, match=r"a worker cannot be started: ValueError\('math domain error'\)"):
+    with pytest.raises(SandboxError, match=r"a process of .* cannot be started: ValueError\('math domain error'\)"):
         await asyncio.wait_for(graders("echo").call({"value": 1}), 30)
 
 
@@ -325,7 +305,8 @@ async def test_a_grader_that_only_one_process_can_import_serves_all_calls_from_i
     pool = closed_later(Graders(f"{tmp_path}/port.py:judge", 4))
     results = await asyncio.gather(*(pool.call({}) for _ in range(4)))
     assert [(result.verdict, result.value) for result in results] == [("done", 1.0)] * 4
-    assert "the number of grader processes stays at 1, because another cannot start: OSError: [Errno 98]" in caplog.text
+    assert "1 processes serve" in caplog.text
+    assert "because another cannot start: OSError: [Errno 98]" in caplog.text
 
 
 async def test_until_a_process_has_given_a_correct_answer_it_has_the_time_that_others_needed(graders):
@@ -346,54 +327,10 @@ async def test_until_a_process_has_given_a_correct_answer_it_has_the_time_that_o
     assert 2.0 < stopped.wall < 20.0, "twice the second of the first process, and the limit"
 
 
-async def test_a_call_is_made_again_once_if_its_worker_dies(processes, tmp_path, graders):
-    pool = graders("sleep")
-    task = asyncio.create_task(pool.call({"path": str(tmp_path)}, Limits(wall=100)))
-    for number in (1, 2):
-        await processes.eventually(lambda number=number: len(list(tmp_path.iterdir())) == number)
-        (worker,) = processes.workers()
-        if number == 2:
-            waiting = asyncio.create_task(pool.call({}, SHORT))
-            await asyncio.sleep(0.5)  # longer than a waiting call waits for a second worker, of which there is none
-        worker.kill()
-    result = await task
-    assert (result.verdict, result.reason) == ("killed", "two workers died while running it")
-    assert pool.deaths == 2
-    assert (await asyncio.wait_for(waiting, 60)).verdict == "timeout", "who waited for that worker gets the next one"
-
-
-async def test_a_limited_grader_may_execute_what_it_grades(graders):
-    pool = graders("execute", isolation="process")
-    for code, value in (
-        ("import os\nscore = sorted(os.environ)", ["HOME", "LANG", "PATH", "TMPDIR"]),
-        ("import os\nscore = (os.listdir('.'), os.getcwd() == os.environ['HOME'])", [[], True]),
-        ("print('x' * 10000)\nscore = 1", 1),
-        ("import numpy as n\nscore = {'a': n.float32(0.5), 'b': n.arange(2)}", {"a": 0.5, "b": [0, 1]}),
-        ("import multiprocessing as m\nscore = m.Pool(2).map(abs, [0, -1])", [0, 1]),
-    ):
-        result = await pool.call({"code": code}, Limits(wall=60, cpu=60))
-        assert (result.verdict, result.value) == ("done", value), code
-
-
-async def test_an_isolated_grader_reads_what_it_is_shown_and_no_other_file_of_the_users(isolation, tmp_path, graders):
-    shown, hidden = tmp_path / "shown", tmp_path / "hidden"
-    for path in (shown, hidden):
-        path.write_text(path.name)
-        path.chmod(0o600)
-    pool = graders("make_reader", isolation=isolation, readable=[shown], arguments={"path": str(shown)})
-    made_with, of_shown, of_hidden = (await pool.call({"paths": [str(shown), str(hidden)]})).value
-    assert made_with == "shown"
-    if isolation == "bubblewrap":
-        assert (of_shown, of_hidden) == ("shown", "FileNotFoundError")
-    elif AS_ROOT:
-        assert of_hidden == "PermissionError"
-
-
 async def test_a_script_that_forgets_to_close_ends_all_the_same(processes):
     code = f"""
 import asyncio
-from rl_accel.reward import worker, worker_pool
-from rl_accel.reward.sandbox import Graders
+from rl_accel.reward.graders import Graders
 async def main():
     graders = Graders("{HERE}:where", 1)
     print((await graders.call({{}})).value["pid"])
@@ -404,13 +341,76 @@ asyncio.run(main())
     await processes.eventually(lambda: not processes.is_alive(int(done.stdout)))
 
 
-async def test_workers_that_die_idle_are_replaced_and_no_call_is_blamed(processes, graders):
-    """A call gives up only after two workers have died over it, whatever the number that died idle."""
+async def test_processes_that_die_idle_are_replaced_and_no_call_is_blamed(processes, graders):
+    """A call gives up only after two processes have died over it, whatever the number that died idle."""
     pool = graders("echo", 3)
     for deaths in range(4):
         assert (await pool.call({"value": deaths})).value == deaths
         assert pool.deaths == deaths
-        (reaper,) = processes.workers()
-        dying = [reaper.pid, *processes.below(reaper.pid)]  # those below the reaper end a little later than it
-        reaper.kill()
-        await processes.eventually(lambda dying=dying: not any(map(processes.is_alive, dying)))
+        (host,) = processes.workers()
+        (serving,) = processes.below(host.pid)
+        os.kill(serving if deaths % 2 else host.pid, signal.SIGKILL)
+        await processes.eventually(lambda serving=serving: not processes.is_alive(serving))
+        await processes.eventually(lambda: pool._idle[0].gone)
+
+
+async def test_a_pool_that_lost_processes_while_others_started_has_all_of_them_again(
+    processes, tmp_path, graders, monkeypatch
+):
+    """Each of six calls waits until all six have begun. One process is killed as soon as there are three."""
+    code = "import os, time\nfrom pathlib import Path\n(Path({0!r}) / str(os.getpid())).touch()\n"
+    code += "while len(list(Path({0!r}).iterdir())) < 7: time.sleep(0.01)\nscore = 1"
+    pool = graders("execute", 6)
+    fork, forks = graders_module._Process.fork, []
+
+    async def killed_as_it_starts(template):
+        process = await fork(template)
+        forks.append(process)
+        if len(forks) == 3:
+            process.channel.shutdown(socket.SHUT_RDWR)
+        return process
+
+    monkeypatch.setattr(graders_module._Process, "fork", killed_as_it_starts)
+    (tmp_path / "one more").touch()
+    calls = (pool.call({"code": code.format(str(tmp_path))}, Limits(wall=300)) for _ in range(6))
+    assert [result.value for result in await asyncio.gather(*calls)] == [1] * 6
+    assert len(pool._processes) == 6
+
+
+async def test_closing_while_a_process_starts_says_that_and_not_that_it_took_long(tmp_path, closed_later, caplog):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    pool = closed_later(Graders(f"{tmp_path}/slow.py:compute", 1))
+    call = asyncio.create_task(pool.call({}))
+    while not pool._starting:
+        await asyncio.sleep(0.01)
+    await pool.close()
+    with pytest.raises(SandboxError, match="the graders are closed"):
+        await call
+    assert "300" not in caplog.text
+
+
+async def test_a_module_that_this_process_has_imported_is_not_replaced_by_a_file_of_its_name(
+    tmp_path, monkeypatch, closed_later
+):
+    """In stock, ``import statistics`` of a grader finds the module that is imported already."""
+    (tmp_path / "statistics.py").write_text("def grade(): return 'a file of the user'")
+    (tmp_path / "own.py").write_text("import statistics\ndef grade(): return statistics.mean([1, 3])")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (await closed_later(Graders("own:grade", 1)).call({})).value == statistics.mean([1, 3])
+    assert (await closed_later(Graders("statistics:mean", 1)).call({"data": [1, 3]})).value == 2
+
+
+async def test_a_process_asks_for_a_value_only_when_the_grader_reads_it(tmp_path, closed_later):
+    (tmp_path / "asks.py").write_text(
+        "import pickle\nfrom rl_accel.reward.grader_process import ask\ndef grade(name): return ask(name, 7)\n"
+    )
+    asked = []
+
+    def provide(name, version):
+        asked.append((name, version))
+        return 8, b"x"
+
+    pool = closed_later(Graders(f"{tmp_path}/asks.py:grade", 1))
+    assert (await pool.call({"name": "a"}, provide=provide)).value == (8, b"x")
+    assert (await pool.call({"name": "b"})).value == (-1, None)
+    assert asked == [("a", 7)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_accel.reward.execution import Limits
+from rl_accel.reward.limited_executor import Limits
 from rl_accel.reward.sandbox import Case, Sandbox
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,6 @@ async def test_a_program_that_had_to_wait_for_a_processor_is_not_stopped_for_tha
     result = await run(code, Limits(wall=1.6, cpu=10), spinners=2)
     assert result.verdict == "passed", result
     assert result.wall > 1.6, "it took longer than its limit"
-    assert 0.3 < result.waited < result.wall
 
 
 async def test_a_sleeper_is_stopped_beside_others_too(run):
@@ -62,20 +61,18 @@ async def test_a_sleeper_is_stopped_beside_others_too(run):
 
 
 async def test_waiting_has_a_bound_and_a_worker_whose_program_waits_is_not_taken_for_dead(monkeypatch, caplog, run):
-    monkeypatch.setattr("rl_accel.reward.worker_pool._GRACE_SECONDS", 4.0)
+    monkeypatch.setattr("rl_accel.reward.sandbox._GRACE_SECONDS", 4.0)
     result = await run(ENDLESS, Limits(wall=0.6, cpu=600), spinners=16)
     assert (result.verdict, result.reason) == ("timeout", "wall limit")
     assert "died" not in caplog.text
     if SCHEDSTAT:
         assert result.wall >= 6.0, "longer than the limit and the grace period of a worker"
-        assert result.wall - result.waited < 0.6, "what is counted was still within the limit"
 
 
 async def test_processes_that_wait_for_each_other_do_not_earn_time(run):
     code = f"import os\nfor _ in range(3): os.fork()\n{ENDLESS}"
     result = await run(code, Limits(wall=1.0, cpu=600), spinners=0)
     assert (result.verdict, result.reason) == ("timeout", "wall limit")
-    assert result.waited <= result.wall - result.cpu + 0.01
 
 
 async def test_processor_time_of_children_that_have_ended_counts(run):

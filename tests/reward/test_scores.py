@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.reward.anchor_store import LocalAnchors
-from rl_accel.reward.execution import ExecutionResult
+from rl_accel.reward.adaptive_timeout import LocalAnchors
+from rl_accel.reward.limited_executor import ExecutionResult
 from rl_accel.reward.scores import GraderError, Scores
 
 FAILED = ExecutionResult(verdict="error", value=None, reason="KeyError: 'x'")
@@ -77,31 +77,31 @@ def test_correct_is_what_scores_above_a_bound_by_the_key_then_acc_then_score():
     assert not of_verl().is_correct(done({"acc": "yes", "score": 1.0}))
 
 
-def test_a_stand_in_looks_like_rewards_of_its_source_or_else_of_another():
+async def test_a_stand_in_looks_like_rewards_of_its_source_or_else_of_another():
     scores = of_slime(timeout_score=-1.0, score_errors=True)
-    assert scores.reward_of(FAILED, "a", True) == -1.0, "nothing is known"
+    assert await scores.reward_of(FAILED, "a", True) == -1.0, "nothing is known"
     good = {"score": 1.0, "acc": True, "pred": "x", "n": 3, "other": object(), "mean": np.float32(2)}
-    assert scores.reward_of(done(good), "a", True) is good
+    assert await scores.reward_of(done(good), "a", True) is good
     empty = {"score": -1.0, "acc": False, "pred": "", "n": 0, "other": None, "mean": np.float32(0)}
-    assert scores.reward_of(FAILED, "a", True) == empty
-    assert type(scores.reward_of(FAILED, "a", True)["mean"]) is np.float32
-    assert scores.reward_of(FAILED, "b", True) == empty, "rewards of one batch have one form"
-    assert scores.reward_of(done([0.5, 0.25]), "b", True, 2) == [0.5, 0.25]
-    assert scores.reward_of(FAILED, "b", True, 2) == [-1.0, -1.0]
-    assert scores.reward_of(FAILED, "a", True) == empty
+    assert await scores.reward_of(FAILED, "a", True) == empty
+    assert type((await scores.reward_of(FAILED, "a", True))["mean"]) is np.float32
+    assert await scores.reward_of(FAILED, "b", True) == empty, "rewards of one batch have one form"
+    assert await scores.reward_of(done([0.5, 0.25]), "b", True, 2) == [0.5, 0.25]
+    assert await scores.reward_of(FAILED, "b", True, 2) == [-1.0, -1.0]
+    assert await scores.reward_of(FAILED, "a", True) == empty
 
 
-def test_a_stand_in_has_numbers_where_verl_averages_and_the_form_of_a_list():
+async def test_a_stand_in_has_numbers_where_verl_averages_and_the_form_of_a_list():
     right = enum.IntEnum("Kind", ["RIGHT"]).RIGHT
     good = {"score": 1.0, "kind": right, "exact": decimal.Decimal("0.5"), "parts": np.ones(2), "name": np.str_("x")}
     scores = of_verl()
-    scores.reward_of(done(good), "a", True)
-    result = scores.reward_of(STOPPED, "a", True)
+    await scores.reward_of(done(good), "a", True)
+    result = await scores.reward_of(STOPPED, "a", True)
     assert result.pop("parts").tolist() == [0.0, 0.0]
     assert result == {"score": 0.0, "kind": 0, "exact": 0, "name": ""}
     scores = of_slime(timeout_score=-1.0)
-    scores.reward_of(done((0.5, True, {"turns": 2}, "why")), "a", True)
-    assert scores.reward_of(STOPPED, "a", True) == (-1.0, False, {}, "")
+    await scores.reward_of(done((0.5, True, {"turns": 2}, "why")), "a", True)
+    assert await scores.reward_of(STOPPED, "a", True) == (-1.0, False, {}, "")
 
 
 def test_rewards_of_a_group_are_anything_that_has_a_length_and_items():
@@ -111,46 +111,46 @@ def test_rewards_of_a_group_are_anything_that_has_a_length_and_items():
         assert scores.problem(done(value), 2) == "it returned no list of 2 rewards"
 
 
-def test_a_stand_in_has_the_keys_that_the_framework_looks_up():
+async def test_a_stand_in_has_the_keys_that_the_framework_looks_up():
     scores = of_slime("acc", "eval_acc", timeout_score=-1.0, score_errors=True)
-    assert scores.reward_of(FAILED, "a", True) == {"acc": -1.0, "eval_acc": -1.0}
-    scores.reward_of(done({"acc": 1.0, "pred": "x"}), "a", True)
-    assert scores.reward_of(FAILED, "a", True) == {"acc": -1.0, "eval_acc": -1.0, "pred": ""}
+    assert await scores.reward_of(FAILED, "a", True) == {"acc": -1.0, "eval_acc": -1.0}
+    await scores.reward_of(done({"acc": 1.0, "pred": "x"}), "a", True)
+    assert await scores.reward_of(FAILED, "a", True) == {"acc": -1.0, "eval_acc": -1.0, "pred": ""}
 
 
-def test_errors_are_counted_apart_from_what_was_stopped_and_each_kind_logged_once(caplog):
+async def test_errors_are_counted_apart_from_what_was_stopped_and_each_kind_logged_once(caplog):
     anchors, flags = LocalAnchors(), RewardTimeoutFlags(score_errors=True)
     scores = Scores(flags, anchors, (), ("score",), ("score",), numbers_only=True)
     for result in (FAILED, ExecutionResult(verdict="error", value=None, reason="KeyError: 'y'"), done(None)):
-        assert scores.reward_of(result, "a", True) == 0.0
-    scores.reward_of(FAILED, "a", False)
-    scores.reward_of(ExecutionResult(verdict="killed", value=None, reason="memory limit"), "a", True)
-    scores.reward_of(ExecutionResult(verdict="timeout", value=None, reason="wall limit"), "a", True)
-    assert anchors.take_delta().counts == {"errors": 3.0, "eval_errors": 1.0}
+        assert await scores.reward_of(result, "a", True) == 0.0
+    await scores.reward_of(FAILED, "a", False)
+    await scores.reward_of(ExecutionResult(verdict="killed", value=None, reason="memory limit"), "a", True)
+    await scores.reward_of(ExecutionResult(verdict="timeout", value=None, reason="wall limit"), "a", True)
+    assert anchors.totals == {"errors": 3.0, "eval_errors": 1.0}
     kinds = ("KeyError: 'x'", "returned None", "memory limit")
     assert [[kind for kind in kinds if kind in line] for line in caplog.messages] == [[kind] for kind in kinds]
 
 
-def test_what_a_grader_raises_or_returns_is_for_the_framework_and_counted():
+async def test_what_a_grader_raises_or_returns_is_for_the_framework_and_counted():
     raised = KeyError("x")
     for scores in (of_verl(), of_slime()):
         with pytest.raises(KeyError) as found:
-            scores.reward_of(ExecutionResult(verdict="error", reason="KeyError: 'x'", error=raised), "a", True)
+            await scores.reward_of(ExecutionResult(verdict="error", reason="KeyError: 'x'", error=raised), "a", True)
         assert found.value is raised
         with pytest.raises(GraderError, match="from a: its process ended with 3"):
-            scores.reward_of(ExecutionResult(verdict="killed", reason="its process ended with 3"), "a", True)
-        assert scores.reward_of(done(None), "a", True) is None
-        assert scores.reward_of(ExecutionResult(verdict="timeout"), "a", True) == 0.0
-        assert scores.anchors.take_delta().counts == {"errors": 2.0}
+            await scores.reward_of(ExecutionResult(verdict="killed", reason="its process ended with 3"), "a", True)
+        assert await scores.reward_of(done(None), "a", True) is None
+        assert await scores.reward_of(ExecutionResult(verdict="timeout"), "a", True) == 0.0
+        assert scores.anchors.totals == {"errors": 2.0}
 
 
-def test_a_stopped_answer_that_scores_more_than_a_wrong_one_is_said_once(caplog):
+async def test_a_stopped_answer_that_scores_more_than_a_wrong_one_is_said_once(caplog):
     scores = of_verl()
-    scores.reward_of(done({"score": 0.5}), "a", True)
-    assert scores.reward_of(STOPPED, "a", True) == {"score": 0.0}
+    await scores.reward_of(done({"score": 0.5}), "a", True)
+    assert await scores.reward_of(STOPPED, "a", True) == {"score": 0.0}
     assert not caplog.messages
-    scores.reward_of(done(-1.0), "a", True)
+    await scores.reward_of(done(-1.0), "a", True)
     for _ in range(2):
-        scores.reward_of(STOPPED, "a", True)
+        await scores.reward_of(STOPPED, "a", True)
     (line,) = caplog.messages
     assert "from a gets 0, more than the -1 of a wrong one: set rl_accel.reward_timeout.timeout_score" in line

@@ -1,13 +1,14 @@
 """Runs a grader of slime in a separate process.
 
-slime's process packs slime's arguments and samples for that process. There, :func:`make` returns a function for
-:class:`rl_accel.reward.sandbox.Graders`. This function calls the grader, and returns what the grader has changed in the samples.
+slime's process packs the samples for that process. There, :func:`make` returns a function for
+:class:`rl_accel.reward.graders.Graders`. This function calls the grader, and returns what the grader has changed in the samples.
 """
 
 import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import pickle
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from slime.rollout import rm_hub
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
-from rl_accel.reward.worker import dumps
+from rl_accel.reward.grader_process import ask, dumps
 
 MAKE = f"{__name__}:make"
 _CLASS = "__class__"
@@ -85,27 +86,79 @@ def unsent_restored(changed: Any, original: Any) -> Any:
     return changed
 
 
-class Arguments:
-    """Copy of slime's arguments, packed by :func:`pack`, that each grader process gets at its start.
+class Provider:
+    """Answers a grader's process that reads one of slime's arguments (:class:`LazyArguments`), in slime's process.
 
-    Each call of the grader also sends the :meth:`changes` since this copy was made.
+    An argument that no grader reads is never pickled, and one that has not changed is pickled once. A change inside a value is
+    noticed only if the value is a dict or a list.
     """
 
-    def __init__(self, args: Any) -> None:
-        self._known = dict(vars(args))
-        self.packed = pack(self._known, "args")
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, bytes, int]] = {}
+        self._versions = itertools.count(1)
 
-    def changes(self, args: Any) -> Packed:
-        """Returns the arguments in ``args`` that have changed since this object was created, packed by :func:`pack`.
+    def provide(self, args: Any, name: str, version: int) -> tuple[int, bytes | None]:
+        """Answers :func:`rl_accel.reward.grader_process.ask`. Without a name, the answer is the list of all names."""
+        values = vars(args)
+        if not name:
+            return 0, dumps(list(values))
+        if name not in values:
+            return -1, None
+        value = values[name]
+        known, packed, newest = self._known.get(name, (None, b"", 0))
+        if not newest or value is not known or isinstance(value, dict | list):
+            packed_now = pack({name: value}, "args")[name]
+            if packed_now != packed:
+                newest = next(self._versions)
+            self._known[name] = value, packed_now, newest
+        return newest, None if newest == version else self._known[name][1]
 
-        A change inside a value is noticed only if the value is a dict or a list.
-        """
-        known = self._known
-        items = vars(args).items()
-        new = {
-            name: item for name, item in items if item is not known.get(name, known) or isinstance(item, dict | list)
-        }
-        return {name: data for name, data in pack(new, "args").items() if data != self.packed.get(name)}
+
+class LazyArguments(Namespace):
+    """slime's arguments in a grader's process, which reads each of them from slime's process when the grader uses it.
+
+    What the grader sets stays in this process.
+    """
+
+    __slots__ = ("_read", "_versions")
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "_read", set())
+        object.__setattr__(self, "_versions", {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known, value = self._versions.get(name, (0, None))
+        version, packed = ask(name, known)
+        if version < 0:
+            raise AttributeError(f"slime's arguments have no {name}")
+        if packed is not None:
+            value = _unpack({name: packed}, "args")[name]
+            self._versions[name] = version, value
+        self._read.add(name)
+        _own_values(self)[name] = value
+        return value
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """All arguments, for ``vars(args)`` and copies."""
+        for name in pickle.loads(ask("", 0)[1] or dumps([])):
+            getattr(self, name)
+        return _own_values(self)
+
+    def forget(self) -> None:
+        """Has the next call of the grader read the arguments again, which may have changed."""
+        for name in self._read:
+            _own_values(self).pop(name, None)
+        self._read.clear()
+
+
+def _own_values(arguments: Namespace) -> dict[str, Any]:
+    """Returns the attributes that ``arguments`` has now, without the property of :class:`LazyArguments`."""
+    (descriptor,) = (vars(base)["__dict__"] for base in Namespace.__mro__ if "__dict__" in vars(base))
+    values: dict[str, Any] = descriptor.__get__(arguments)
+    return values
 
 
 def pack_sample(sample: Any, whole: bool) -> Packed:
@@ -120,23 +173,22 @@ def pack_sample(sample: Any, whole: bool) -> Packed:
     return pack({**fields, **own_class}, "sample")
 
 
-def make(args: Packed, grader: str | None) -> Callable[..., Any]:
-    """Returns a function ``grade(samples, single, kwargs, args)``, which calls a grader in this process.
+def make(grader: str | None, rm_type: str | None) -> Callable[..., Any]:
+    """Returns a function ``grade(samples, single, kwargs)``, which calls a grader in this process.
 
     ``grade`` returns :data:`Graded` and takes these arguments:
         samples: samples, each packed by :func:`pack_sample`.
         single: True if the grader takes a sample, not a list of samples.
         kwargs: further keyword arguments of the grader.
-        args: those of slime's arguments that have changed since :func:`make` was called, packed.
 
     Args:
-        args: all of slime's arguments, packed by :func:`pack`.
         grader: dotted path of the user's grader; None: slime's own grader for the sample's ``rm_type``.
+        rm_type: slime's argument, to prepare slime's own grader.
     """
-    arguments = Namespace(**_unpack(args, "args"))
+    arguments = LazyArguments()
     arguments.custom_rm_path = grader
     if grader is None:
-        _warm_up(arguments)
+        _warm_up(rm_type)
     function = rm_hub.async_rm if grader is None else load_function(grader)
     # One event loop for all calls, because a grader may keep a session that belongs to the loop.
     runner = asyncio.Runner()
@@ -152,32 +204,27 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
             value = runner.run(_await(start))  # a plain function that starts tasks
         return runner.run(_await(lambda: value)) if inspect.isawaitable(value) else value
 
-    def grade(samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any], args: Packed) -> Graded:
+    def grade(samples: tuple[Packed, ...], single: bool, kwargs: dict[str, Any]) -> Graded:
         unpacked = [_unpack_sample(packed) for packed in samples]
-        known = [(sample, pack(vars(sample), "sample")) for sample in unpacked]
+        before = [(sample, pack(vars(sample), "sample")) for sample in unpacked]
         positions = {id(sample): place for place, sample in enumerate(unpacked)}
-        own = vars(arguments)
-        before = {name: own[name] for name in args if name in own}
-        own |= _unpack(args, "args")
         try:
             value = call(unpacked, single, kwargs)
         finally:
-            for name in args:
-                own.pop(name, None)
-            own |= before
+            arguments.forget()
         order = [positions[id(sample)] for sample in unpacked if id(sample) in positions]
-        return value, [_changes(*pair) for pair in known], order
+        return value, [_changes(*pair) for pair in before], order
 
     return grade
 
 
-def _warm_up(arguments: Any) -> None:
+def _warm_up(rm_type: str | None) -> None:
     """Grades a made-up sample, so that slime's own grader does its lazy imports before this process is forked for calls."""
     metadata: dict[str, Any] = {"instruction_id_list": [], "kwargs": []}
     sample = Sample(prompt="", response="</think>\\boxed{\\frac{1}{2}}", label="0.51", metadata=metadata)
-    if arguments.rm_type and not arguments.rm_type.endswith("remote_rm"):
+    if rm_type and not rm_type.endswith("remote_rm"):
         with contextlib.suppress(Exception):
-            asyncio.run(rm_hub.async_rm(arguments, sample))
+            asyncio.run(rm_hub.async_rm(Namespace(rm_type=rm_type, custom_rm_path=None), sample))
 
 
 async def _await(call: Callable[[], Any]) -> Any:

@@ -24,18 +24,22 @@ from slime.utils.misc import load_function
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import REWARD_TIMEOUT
-from rl_accel.integrations.ray import grader_cluster
-from rl_accel.integrations.ray.reward_anchors import Collector, StoreClient, flush_here
+from rl_accel.integrations.ray.reward_anchors import Collector, StoreClient, flush_here, in_this_job
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.reward_timeout import RM_HOOK, check, grader_worker
-from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
 from rl_accel.integrations.slime.rollout_log import LoggedRollout
 from rl_accel.log import warn_once
-from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, AdaptiveTimeout
-from rl_accel.reward.anchor_store import LocalAnchors
-from rl_accel.reward.execution import ExecutionResult, Limits, gather_until, run_within
-from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
-from rl_accel.reward.sandbox import Graders, Sandbox
+from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, AdaptiveTimeout, LocalAnchors
+from rl_accel.reward.graders import Graders
+from rl_accel.reward.limited_executor import (
+    ExecutionResult,
+    LimitedExecutor,
+    Limits,
+    gather_until,
+    prompt_key,
+    run_within,
+)
+from rl_accel.reward.sandbox import Sandbox, cases_of, execute_program, program_of
 from rl_accel.reward.scores import Scores
 from rl_accel.switch import forget_when_off
 
@@ -104,15 +108,24 @@ class Grading:
         self.store_client = StoreClient(self.anchors, path)
         self._workers = flags.workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
         limits = Limits(memory=flags.memory_mb << 20)
-        full, for_programs = flags.maximum or FULL_BUDGET, flags.maximum or PROGRAM_BUDGET
+        full = flags.maximum or FULL_BUDGET
+        for_programs = flags.maximum or PROGRAM_BUDGET
         self._program_executor = LimitedExecutor(self.anchors, self._workers, limits, for_programs)
         self._executor = LimitedExecutor(self.anchors, self._workers, limits, full)
         self._awaited_executor = LimitedExecutor(self.anchors, _MOST_AWAITED, limits, full, flags.limit_waiting)
         # Keys of the score in a reward, as in slime: one key for training, and perhaps another key for evaluations.
         keys = [key for key in (args.reward_key, args.eval_reward_key) if key]
         number_keys = keys[:1] or ["acc", "score"]
-        self._scores = Scores(flags, self.anchors, keys, number_keys, number_keys, numbers_only=False)
-        self._args = grader_worker.Arguments(args)
+        self._scores = Scores(
+            flags,
+            self.anchors,
+            keys=keys,
+            number_keys=number_keys,
+            correct_keys=number_keys,
+            numbers_only=False,
+            exchange=self.store_client.exchange,
+        )
+        self._provider = grader_worker.Provider()
         self._pools: dict[str | None, Graders] = {}
         self._sandbox: Sandbox | None = None
 
@@ -136,10 +149,10 @@ class Grading:
             if not in_loop:
                 return await self._run_in_process(spec, args, given, kwargs, limits)
             if spec.function is not None:
-                return await run_within(spec.function(args, given, **kwargs), limits, spec.name)
+                return await run_within(spec.function(args, given, **kwargs), limits)
             own_args = copy.copy(args)
             own_args.custom_rm_path = None
-            return await run_within(rm_hub.async_rm(own_args, given, **kwargs), limits, spec.name)
+            return await run_within(rm_hub.async_rm(own_args, given, **kwargs), limits)
 
         if spec.name == "code":
             result = await self._run_program(prompt, sample, teach)
@@ -152,7 +165,7 @@ class Grading:
             raise ConfigError(
                 f"rl_accel.reward_timeout wants an --rm-type that slime has, found {spec.name!r}: {result.reason}"
             )
-        return self._scores.reward_of(result, spec.name, teach, size)
+        return await self._scores.reward_of(result, spec.name, teach, size)
 
     def _spec_of(self, args: Any, sample: Any) -> GraderSpec:
         path = self.flags.grader or sample.custom_rm_path  # slime itself ignores custom_rm_path in a list
@@ -176,15 +189,15 @@ class Grading:
             self._pools[path] = Graders(
                 grader_worker.MAKE,
                 self._workers,
-                {"args": self._args.packed, "grader": path},
-                environment=grader_cluster.environment(),
-                setup=grader_cluster.SETUP,
+                arguments={"grader": path, "rm_type": args.rm_type},
+                defaults=in_this_job(),
             )
         is_list = isinstance(given_samples, list)
         samples = given_samples if is_list else [given_samples]
         packed = tuple(grader_worker.pack_sample(sample, whole=path is not None) for sample in samples)
-        call = {"samples": packed, "single": not is_list, "kwargs": kwargs, "args": self._args.changes(args)}
-        result = await self._pools[path].call(call, replace(limits, kind=spec.name))
+        call = {"samples": packed, "single": not is_list, "kwargs": kwargs}
+        provide = functools.partial(self._provider.provide, args)
+        result = await self._pools[path].call(call, replace(limits, kind=spec.name), provide=provide)
         if result.verdict != "done":
             return result
         value, changes, order = result.value
@@ -210,14 +223,18 @@ class Grading:
 
     def abandon(self) -> None:
         """Ends all grader processes and the sandbox after the event loop has been closed."""
-        for pool in filter(None, [*self._pools.values(), self._sandbox]):
+        for pool in self._open():
             pool.abandon()
 
     async def close(self) -> None:
         """Ends all grader processes and the sandbox, including graders that are still running."""
         await self.store_client.close()
-        for pool in filter(None, [*self._pools.values(), self._sandbox]):
+        for pool in self._open():
             await pool.close()
+
+    def _open(self) -> "list[Graders | Sandbox]":
+        pools: list[Graders | Sandbox] = [*self._pools.values()]
+        return [*pools, self._sandbox] if self._sandbox else pools
 
 
 OPEN: dict[asyncio.AbstractEventLoop, Grading] = {}

@@ -34,7 +34,7 @@ SECTION = "reward_timeout"
 """Name of the section of ``reward`` in verl's configuration that holds the flags, the reward manager that the user configured, and
 the path of the file with anchors (longest correct executions)."""
 
-WORKER_PART = f"{__name__}.validation.ValidationTag"
+WORKER_PART = "rl_accel.integrations.verl.reward_worker_proxy.ValidationTag"
 """Full name of this feature's mixin for verl's agent-loop workers."""
 
 _FLAG = "rl_accel.reward_timeout"

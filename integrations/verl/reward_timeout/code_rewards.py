@@ -1,6 +1,6 @@
 """verl's two code rewards (``prime_code`` and ``sandbox_fusion``), with a separate, time-limited execution for each test case.
 
-The scores are those of verl. ``prime_code`` runs verl's own grading code in grader processes. ``sandbox_fusion`` calls the remote
+The scores are those of verl. ``prime_code`` runs verl's own grading code in a sandbox. ``sandbox_fusion`` calls the remote
 sandbox, which enforces the time limit.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import verl
 
-from rl_accel.reward.execution import ExecutionResult, Limits, gather_until
-from rl_accel.reward.sandbox import Graders
+from rl_accel.reward.limited_executor import ExecutionResult, Limits, gather_until
+from rl_accel.reward.sandbox import Sandbox
 
 DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 """Names of the data sources that verl's ``default_compute_score`` scores by running code."""
@@ -37,7 +37,7 @@ Execute = Callable[[str, Run, Callable[[ExecutionResult], bool]], Awaitable[Exec
 """``LimitedExecutor.execute`` with the prompt already given: a function of ``case``, ``run`` and ``correct``."""
 
 
-async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool, arguments: Mapping[str, Any]) -> float:
+async def score_prime_code(execute: Execute, judge: Sandbox, early_stop: bool, arguments: Mapping[str, Any]) -> float:
     """Scores one response as ``verl.utils.reward_score.prime_code.compute_score(continuous=True)`` does, case by case.
 
     The score is 1 if all cases pass, else the pass rate of the first ten cases. For this pass rate, the program gets the input of a
@@ -46,7 +46,7 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
 
     Args:
         execute: runs a test case within the case's time limit.
-        graders: processes that run the cases; see :func:`prime_graders`.
+        judge: sandbox that runs the cases; see :func:`prime_sandbox`.
         early_stop: True to skip the cases after the first failure. The score is then 0 or 1.
         arguments: keyword arguments of the reward function.
     """
@@ -62,16 +62,15 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
     async def passes_of(kind: str, cases: list[dict[str, Any]], until_failure: bool) -> list[bool]:
         """Runs ``cases`` and returns whether the program passed each. With ``until_failure``, stops at the first failure."""
 
-        async def passes(number: int, case: dict[str, Any]) -> list[bool]:
+        async def passes(number: int, case: dict[str, Any]) -> bool:
             async def run(limits: Limits) -> ExecutionResult:
                 call = {"in_outs": case, "test": code, "timeout": math.ceil(limits.wall) + _ALARM_SECONDS}
-                return await graders.call(call, replace(limits, output_bytes=_PRIME_OUTPUT_BYTES))
+                return await judge.call_judge(call, replace(limits, output_bytes=_PRIME_OUTPUT_BYTES))
 
-            return _passes_in(await execute(f"{kind}/{number}", run, lambda result: _passes_in(result) == [True]))
+            return _has_passed(await execute(f"{kind}/{number}", run, _has_passed))
 
         tasks = (passes(number, case) for number, case in enumerate(cases))
-        results = await gather_until(tasks, lambda passed: until_failure and not all(passed))
-        return list(itertools.chain.from_iterable(results))
+        return await gather_until(tasks, lambda passed: until_failure and not passed)
 
     if name is not None:
         calls = [{**cases, "inputs": [given], "outputs": [wanted]} for given, wanted in pairs]
@@ -88,25 +87,21 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
     return sum(passed) / len(passed) if passed else float(name is None)
 
 
-def _passes_in(result: ExecutionResult) -> list[bool]:
-    """Returns a list of one boolean: whether the program passed, by the result of verl's ``run_test`` for a single input.
+def _has_passed(result: ExecutionResult) -> bool:
+    """Returns whether the program passed, by the result of verl's ``run_test`` for a single input.
 
     The program may have forged the result. All but exactly one verdict and an empty message counts as failed.
     """
-    value = result.value
-    if result.verdict != "done" or not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], list):
-        return [False]
-    passes, problem = value  # a result for each input, and a message on the first failure
-    return [len(passes) == 1 and passes[0] is True and problem == {}]
+    return result.verdict == "done" and result.value == [[True], {}] and result.value[0][0] is True
 
 
-def prime_graders(workers: int, isolation: str) -> Graders:
-    """Returns grader processes that run test cases with verl's own grading code, isolated like programs in a sandbox.
+def prime_sandbox(workers: int, isolation: str) -> Sandbox:
+    """Returns a sandbox that runs test cases with verl's own grading code.
 
-    They load only the file with the grading code, so that a program under test finds neither verl nor this package in memory.
+    It loads only the file with the grading code, so that a program under test finds neither verl nor this package in memory.
     """
     judge = Path(verl.__file__).parent / "utils" / "reward_score" / "prime_code" / "testing_util.py"
-    return Graders(f"{judge}:run_test", workers, isolation=isolation)
+    return Sandbox(workers, isolation, f"{judge}:run_test")
 
 
 async def score_fusion(

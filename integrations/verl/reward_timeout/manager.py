@@ -24,18 +24,14 @@ from verl.utils.import_utils import load_extern_object
 from rl_accel import process_start
 from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.integrations.ray import grader_cluster
-from rl_accel.integrations.ray.reward_anchors import StoreClient
-from rl_accel.integrations.verl import grader_process
+from rl_accel.integrations.ray import reward_anchors
 from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION, code_rewards
-from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION
-from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
+from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR, VALIDATION
 from rl_accel.patches.verl import interfaces
-from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, AdaptiveTimeout
-from rl_accel.reward.anchor_store import LocalAnchors
-from rl_accel.reward.execution import ExecutionResult, Limits, run_within
-from rl_accel.reward.limited_executor import LimitedExecutor, prompt_key
-from rl_accel.reward.sandbox import Graders, SandboxError
+from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, AdaptiveTimeout, LocalAnchors
+from rl_accel.reward.graders import Graders, SandboxError
+from rl_accel.reward.limited_executor import ExecutionResult, LimitedExecutor, Limits, prompt_key, run_within
+from rl_accel.reward.sandbox import Sandbox
 from rl_accel.reward.scores import Scores
 
 if TYPE_CHECKING:
@@ -85,40 +81,58 @@ class RewardTimeoutManager(RewardManagerBase):
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **given: Any) -> None:
         super().__init__(config, tokenizer, compute_score)
         section = config.reward[SECTION]
-        self._flags = flags = RewardTimeoutFlags(**section.flags)
-        self.anchors = LocalAnchors(AdaptiveTimeout(flags))
-        self._store_client = StoreClient(self.anchors, section.anchors)
+        self._flags = RewardTimeoutFlags(**section.flags)
+        self.anchors = LocalAnchors(AdaptiveTimeout(self._flags))
+        self._store_client = reward_anchors.StoreClient(self.anchors, section.anchors)
         if ray.is_initialized() and SUCCESSOR in (ray.get_runtime_context().get_actor_name() or ""):
             self.anchors.count("reward_workers_lost")
-        self._program_slots = flags.workers or _share_of_cores(config.reward.num_workers)
-        self._slots = flags.workers or min(32, (os.cpu_count() or 1) + 4)
-        limits = Limits(memory=flags.memory_mb << 20)
+        self._program_slots = self._flags.workers or _share_of_cores(config.reward.num_workers)
         self._configured = section.manager
         self.held = _configured_manager(config, tokenizer=tokenizer, compute_score=self.score, **given)
-        full, is_limited = flags.maximum, isinstance(self.held, limited.RateLimitedRewardManager)
-        if is_limited:
-            rate_limited: interfaces.RateLimitedRewardManager = self.held
-            full = full or rate_limited.timeout
-            rate_limited.timeout = None  # without a limit in asyncio.wait_for
-        full = full or FULL_BUDGET
         self._awaits = inspect.iscoroutinefunction(compute_score)
-        slots, adapts = (_AWAITED_SLOTS, flags.limit_waiting) if self._awaits else (self._slots, True)
-        # A rate-limited manager queues calls before they are executed.
-        self._executor = LimitedExecutor(self.anchors, slots, limits, full, adapts, queues=not is_limited)
         self._options = compute_score.keywords if isinstance(compute_score, functools.partial) else {}
-        slots = _FUSION_SLOTS if self._options.get("sandbox_fusion_url") else self._program_slots
-        self._program_executor = LimitedExecutor(self.anchors, slots, limits, flags.maximum or PROGRAM_BUDGET)
-        self._scores = Scores(flags, self.anchors, (), ("score",), ("acc", "score"), numbers_only=True)
+        self._slots = self._flags.workers or min(32, (os.cpu_count() or 1) + 4)
+        self._executor = self._executor_of_functions()
+        self._program_executor = LimitedExecutor(
+            self.anchors,
+            slots=_FUSION_SLOTS if self._options.get("sandbox_fusion_url") else self._program_slots,
+            limits=Limits(memory=self._flags.memory_mb << 20),
+            maximum=self._flags.maximum or PROGRAM_BUDGET,
+        )
+        self._scores = Scores(
+            self._flags,
+            self.anchors,
+            keys=(),
+            number_keys=("score",),
+            correct_keys=("acc", "score"),
+            numbers_only=True,
+            exchange=self._store_client.exchange,
+        )
         self._is_verls_own = _is_verls_own(compute_score)
         self._target, self._reward_kwargs = _target_of(config, compute_score)
         tokenizers = {k: v for k, v in given.items() if k == "reward_model_tokenizer" and v is not None}
         self._constants = tokenizers | self._reward_kwargs
-        self._graders: dict[str, Graders] = {}
+        self._pools: dict[str, Graders | Sandbox] = {}
         self._deaths = 0
         # Counts responses that the manager has scored without the reward function; None once that has been called.
         self._uncalled: Iterator[int] | None = itertools.count(1)
         if not (self._is_verls_own or self._awaits):
             self._function.warm_up()  # verl's own function may score only code, which other processes run
+
+    def _executor_of_functions(self) -> LimitedExecutor:
+        full = self._flags.maximum
+        is_limited = isinstance(self.held, limited.RateLimitedRewardManager)
+        if is_limited:
+            rate_limited: interfaces.RateLimitedRewardManager = self.held
+            full = full or rate_limited.timeout
+            rate_limited.timeout = None  # without a limit in asyncio.wait_for
+        return LimitedExecutor(
+            self.anchors,
+            slots=_AWAITED_SLOTS if self._awaits else self._slots,
+            maximum=full or FULL_BUDGET,
+            adapts=self._flags.limit_waiting if self._awaits else True,
+            queues=not is_limited,  # a rate-limited manager queues calls before they are executed
+        )
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Scores the last response of ``data``, as in the base class. Cancelling this call kills the running execution.
@@ -180,7 +194,7 @@ class RewardTimeoutManager(RewardManagerBase):
 
         async def run(limits: Limits) -> ExecutionResult:
             if self._awaits:
-                return await run_within(self.compute_score(*args, **kwargs), limits, self._target)
+                return await run_within(self.compute_score(*args, **kwargs), limits)
             return await self._function.call({**kwargs, **self._reward_kwargs}, replace(limits, kind=source), args)
 
         try:
@@ -191,15 +205,16 @@ class RewardTimeoutManager(RewardManagerBase):
         except SandboxError as error:
             response.refusal = error
             raise
-        deaths = sum(graders.deaths for graders in self._graders.values())
+        deaths = sum(pool.deaths for pool in self._pools.values())
         self.anchors.count("workers_replaced", deaths - self._deaths)
         self._deaths = deaths
-        return self._scores.reward_of(result, source, teach)
+        return await self._scores.reward_of(result, source, teach)
 
     async def close(self) -> None:
-        """Ends all grader processes and stops running executions of reward functions."""
-        graders, self._graders = self._graders, {}
-        for pool in graders.values():
+        """Ends all processes of graders and programs, and stops running executions."""
+        pools = list(self._pools.values())
+        self._pools.clear()
+        for pool in pools:
             await pool.close()
 
     async def _score_code(self, prompt: str, teach: bool, arguments: dict[str, Any]) -> float:
@@ -207,21 +222,25 @@ class RewardTimeoutManager(RewardManagerBase):
         execute = functools.partial(self._program_executor.execute, prompt, teach=teach)
         if self._options.get("sandbox_fusion_url"):
             return await code_rewards.score_fusion(execute, self._options, self._flags.early_stop, arguments)
-        if "prime_code" not in self._graders:
-            self._graders["prime_code"] = code_rewards.prime_graders(self._program_slots, self._flags.isolation)
-        graders = self._graders["prime_code"]
-        return await code_rewards.score_prime_code(execute, graders, self._flags.early_stop, arguments)
+        return await code_rewards.score_prime_code(execute, self._judge, self._flags.early_stop, arguments)
+
+    @functools.cached_property
+    def _judge(self) -> Sandbox:
+        """Sandbox in which verl's own grading code runs programs."""
+        judge = self._pools["prime_code"] = code_rewards.prime_sandbox(self._program_slots, self._flags.isolation)
+        return judge
 
     @functools.cached_property
     def _function(self) -> Graders:
-        """Grader processes that call a synchronous reward function."""
-        function = self._graders[self._target] = Graders(
+        """Grader processes that call a synchronous reward function, prepared as verl prepares its reward workers."""
+        function = self._pools[self._target] = Graders(
             self._target,
             self._slots,
             in_thread=self._configured["name"] != "remote",  # as in verl
             computing=self._program_slots,
-            environment={**process_start.removed_variables(), **grader_cluster.environment()},
-            setup=grader_process.SETUP,
+            environment=process_start.removed_variables(),
+            defaults=reward_anchors.in_this_job(),
+            modules=("verl",) if os.environ.get("VERL_USE_EXTERNAL_MODULES") else (),  # verl imports these modules
             constants=self._constants,
             folder=process_start.folder(),
         )

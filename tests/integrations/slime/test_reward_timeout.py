@@ -60,11 +60,22 @@ def judged(end_grading):
     return make
 
 
+_counted: dict[str, dict[str, float]] = {}
+
+
+def _since(anchors):
+    """What was counted since the last call."""
+    before = _counted.get(anchors.process, {})
+    _counted[anchors.process] = dict(anchors.totals)
+    found = {name: amount - before.get(name, 0.0) for name, amount in anchors.totals.items()}
+    return {name: amount for name, amount in found.items() if amount}
+
+
 def counts():
     from rl_accel.integrations.slime.reward_timeout.rm_hook import OPEN
 
     (grading,) = OPEN.values()
-    return Counter({**grading.anchors.take_delta().counts, "anchors": len(grading.anchors.timeout)})
+    return Counter({**_since(grading.anchors), "anchors": len(grading.anchors.timeout)})
 
 
 @pytest.fixture
@@ -260,7 +271,7 @@ def test_the_graders_of_an_event_loop_that_was_closed_end(judged, sample_of, wai
         count = 0
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                count += "rl_accel/reward/worker" in " ".join(process.cmdline())
+                count += "rl_accel/reward/grader_process" in " ".join(process.cmdline())
         return count
 
     judge = judged("without_await")

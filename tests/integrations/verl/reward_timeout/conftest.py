@@ -16,7 +16,7 @@ from verl.trainer.ppo.reward import load_reward_manager
 
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.verl.reward_timeout import wire
-from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION
+from rl_accel.integrations.verl.reward_worker_proxy import VALIDATION
 from rl_accel.patches.verl.verl_run import VerlRun
 
 

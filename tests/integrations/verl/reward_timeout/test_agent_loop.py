@@ -7,7 +7,7 @@ import pytest
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, AgentLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION, ValidationTag
+from rl_accel.integrations.verl.reward_worker_proxy import VALIDATION, ValidationTag
 
 WorkerTQ = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 

@@ -87,7 +87,7 @@ def test_a_case_that_hangs_fails_alone_and_is_killed(prime):
     scores, replica = prime([hangs], STDIN, maximum=1.0, minimum=0.5)
     assert scores == [0.75]
     assert time.monotonic() - began < 20
-    counts = replica.take_delta().counts
+    counts = replica.totals
     assert (counts["executions"], counts["timeouts"], counts["correct"]) == (4, 1, 3)
     assert len(replica.timeout.anchors()) == 3, "every case has an anchor of its own"
 

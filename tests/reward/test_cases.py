@@ -1,11 +1,10 @@
-"""Tests reading programs and test cases of a code reward in the forms of slime's data. Needs no slime."""
+"""Tests reading programs and test cases of a code reward in the forms of slime's data."""
 
 import json
 
 import pytest
 
-from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
-from rl_accel.reward.sandbox import Case
+from rl_accel.reward.sandbox import Case, cases_of, program_of
 
 
 @pytest.mark.parametrize(
