@@ -129,7 +129,7 @@ def plan(run_dir: Path | None, lengths: str | None, **given: Any) -> None:
 def _bound_lines(run: Profile, bound: float) -> Iterator[str]:
     """Yields what a log without response times tells: an upper bound, and what a simulation needs."""
     share = f"{bound / run.step_seconds:.0%} of {format_seconds(run.step_seconds)}"
-    yield f"tail_batching would save at most {format_seconds(bound)} a step ({share}), {bound_of(run)}."
+    yield f"tail_batching would save at most {format_seconds(bound)} of generation ({share}), {bound_of(run)}."
     needed = "a run with +rl_accel.telemetry.enable=True, or --lengths with the lengths of its responses"
     yield f"The time of each response is not in this log, so that nothing is simulated: that needs {needed}."
 

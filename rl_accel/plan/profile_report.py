@@ -155,11 +155,11 @@ def _conclusion(savings: Sequence[Saving], step_seconds: float) -> str:
     best = savings[0] if savings else None
     if best is None or not best.ours or best.largest < SMALLEST_GAIN * step_seconds:
         return NOTHING_HELPS
-    what = f"{best.name}, {format_seconds(best.seconds)} a step"
     gain = f"{format_seconds(best.largest)} of {format_seconds(step_seconds)} ({best.largest / step_seconds:.0%})"
     if best.gain is not None:
+        what = f"{best.name}, {format_seconds(best.seconds)} a step"
         return f"Largest saving: {what}. {best.advice} would save about {gain}."
-    return f"Largest part that may be saved: {what}. {best.advice} would save at most {gain}."
+    return f"Largest part that may be saved: {best.name}, at most {gain}, by {best.advice}."
 
 
 def _shown(numbers: Mapping[str, float], name: str) -> str:

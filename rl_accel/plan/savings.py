@@ -114,8 +114,9 @@ def bound_of(run: Profile) -> str:
     if run.lengths is None:
         return ""
     mean, longest = run.lengths
-    bound = "a bound: what would be saved if no response were longer than the mean"
+    bound = "a bound: what generation would save if no response were longer than the mean"
     text = f"{bound} ({mean:,.0f} tokens; the longest has {longest:,.0f}), and each token took the same time"
+    text += ". Training on shorter responses is not in it"
     if run.is_v1:
         text += ". Rewards and tools count as generation here; +rl_accel.telemetry.enable=True tells them apart"
     return text

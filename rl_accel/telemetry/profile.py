@@ -182,11 +182,9 @@ class Profile:
 
     @cached_property
     def lengths(self) -> tuple[float, float] | None:
-        """Mean and longest response length in tokens, each as the mean over all logged steps; None if a step lacks them."""
-        names = ("response_length/mean", "response_length/max")
-        training = [metrics for step, metrics in self.metrics.items() if step in self.staged or names[0] in metrics]
-        known = [[metrics.get(name, 0.0) for name in names] for metrics in training]
-        if not all(0 < mean <= longest < math.inf for mean, longest in known):
+        """Mean and longest response length in tokens, each as the mean over the logged steps; None if unknown."""
+        known = [lengths for metrics in self.metrics.values() if (lengths := _lengths(metrics))]
+        if not known:
             return None
         return statistics.fmean(mean for mean, _ in known), statistics.fmean(longest for _, longest in known)
 
@@ -195,14 +193,12 @@ class Profile:
         """Most seconds of ``gen`` that could be saved: all beyond the mean length, if a rollout takes as long as its longest
         response, and this takes the same time for each token. None if unknown.
         """
-        if self.lengths is None:
-            return None
         beyond = []
         for step, seconds in self.staged.items():
-            metrics = self.metrics[step]
-            share = metrics["response_length/mean"] / metrics["response_length/max"]
-            beyond.append(seconds.get("gen", 0.0) * (1 - share))
-        return statistics.fmean(beyond)
+            if lengths := _lengths(self.metrics[step]):
+                mean, longest = lengths
+                beyond.append(seconds.get("gen", 0.0) * (1 - mean / longest))
+        return statistics.fmean(beyond) if beyond else None
 
     @cached_property
     def updates_per_batch(self) -> int | None:
@@ -240,6 +236,13 @@ class Profile:
             why = "a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)"
             missing.append(f"preemptions of {unknown} of {len(self.steps)} steps: {why}")
         return missing
+
+
+def _lengths(metrics: Mapping[str, float]) -> tuple[float, float] | None:
+    """Returns the mean and the longest response length of a step; None if they are not logged."""
+    mean = metrics.get("response_length/mean", 0.0)
+    longest = metrics.get("response_length/max", 0.0)
+    return (mean, longest) if 0 < mean <= longest < math.inf else None
 
 
 def read_run(folder: Path, warmup: int = WARMUP, prompts: int | None = None, responses: int | None = None) -> Profile:

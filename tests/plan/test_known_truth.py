@@ -129,7 +129,7 @@ def test_a_bound_of_means_and_maxima_is_above_the_truth_and_is_called_a_bound(tm
     if "V1" in framework:
         assert 0 < savings[NOTICING].at_most <= POLL_SECONDS
     output = invoke(profile, tmp_path, "--no-picture")
-    assert f"{WAITING}: a bound: what would be saved if no response were longer than the mean" in output
+    assert f"{WAITING}: a bound: what generation would save if no response were longer than the mean" in output
     if framework == "slime":
         verls_own = ("V1 trainer", "rollout_data_dir", "final_output", "+rl_accel", "bypass_mode")
         assert [word for word in verls_own if word in output] == []

@@ -171,7 +171,7 @@ def test_slime_is_profiled_as_verl_is(tmp_path, invoke):
     assert (run.stages["update_actor"], run.stages["other"]) == (2.0, pytest.approx(0))
     output = invoke(profile, tmp_path, "--no-picture")
     assert "slime's console, 12 steps, no telemetry" in output
-    assert "tail_batching, with rl-accel slime-config would save at most" in output
+    assert "by tail_batching, with rl-accel slime-config." in output
 
 
 @pytest.mark.parametrize(

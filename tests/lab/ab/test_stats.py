@@ -144,3 +144,11 @@ def test_curve_and_gain():
     assert stats.gain(data, "r") == {"before": 0, "after": 6, "gain": 6}
     assert stats.gain(data, "absent") is None
     assert stats.gain(run("a", [(1, 1, 2)], r=[1]), "r") is None
+
+
+@pytest.mark.parametrize("is_v1", [False, True])
+def test_the_seconds_of_a_step_hold_its_validation_whether_verl_counts_it_in_the_step_or_not(is_v1):
+    metrics = {"timing_s/gen": 5.0, "timing_s/testing": 4.0, "timing_s/step": 10.0}
+    if is_v1:
+        metrics |= {"timing_s/step": 6.0, "training/off_policy/trajectory_staleness/mean": 0.0}
+    assert stats.wall_seconds(metrics, Metrics()) == 10.0
