@@ -203,7 +203,8 @@ class PromptSupply:
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
         """Continues from a saved run, whose attributes had the values ``fetched`` and ``payloads``."""
-        self.fetched, self.payloads = fetched, dict(payloads)
+        self.fetched = fetched
+        self.payloads = dict(payloads)
 
 
 @dataclass
@@ -233,7 +234,8 @@ class StepResult:
         ``short_round``, ``long_round`` and ``final_round`` are 1 for the kind of this round and 0 otherwise.
         """
         values = asdict(self.round)
-        number, kind = values.pop("number"), values.pop("kind")
+        number = values.pop("number")
+        kind = values.pop("kind")
         values |= {f"{name}_round": name == kind for name in get_args(RoundKind)}
         values |= {"round": number, "rounds": 1}
         return {METRICS_PREFIX + name: float(value) for name, value in values.items() if value is not None}
@@ -344,9 +346,10 @@ class RolloutDriver:
 
     def _waits_for(self) -> str:
         """Returns a text for the log: in which states the unfinished responses are, for how long, and which prompts they answer."""
-        no_request, kinds = set(self._workers.outside_engines()), defaultdict(list)
+        without_request = set(self._workers.outside_engines())
+        kinds = defaultdict(list)
         for response_id, response in sorted(self._open.items(), key=lambda item: item[1].since):
-            tool = response.doing == "generated" and response_id in no_request
+            tool = response.doing == "generated" and response_id in without_request
             kinds["in a tool or another part of the agent loop" if tool else f"being {response.doing}"].append(response)
         texts = []
         for doing, responses in kinds.items():
@@ -359,7 +362,8 @@ class RolloutDriver:
         return "; ".join(texts) or "its workers"
 
     def _pass_on(self, event: Event) -> list[Decision]:
-        response_id, now = event.response_id, self._now()
+        response_id = event.response_id
+        now = self._now()
         if event.result is not None:
             self._results[response_id] = event.result
         if event.kind != "generated":
@@ -429,7 +433,8 @@ class RolloutDriver:
                 f"a batch needs {self.core.run.prompts_per_step}, and {self._filter_limit.setting} allows no more. The "
                 "prompts may be too hard or too easy for the model"
             )
-        in_a_row, epoch = self._rejected_in_a_row, self.supply.rows_per_epoch
+        in_a_row = self._rejected_in_a_row
+        epoch = self.supply.rows_per_epoch
         if in_a_row == epoch:
             logger.warning(
                 "rl-accel: the group filter has rejected %d prompts one after the other, a whole epoch of the data; after "

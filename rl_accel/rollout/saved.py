@@ -155,8 +155,10 @@ def restore(
             state = torch.load(file, weights_only=True)
         if not isinstance(state, dict):
             raise TypeError(f"it must hold a dict, found {type(state).__name__}")
-        saved_step, fetched = state["step"], state["rows_fetched"]
-        saved_core, payloads = state["core"], state["payloads"]
+        saved_step = state["step"]
+        fetched = state["rows_fetched"]
+        saved_core = state["core"]
+        payloads = state["payloads"]
     except Exception as error:  # a damaged file makes torch.load raise nearly any exception
         raise damaged(file, typed_line(error)) from error
     types = {"step": int, "rows_fetched": int, "core": dict, "payloads": dict}

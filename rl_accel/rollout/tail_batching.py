@@ -100,15 +100,16 @@ class _Prompt:
 class _Attempt:
     """A prompt in the current round, with the states of its responses.
 
-    A response is in ``generating``, then in ``generated``. A cancelled response is in ``cancelled`` until it has stopped. Failed
-    and stopped responses are in none of these.
+    A response is in ``generating``, then in ``generated``. A cancelled response is in ``stopping``, or in ``surplus`` once it is
+    generated, until it has stopped. Failed and stopped responses are in none of these.
 
     Attributes:
         is_refill: True if the prompt was started during the round, in place of a rejected or failed prompt.
         generating: ids of the responses that are being generated, in the order of launch.
         generated: number of tokens of each generated response, by id, in the order of completion.
         scored: ids of the scored responses.
-        cancelled: number of tokens of each cancelled response that has not stopped, by id; -1 if it is still being generated.
+        stopping: ids of the cancelled responses that are still being generated.
+        surplus: number of tokens of each cancelled response that is generated and has not stopped, by id.
         retries: for a response that replaces a failed one, number of failures before it, by id. No entry means 0.
         surplus_tokens: number of tokens of each cancelled response that has stopped.
     """
@@ -118,9 +119,13 @@ class _Attempt:
     generating: dict[int, None] = field(default_factory=dict)
     generated: dict[int, int] = field(default_factory=dict)
     scored: set[int] = field(default_factory=set)
-    cancelled: dict[int, int] = field(default_factory=dict)
+    stopping: set[int] = field(default_factory=set)
+    surplus: dict[int, int] = field(default_factory=dict)
     retries: dict[int, int] = field(default_factory=dict)
     surplus_tokens: list[int] = field(default_factory=list)
+
+    def is_cancelled(self, response_id: int) -> bool:
+        return response_id in self.stopping or response_id in self.surplus
 
     def group(self) -> Group:
         return Group(self.prompt.id, tuple(self.generated))
@@ -256,9 +261,10 @@ class TailBatching:
             attempt.generated[response_id] = tokens
             complete = len(attempt.generated) == self.run.responses_per_prompt
             return self._cancel(attempt) if complete else []
-        if attempt.cancelled.get(response_id, 0) >= 0:
+        if response_id not in attempt.stopping:
             raise ValueError(f"response_id must be of a response that is generating, but {response_id} had finished")
-        attempt.cancelled[response_id] = tokens
+        attempt.stopping.remove(response_id)
+        attempt.surplus[response_id] = tokens
         return []
 
     def response_scored(self, response_id: int, now: float) -> list[Decision]:
@@ -269,8 +275,8 @@ class TailBatching:
         attempt = self._find(response_id)
         if attempt is None:
             return []
-        if (tokens := attempt.cancelled.get(response_id, -1)) >= 0:
-            return self.response_aborted(response_id, tokens)
+        if response_id in attempt.surplus:
+            return self.response_aborted(response_id, attempt.surplus[response_id])
         if response_id not in attempt.generated or response_id in attempt.scored:
             state = "was scored before" if response_id in attempt.scored else "is still generating"
             raise ValueError(f"response_id must be of a response without a score, but {response_id} {state}")
@@ -291,7 +297,7 @@ class TailBatching:
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
-        if response_id in attempt.cancelled:
+        if attempt.is_cancelled(response_id):
             return self.response_aborted(response_id, tokens)
         if response_id in attempt.scored:
             raise ValueError(f"response_id must be of a response without a score, but {response_id} was scored before")
@@ -317,9 +323,11 @@ class TailBatching:
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
-        if response_id not in attempt.cancelled:
+        if not attempt.is_cancelled(response_id):
             raise ValueError(f"response_id must be of a cancelled response, but {response_id} was not cancelled")
-        del self._attempts[response_id], attempt.cancelled[response_id]
+        del self._attempts[response_id]
+        attempt.stopping.discard(response_id)
+        attempt.surplus.pop(response_id, None)
         self._unacknowledged -= 1
         self._waste(tokens)
         attempt.surplus_tokens.append(tokens)
@@ -528,9 +536,10 @@ class TailBatching:
 
     def _cancel(self, attempt: _Attempt, generated: bool = False) -> list[Decision]:
         """Cancels the responses of a prompt that are being generated and, with ``generated=True``, also those already generated."""
-        stopped = dict.fromkeys(attempt.generating, -1)
+        response_ids = [*attempt.generating]
+        attempt.stopping.update(attempt.generating)
+        self._unacknowledged += len(attempt.generating)
         attempt.generating.clear()
-        response_ids = [*stopped]
         if generated:
             response_ids += attempt.generated
             for response_id, tokens in attempt.generated.items():
@@ -538,10 +547,9 @@ class TailBatching:
                     del self._attempts[response_id]
                     self._waste(tokens)
                 else:
-                    stopped[response_id] = tokens
+                    attempt.surplus[response_id] = tokens
+                    self._unacknowledged += 1
             attempt.generated.clear()
-        attempt.cancelled |= stopped
-        self._unacknowledged += len(stopped)
         self._metrics.responses_cancelled += len(response_ids)
         return [Cancel(attempt.prompt.id, tuple(response_ids))] if response_ids else []
 

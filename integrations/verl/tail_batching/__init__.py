@@ -1,9 +1,13 @@
 """Tail batching on verl's V1 trainer: ``+rl_accel.tail_batching.enable=True`` on a recipe of trainer mode ``sync``.
 
 With tail batching, a rollout (a round) ends with the first prompts to complete, and the other prompts run again in a later round.
-Module ``wiring`` registers a trainer mode, and sets it and a mixin for agent-loop workers in verl's configuration. ``trainer``
-drives the state machine of the rounds in the trainer process. ``agent_loop`` defines the workers that start, cancel and report
-responses. ``servers`` wraps the rollout servers.
+The name of a file begins with the process that runs its code:
+
+- driver: ``wiring`` registers a trainer mode, and sets it and a mixin for agent-loop workers in verl's configuration.
+- trainer: ``trainer`` drives the state machine of the rounds; ``trainer_workers`` and ``trainer_servers`` call the other processes.
+- agent-loop worker: ``worker`` starts, cancels and reports responses; ``worker_servers`` sends their requests.
+- rollout server and training worker: ``remote_calls`` has what the trainer process has them call.
+- ``messages``: what workers and trainer send each other. This module: what driver and trainer read from the configuration.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +27,7 @@ ROLLOUT_N = "__rollout_n__"
 """Column of verl's data set with the number of responses to generate for a row."""
 GEN_BATCH_KEPT = f"trainer.v1.{MODE}_gen_batch_size"
 """Key of verl's configuration that keeps the user's ``data.gen_batch_size``, which rl-accel replaces by 1."""
-WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopWorker"
+WORKER_PART = "rl_accel.integrations.verl.tail_batching.worker.TailAgentLoopWorker"
 """Full name of tail batching's mixin for verl's agent-loop workers."""
 
 

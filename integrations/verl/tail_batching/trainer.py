@@ -23,8 +23,10 @@ from rl_accel.integrations.verl.tail_batching import (
     run_of,
     same_rows,
 )
-from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, StoredKeys, Workers
-from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
+from rl_accel.integrations.verl.tail_batching.messages import StoredKeys
+from rl_accel.integrations.verl.tail_batching.trainer_servers import RolloutServers
+from rl_accel.integrations.verl.tail_batching.trainer_workers import RUN, Workers
+from rl_accel.integrations.verl.tail_batching.worker_servers import TailLLMServerClient
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import AgentLoopManager, ReplayBuffer, SyncTrainer, TransferQueue
 from rl_accel.rollout import saved

@@ -30,7 +30,7 @@ def kill_one(victim: str) -> None:
 
 
 def install(module: ModuleType) -> None:
-    from rl_accel.integrations.verl.tail_batching.servers import find_dead
+    from rl_accel.integrations.verl.tail_batching.trainer_servers import find_dead
 
     update_critic = module.PPOTrainer._update_critic
 

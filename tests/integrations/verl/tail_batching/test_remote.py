@@ -22,10 +22,12 @@ from verl.workers.rollout import router
 from rl_accel.errors import RlAccelError
 from rl_accel.integrations.verl.engines import EngineSupport
 from rl_accel.integrations.verl.reward_worker_proxy import RewardWorkerProxy
-from rl_accel.integrations.verl.tail_batching import servers as servers_module
-from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, StoredKeys, Workers
-from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, ServerDied, ServerLost, Session
+from rl_accel.integrations.verl.tail_batching import trainer_servers, worker_servers
+from rl_accel.integrations.verl.tail_batching.messages import ServerLost, StoredKeys
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, require_own_queue, varies
+from rl_accel.integrations.verl.tail_batching.trainer_servers import RolloutServers
+from rl_accel.integrations.verl.tail_batching.trainer_workers import RUN, Workers
+from rl_accel.integrations.verl.tail_batching.worker_servers import ServerDied, Session
 from rl_accel.rollout.round_driver import Event, Job, StepResult, TokenRate
 
 pytestmark = pytest.mark.slow
@@ -51,12 +53,10 @@ CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "fu
 
 @pytest.fixture(scope="module", autouse=True)
 def by_value(job):
-    """Has actors get code of these modules by value: they would import verl for it, which takes longer than all else here."""
-    for module in (servers_module, router):
-        ray.cloudpickle.register_pickle_by_value(module)
+    """Has actors get code of this module by value: they would import verl for it, which takes longer than all else here."""
+    ray.cloudpickle.register_pickle_by_value(router)
     yield
-    for module in (servers_module, router):
-        ray.cloudpickle.unregister_pickle_by_value(module)
+    ray.cloudpickle.unregister_pickle_by_value(router)
 
 
 class EngineDeadError(Exception):
@@ -153,7 +153,7 @@ async def until_running(actor, request):
 
 
 async def respond(session, call):
-    servers_module.SESSION.set(session)
+    worker_servers.SESSION.set(session)
     await call()
 
 
@@ -172,7 +172,7 @@ async def start_and_cancel(call, running):
 def start_server(engine):
     """Return a new server, and what a session generates with."""
     actor = start(Server)
-    return actor, servers_module.CancellableServer(actor, engine, TokenRate(), on_death=nobody_dies)
+    return actor, worker_servers.CancellableServer(actor, engine, TokenRate(), on_death=nobody_dies)
 
 
 class TestCancelling:
@@ -216,8 +216,8 @@ class TestCancelling:
             return await call
 
         assert (await generate("validation")).token_ids == [1, 2, 3]
-        servers_module.SESSION.set(Session(1))
-        with pytest.raises(servers_module.GenerationAborted, match="after 3 tokens"):
+        worker_servers.SESSION.set(Session(1))
+        with pytest.raises(worker_servers.GenerationAborted, match="after 3 tokens"):
             await generate("training")
 
 
@@ -227,7 +227,7 @@ def client_of(balancer_of):
 
     def client_of(*names):
         servers = {name: start(Server) for name in names}
-        return servers_module.TailLLMServerClient(CONFIG, balancer_of(servers)), servers
+        return worker_servers.TailLLMServerClient(CONFIG, balancer_of(servers)), servers
 
     return client_of
 
@@ -271,7 +271,7 @@ class TestDeadServers:
             await client.generate("a", **SHORT)
         with pytest.raises(ServerLost, match=r"no rollout server is left \(one: .*Resume from the last checkpoint"):
             await client.generate("b", **SHORT)
-        other = servers_module.TailLLMServerClient(CONFIG, client._load_balancer)  # of a worker without requests
+        other = worker_servers.TailLLMServerClient(CONFIG, client._load_balancer)  # of a worker without requests
         with pytest.raises(ServerLost, match="no rollout server is left"):
             await other.generate("c", **SHORT)
 
@@ -286,13 +286,13 @@ class TestDeadServers:
 
     def test_the_dead_are_told_from_the_living(self, kill):
         one, two, three = (SimpleNamespace(servers=[start(Server) for _ in range(n)]) for n in (1, 2, 1))
-        assert asyncio.run(servers_module.find_dead([one, two, three])) == []
+        assert asyncio.run(trainer_servers.find_dead([one, two, three])) == []
         kill(two.servers[1])
-        assert asyncio.run(servers_module.find_dead([one, two, three])) == [two]
+        assert asyncio.run(trainer_servers.find_dead([one, two, three])) == [two]
         ray.get(three.servers[0].lose_engine.remote())
-        assert asyncio.run(servers_module.find_dead([one, two, three])) == [two, three]
+        assert asyncio.run(trainer_servers.find_dead([one, two, three])) == [two, three]
         ray.get(one.servers[0].lose_process.remote())
-        assert asyncio.run(servers_module.find_dead([one, two, three])) == [one, two, three]
+        assert asyncio.run(trainer_servers.find_dead([one, two, three])) == [one, two, three]
 
 
 class Replica:
@@ -382,7 +382,7 @@ class TestRevivingServers:
             ray.get(replica.server_handle.look.remote())
 
         if not answers:
-            monkeypatch.setattr(servers_module, "WATCH_SECONDS", 0.5)
+            monkeypatch.setattr(trainer_servers, "WATCH_SECONDS", 0.5)
         servers = servers_of(replica)
         servers.reach_all(call)
         assert len(calls) == 2
@@ -405,7 +405,7 @@ class TestRevivingServers:
             ray.get(call, timeout=60)
 
     def test_a_server_that_dies_in_a_weight_update_leaves_nobody_waiting(self, servers_of, kill, monkeypatch):
-        monkeypatch.setattr(servers_module, "WATCH_SECONDS", 0.5)
+        monkeypatch.setattr(trainer_servers, "WATCH_SECONDS", 0.5)
         replica, sender = Replica(), start(Server)
         replica.workers = [sender]
 
@@ -431,7 +431,7 @@ class TestRevivingServers:
             servers.revive()
 
     def test_a_watch_that_fails_looks_again(self, kill, monkeypatch):
-        monkeypatch.setattr(servers_module, "WATCH_SECONDS", 0.1)
+        monkeypatch.setattr(trainer_servers, "WATCH_SECONDS", 0.1)
         replica, ended = Replica(), threading.Event()
         kill(replica.server_handle)
         answers = itertools.chain([OSError("Ray does not answer")], itertools.repeat([replica]))

@@ -7,9 +7,9 @@ import pytest
 import transfer_queue
 from omegaconf import OmegaConf
 
-from rl_accel.integrations.verl.tail_batching import agent_loop
-from rl_accel.integrations.verl.tail_batching.agent_loop import StoredKeys, TailAgentLoopWorker
-from rl_accel.integrations.verl.tail_batching.servers import SESSION
+from rl_accel.integrations.verl.tail_batching.messages import StoredKeys
+from rl_accel.integrations.verl.tail_batching.worker import TailAgentLoopWorker
+from rl_accel.integrations.verl.tail_batching.worker_servers import SESSION
 from rl_accel.rollout.round_driver import Event, Job
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
@@ -58,8 +58,8 @@ class Worker(TailAgentLoopWorker, VerlWorker):
 @pytest.fixture(autouse=True)
 def events_wait_for_ever(monkeypatch):
     """Unless something ends the wait for more events, and the test would never end."""
-    monkeypatch.setattr(agent_loop, "GATHER_SHARE", 1e9)
-    monkeypatch.setattr(agent_loop, "GATHER_SECONDS", 1e9)
+    monkeypatch.setattr(f"{TailAgentLoopWorker.__module__}.GATHER_SHARE", 1e9)
+    monkeypatch.setattr(f"{TailAgentLoopWorker.__module__}.GATHER_SECONDS", 1e9)
 
 
 @pytest.fixture
