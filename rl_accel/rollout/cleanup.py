@@ -37,14 +37,14 @@ class Cleanups:
         is_busy: Callable[[], bool],
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Returns the result of ``code``, which runs in a task of its own.
+        """Runs ``code`` in another task and returns its result.
 
         If the caller is cancelled, cancels ``code`` and waits until it has ended. Code that goes on without a request under way is
         left in the background.
 
         Args:
             code: coroutine of a response.
-            is_busy: function that returns True while ``code`` has a request that must end first. Once ``code`` is cancelled, no
+            is_busy: function that returns True while a request of ``code`` is under way, which must end first. Once ``code`` is cancelled, no
                 further request may begin.
             is_cancelled: function that returns True if ``code`` has already received a CancelledError by another way.
 

@@ -254,7 +254,7 @@ class FilterLimit(NamedTuple):
 
 
 class FilterRejectsAll(RlAccelError, RuntimeError):
-    """Error for a run whose group filter rejects so many prompts that no batch is filled."""
+    """Error for a run whose group filter leaves too few prompts to fill a batch."""
 
 
 class RolloutDriver:

@@ -87,7 +87,7 @@ def packed(content: Any) -> bytes:
 def rows_digest(rows: Iterable[Any]) -> str:
     """Returns a text that identifies the content and the order of ``rows``: the same in every process that reads the same rows.
 
-    A row may hold anything that Arrow, JSON and Pillow return. Of values of other types, only the type counts.
+    A row may hold anything that Arrow, JSON and Pillow return. A value of another type counts by its type only.
     """
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
@@ -238,10 +238,10 @@ class Ledger:
         except (OSError, ValueError) as error:
             raise self._damaged(typed_line(error)) from error
         lines = text.split("\n")
-        half = lines.pop()
+        last_line = lines.pop()
         with contextlib.suppress(ValueError):
-            json.loads(half)
-            lines.append(half)
+            json.loads(last_line)
+            lines.append(last_line)
         return lines
 
     def _damaged(self, reason: str) -> ResumeError:

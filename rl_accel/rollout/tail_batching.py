@@ -407,7 +407,7 @@ class TailBatching:
         queue_is_full = len(self._queue) >= (self.run.flags.queue_threshold or batch_size)
         if during_validation or queue_is_full or (self._queue and surplus == batch_size):
             return "long"
-        if surplus - len(self._fresh) > self._room():
+        if surplus - len(self._fresh) > self._trainable_prompts():
             return "final"
         self._target = surplus
         return "short"
@@ -416,7 +416,7 @@ class TailBatching:
         """Returns the number of prompts that are running or complete in this round."""
         return len(self._active) + len(self._kept)
 
-    def _room(self) -> int:
+    def _trainable_prompts(self) -> int:
         """Returns how many more new prompts the batches up to the end of the run can train."""
         known = self._started() + len(self._fresh) + len(self._queue)
         return max(self._steps_left * self.run.prompts_per_step - known, 0)
@@ -445,11 +445,11 @@ class TailBatching:
         """
         decisions: list[Decision] = []
         while self._started() < self._target:
-            room = self._room()
-            if not self._fresh and room:
-                decisions.append(RequestPrompts(min(self._target - self._started(), room)))
+            trainable = self._trainable_prompts()
+            if not self._fresh and trainable:
+                decisions.append(RequestPrompts(min(self._target - self._started(), trainable)))
                 break
-            # Without room, the unsettled prompts fill all remaining batches, so there are enough deferred prompts.
+            # If no further prompt is trainable, the unsettled prompts fill all remaining batches, so there are enough deferred prompts.
             if not self._fresh and self._started() >= self.run.prompts_per_step:
                 break
             decisions.append(self._admit(from_queue=not self._fresh, is_refill=True))

@@ -181,7 +181,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     function = sglang_rollout.generate if path is None else misc.load_function(path)
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     session.began = time.monotonic()
-    # In a task of its own, because slime holds one of the places for concurrent requests until this function returns.
+    # slime allows a limited number of responses at once, and counts this response until this function returns.
     code = function(args, sample, sampling_params, **extra)
     async with agent_loop_limit(session.owner.limit) as session.limit:
         result = await session.owner.cleanups.run(code, session.is_busy, session.is_interrupted)
@@ -199,7 +199,7 @@ class Engines:
 
     Attributes:
         deaths: number of servers that have died so far.
-        gone: reason why no server can generate any more, or ''.
+        failure: reason why no server can generate any more, or ''.
         retractions: number of preemptions that the servers reported since the caller last set this to None; None: no report.
     """
 
@@ -207,7 +207,7 @@ class Engines:
         self._router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
         self._looking = asyncio.Lock()
         self.deaths = 0
-        self.gone = ""
+        self.failure = ""
         self.retractions: int | None = None
 
     async def death_since(self, deaths: int) -> str:
@@ -216,17 +216,17 @@ class Engines:
         If no death since then is known, checks the health of all servers.
         """
         async with self._looking:  # one check at a time, because all requests of a dead server fail at once
-            if self.deaths == deaths and not self.gone:
+            if self.deaths == deaths and not self.failure:
                 async with httpx.AsyncClient(timeout=PING_SECONDS, trust_env=False, verify=False) as client:
                     await self._remove_dead(client)
-        return self.gone or ("its server died" if self.deaths > deaths else "")
+        return self.failure or ("its server died" if self.deaths > deaths else "")
 
     async def _remove_dead(self, client: httpx.AsyncClient) -> None:
         """Removes dead servers from slime's router, which checks no health and would send more requests to them."""
         try:
             workers = (await client.get(f"{self._router}/workers")).json()["workers"]
         except httpx.ConnectError as error:
-            self.gone = f"the router {self._router} cannot be reached: {error}"
+            self.failure = f"the router {self._router} cannot be reached: {error}"
             return
         looks = (client.get(f"{worker['url']}/health") for worker in workers)
         answers = await asyncio.gather(*looks, return_exceptions=True)
@@ -236,7 +236,7 @@ class Engines:
             await client.delete(f"{self._router}/workers/{worker['id']}")
             self.deaths += 1
         if len(dead) == len(workers):
-            self.gone = f"no rollout server is left behind the router {self._router}"
+            self.failure = f"no rollout server is left behind the router {self._router}"
 
     async def abort(self, *orders: dict[str, Any]) -> None:
         """Sends each of ``orders`` (JSON bodies for POST ``/abort_request``) to every rollout server.
@@ -341,8 +341,8 @@ class Responses:
             return []
         while not self._events.empty():
             events.append(self._events.get())
-        if self.engines.gone:
-            raise RuntimeError(f"rl_accel.tail_batching: {self.engines.gone}. {RESUME}")
+        if self.engines.failure:
+            raise RuntimeError(f"rl_accel.tail_batching: {self.engines.failure}. {RESUME}")
         return events
 
     def outside_engines(self) -> list[int]:

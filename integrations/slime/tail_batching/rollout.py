@@ -3,6 +3,7 @@
 import copy
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,22 @@ def generate_rollout(
     return data_source.play(rollout_id)
 
 
+@dataclass(frozen=True)
+class Moment:
+    """State of the data source after a rollout.
+
+    Attributes:
+        source: copy of the data source, with slime's position in the data.
+        core: state of the rounds.
+        fetched, payloads: attributes of :class:`PromptSupply`.
+    """
+
+    source: RolloutDataSource
+    core: dict[str, Any]
+    fetched: int
+    payloads: dict[str, dict[str, Any]]
+
+
 class TailDataSource(RolloutDataSource):
     """slime's data source (``--data-source-path``), extended with tail batching. Runs the rollouts and keeps the deferred prompts.
 
@@ -79,7 +96,7 @@ class TailDataSource(RolloutDataSource):
         self._core = TailBatching(run_of(args, flags, len(self), rows_id))
         self.supply = PromptSupply(self._fetch, len(self))
         self._log = saved.Ledger(Path(args.save) / "rollout") if args.save else None
-        self._moments: dict[int, tuple[RolloutDataSource, dict[str, Any], int, dict[str, dict[str, Any]]]] = {}
+        self._moments: dict[int, Moment] = {}
         self._engines = Engines(args)
         self._responses = Responses(args, self._engines, self._new_index, flags)
         self._driver = RolloutDriver(
@@ -107,7 +124,9 @@ class TailDataSource(RolloutDataSource):
 
     def play(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Runs the rollout ``rollout_id`` and returns the batch to train on, once the rollout servers are idle."""
-        self._drops, self._rejected, self._engines.retractions = MetricGatherer(), [], None
+        self._drops = MetricGatherer()
+        self._rejected = []
+        self._engines.retractions = None
         result = self._driver.play(rollout_id, max(last_rollout(self.args, len(self)) - rollout_id, 1))
         async_utils.run(self._engines.drain())
         size = self.args.n_samples_per_prompt
@@ -144,9 +163,13 @@ class TailDataSource(RolloutDataSource):
     # Checkpoints
 
     def _remember(self, rollout_id: int) -> None:
-        core, fetched, payloads = self._core.state_dict(), self.supply.fetched, dict(self.supply.payloads)
         self._moments.pop(rollout_id, None)
-        self._moments[rollout_id] = copy.copy(self), core, fetched, payloads  # the copy has slime's data position
+        self._moments[rollout_id] = Moment(
+            source=copy.copy(self),
+            core=self._core.state_dict(),
+            fetched=self.supply.fetched,
+            payloads=dict(self.supply.payloads),
+        )
         while len(self._moments) > _KEPT:
             del self._moments[next(iter(self._moments))]
 
@@ -161,14 +184,14 @@ class TailDataSource(RolloutDataSource):
         if rollout_id not in self._moments:
             known = ", ".join(map(str, self._moments)) or "none"
             raise RuntimeError(f"the state after rollout {rollout_id} is not known any more; known are {known}")
-        source, core, fetched, payloads = self._moments[rollout_id]
-        rows = {prompt: {**row, "sample": row["sample"].to_dict()} for prompt, row in payloads.items()}
-        saved.save(_folder(self.args.save, rollout_id), rollout_id, core, fetched, rows)
+        moment = self._moments[rollout_id]
+        rows = {prompt: {**row, "sample": row["sample"].to_dict()} for prompt, row in moment.payloads.items()}
+        saved.save(_folder(self.args.save, rollout_id), rollout_id, moment.core, moment.fetched, rows)
         # slime's file is written last and atomically, because ``load`` refuses a checkpoint without this file.
         with tempfile.TemporaryDirectory() as folder:
-            source.args = copy.copy(self.args)
-            source.args.save = folder
-            RolloutDataSource.save(source, rollout_id)
+            moment.source.args = copy.copy(self.args)
+            moment.source.args.save = folder
+            RolloutDataSource.save(moment.source, rollout_id)
             position = _position(self.args.save, rollout_id)
             with saved.writing(position):
                 write_atomically(position, _position(folder, rollout_id).read_bytes())

@@ -1,4 +1,4 @@
-"""What the agent-loop workers and the trainer process of tail batching send each other, besides jobs and events of the core."""
+"""Data and errors that agent-loop workers send to the trainer process, besides the events of the core."""
 
 from dataclasses import dataclass
 
