@@ -44,8 +44,8 @@ class Cleanups:
 
         Args:
             code: coroutine of a response.
-            is_busy: function that returns True while a request of ``code`` is under way, which must end first. Once ``code`` is cancelled, no
-                further request may begin.
+            is_busy: function that returns True while a request of ``code`` is under way, which must end first. No request may begin
+                once ``code`` is cancelled.
             is_cancelled: function that returns True if ``code`` has already received a CancelledError by another way.
 
         Raises:

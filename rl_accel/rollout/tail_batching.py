@@ -449,7 +449,7 @@ class TailBatching:
             if not self._fresh and trainable:
                 decisions.append(RequestPrompts(min(self._target - self._started(), trainable)))
                 break
-            # If no further prompt is trainable, the unsettled prompts fill all remaining batches, so there are enough deferred prompts.
+            # If no further prompt is trainable, the unsettled prompts fill all batches, so there are enough deferred prompts.
             if not self._fresh and self._started() >= self.run.prompts_per_step:
                 break
             decisions.append(self._admit(from_queue=not self._fresh, is_refill=True))
