@@ -6,7 +6,9 @@ from unittest import mock
 import pytest
 import transfer_queue
 from omegaconf import OmegaConf
+from ray.exceptions import RayTaskError
 
+from rl_accel.errors import ConfigError
 from rl_accel.integrations.verl.tail_batching.messages import StoredKeys
 from rl_accel.integrations.verl.tail_batching.worker import TailAgentLoopWorker
 from rl_accel.integrations.verl.tail_batching.worker_servers import SESSION
@@ -23,7 +25,7 @@ class VerlWorker:
 
     def __init__(self):
         self.config, self.reward_loop_worker_handles, self.background_tasks = CONFIG, None, set()
-        self.stopped, self.written, self.write_fails = asyncio.Event(), asyncio.Event(), False
+        self.stopped, self.written, self.write_fails = asyncio.Event(), asyncio.Event(), None
         self.may_close, self.closed = asyncio.Event(), []
 
     async def _run_agent_loop(self, sampling_params, uid, **_):
@@ -33,7 +35,7 @@ class VerlWorker:
             session.limit.reschedule(None)
             await self.written.wait()
             if self.write_fails:
-                raise OSError("storage is full")
+                raise self.write_fails
             return
         session.generating = uid != "tool"
         try:
@@ -69,7 +71,7 @@ def cleared(monkeypatch):
     return transfer_queue.async_kv_clear
 
 
-async def start(write_fails=False):
+async def start(write_fails=None):
     """Return a worker whose responses 0 to 39 generate and 40 to 49 write."""
     worker = Worker()
     worker.write_fails = write_fails
@@ -97,7 +99,7 @@ async def test_all_that_is_cancelled_at_the_end_of_a_round_is_one_message_and_no
 
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_a_write_that_fails_leaves_its_keys_to_the_trainer(cleared, cancelled):
-    worker = await start(write_fails=True)
+    worker = await start(write_fails=OSError("storage is full"))
     await worker.act((), range(50) if cancelled else range(40), engines_stop=True)
     worker.stopped.set()
     worker.written.set()
@@ -105,6 +107,17 @@ async def test_a_write_that_fails_leaves_its_keys_to_the_trainer(cleared, cancel
     assert {event.kind for event in events} == {"aborted" if cancelled else "failed"}
     assert sorted(event.result.keys for event in events) == [(f"writing_{number}_0",) for number in range(40, 50)]
     cleared.assert_not_called()
+
+
+async def test_an_error_of_the_configuration_in_a_reward_worker_ends_the_run():
+    cause = ConfigError("rl_accel.reward_timeout.grader wants a function, found 'a.b'")
+    words = "ray::RewardLoopWorker.compute_score() (pid=7)"
+    report = RayTaskError("compute_score", words, cause, proctitle="ray::", pid=7, ip="127.0.0.1")
+    worker = await start(write_fails=report.as_instanceof_cause())
+    worker.stopped.set()
+    worker.written.set()
+    failed = [event for event in await worker.next_events() if event.kind == "failed"]
+    assert {(event.ends_run, event.error) for event in failed} == {(True, str(cause))}
 
 
 async def test_while_responses_run_events_wait_for_more():
