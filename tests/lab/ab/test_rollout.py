@@ -5,9 +5,7 @@ import json
 import pytest
 
 from rl_accel.lab.ab import report
-from rl_accel.lab.ab.recipe import load
-from rl_accel.lab.ab.stats import KINDS, RunData, ledger_counts, length_distribution
-from rl_accel.telemetry.logs import read_log
+from rl_accel.lab.ab.stats import KINDS, ledger_counts, length_distribution
 
 LEDGER = "checkpoints/tail_batching/ledger.jsonl"
 ROUNDS = {"short": 1.0, "long": 4.0}
@@ -169,18 +167,3 @@ def test_a_run_without_any_of_it_has_an_empty_part(summarise):
     section, checks = summarise({"stock-seed0": [{"timing_s/step": 1.0}]})
     assert (section["arms"][0]["seconds"], section["arms"][0]["lengths"], section["ledgers"]) == (None, None, [])
     assert "ledger" not in checks
-
-
-def test_an_asynchronous_arm_is_not_predicted_from_the_telemetry_of_the_baseline(recipe_file, repo):
-    asynchronous = {"overrides": ["trainer.v1.trainer_mode=colocate_async"]}
-    keys = {"arms": {"stock": {}, "async": asynchronous}, "rollout": {"report": True}, "metrics": {"warmup_steps": 2}}
-    recipe = load(recipe_file(**keys))
-    folder = repo / "tests" / "plan" / "ab_vllm" / "stock"
-    steps = read_log(folder / "metrics.jsonl")
-    runs = [RunData("stock", 0, steps, [], folder), RunData("async", 0, steps)]
-    rows = report.summarise(recipe, folder, folder, [], 0, runs)["rollout"]["arms"]
-    predicted = {row["arm"]: row["predicted"] for row in rows}
-    assert predicted["stock"] > 0
-    (stock,) = (row for row in rows if row["arm"] == "stock")
-    assert stock["predicted_low"] < stock["predicted"] < stock["predicted_high"]
-    assert predicted["async"] is None
