@@ -131,6 +131,8 @@ def _bound_lines(run: Profile, bound: float) -> Iterator[str]:
     share = f"{bound / run.step_seconds:.0%} of {format_seconds(run.step_seconds)}"
     yield f"tail_batching would save at most {format_seconds(bound)} of generation ({share}), {bound_of(run)}."
     needed = "a run with +rl_accel.telemetry.enable=True, or --lengths with the lengths of its responses"
+    if run.logged.is_slime:
+        needed = "--lengths with the folder of --save-debug-rollout-data"
     yield f"The time of each response is not in this log, so that nothing is simulated: that needs {needed}."
 
 

@@ -177,8 +177,7 @@ class Profile:
     @property
     def batch(self) -> tuple[int | None, int | None]:
         """Number of prompts in a batch and of responses per prompt: as given by the user or in the log; None if unknown."""
-        prompts, responses = self.logged.batch()
-        return self.given_prompts or prompts, self.given_responses or responses
+        return self.logged.batch(self.given_prompts, self.given_responses)
 
     @cached_property
     def lengths(self) -> tuple[float, float] | None:

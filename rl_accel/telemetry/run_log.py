@@ -129,14 +129,17 @@ class Logged:
         texts = [text for texts in self.launch_texts for text in texts]
         return not default and any("main_ppo" in text or "actor_rollout_ref." in text for text in texts)
 
-    def batch(self) -> tuple[int | None, int | None]:
-        """Returns the number of prompts in a batch and the number of responses per prompt. Each number is None if it is unknown."""
-        prompts = self.number(r"(?:train_batch_size|rollout[-_]batch[-_]size)")
-        responses = self.number(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)")
-        if self.responses and responses:
-            prompts = prompts or self.responses // responses
-        if self.responses and prompts:
-            responses = responses or self.responses // prompts
+    def batch(self, prompts: int | None = None, responses: int | None = None) -> tuple[int | None, int | None]:
+        """Returns the number of prompts in a batch and the number of responses per prompt. Each number is None if it is unknown.
+
+        ``prompts`` and ``responses`` are numbers that the user gave, which count before those of the log.
+        """
+        prompts = prompts or self.number(r"(?:train_batch_size|rollout[-_]batch[-_]size)")
+        responses = responses or self.number(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)")
+        if self.responses and responses and not prompts:
+            prompts = self.responses // responses
+        if self.responses and prompts and not responses:
+            responses = self.responses // prompts
         return prompts, responses
 
 

@@ -270,6 +270,7 @@ def test_a_log_without_response_times_has_its_lengths_and_a_bound_and_options_co
     output = invoke(plan, tmp_path, *["--prompts", "64", "--responses", "8", "--out"], tmp_path / "plan", "--warmup", 0)
     assert "64 prompts of 8 responses; response lengths: mean 2,500 tokens, longest 8,000" in output
     assert "tail_batching would save at most 55 s of generation (55% of 100 s), a bound" in output
+    assert ("+rl_accel" in output) == (of == "verl"), "slime has no such words"
     assert not (tmp_path / "plan").exists()
 
 

@@ -174,6 +174,19 @@ def test_slime_is_profiled_as_verl_is(tmp_path, invoke):
     assert "by tail_batching, with rl-accel slime-config." in output
 
 
+def test_slime_s_own_count_of_responses_and_a_given_number_tell_the_batch(tmp_path):
+    lines = []
+    for rollout in range(3):
+        lines.append(f"x.py:1 - perf {rollout}: {{'perf/step_time': 9.0}}")
+        for update in range(2):
+            train = {"train/loss": 0.1, "train/global_batch_size": 256, "train/step": 2 * rollout + update}
+            lines.append(f"x.py:2 - step {2 * rollout + update}: {train}")
+    (tmp_path / "train.log").write_text("\n".join([*lines, ""]))
+    log = read(str(tmp_path))
+    assert (log.steps[2], log.responses, log.batch()) == ({"perf/step_time": 9.0}, 512, (None, None))
+    assert (log.batch(responses=8), log.batch(prompts=32)) == ((64, 8), (32, 16))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
