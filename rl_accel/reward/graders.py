@@ -142,6 +142,8 @@ class _Process:
 
     async def kill(self) -> None:
         """Kills the process and all that it has started, and waits for its end."""
+        if self.process is None and self.host and self.host.poll() is None:
+            self.process = psutil.Process(self.host.pid)
         if self.process:
             await asyncio.to_thread(kill_tree, self.process)
         with contextlib.suppress(OSError):

@@ -2,9 +2,7 @@
 
 import asyncio
 import os
-import tempfile
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -76,12 +74,3 @@ async def closed_later():
 @pytest.fixture(scope="session")
 def processes(gone):
     return Processes(gone)
-
-
-@pytest.fixture
-def temporary(short_tmp, monkeypatch) -> Path:
-    """Folder in which the sandboxes of this test create their folders, also in child processes. Other users can enter it."""
-    os.chmod(short_tmp, 0o711)
-    monkeypatch.setattr(tempfile, "tempdir", str(short_tmp))
-    monkeypatch.setenv("TMPDIR", str(short_tmp))
-    return short_tmp

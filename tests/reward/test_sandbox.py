@@ -445,3 +445,38 @@ def test_an_interpreter_that_no_other_user_may_read_is_named(tmp_path):
     command = [sys.executable, "-c", code + "program_process._closed_folders()"]
     said = subprocess.run(command, capture_output=True, text=True).stderr
     assert f"cannot read {tmp_path}/closed: `chmod -R o+rX {tmp_path}/closed` lets it" in said
+
+
+WITHOUT_NAMESPACES = """
+import asyncio, psutil
+from rl_accel.reward.sandbox import Case, Limits, Sandbox
+
+CODES = {codes!r}
+
+async def main():
+    sandbox = Sandbox(1, "process")
+    for code in CODES:
+        limits = Limits(wall=5, memory=256 << 20, processes=16)
+        print((await sandbox.run(code, Case("stdin", "", "1"), limits)).verdict)
+    (supervisor,) = psutil.Process().children()
+    print(len(supervisor.children()))
+    await sandbox.close()
+
+asyncio.run(main())
+"""
+
+
+def test_without_namespaces_limits_and_kills_hold_and_what_is_shared_is_said():
+    """In a user namespace that may make no others, as in many containers."""
+    fills = "x = []\nwhile True: x.append(bytearray(16 << 20))"
+    codes = [DAEMONS + "print(1)", f"import time\n{SLEEP}", fills, "import os\nwhile True: os.fork()", "print(1)"]
+    shell = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    command = ["unshare", "-Ur", "sh", "-c", shell, sys.executable, WITHOUT_NAMESPACES.format(codes=codes)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "unshare" in done.stderr or "max_user_namespaces" in done.stderr:
+        pytest.skip(f"no user namespace can be made here: {done.stderr}")
+    *verdicts, left = done.stdout.split()
+    assert verdicts[:3] + verdicts[4:] == ["passed", "timeout", "memory", "passed"], done
+    assert verdicts[3] in ("killed", "error", "timeout")
+    assert left == "0"
+    assert "untrusted programs share this user's network and processes and files" in done.stderr

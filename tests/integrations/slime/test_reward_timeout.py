@@ -245,6 +245,28 @@ def test_a_grader_in_a_process_sees_what_a_rollout_of_the_users_has_changed_in_s
     assert judge.run(judge.stock(other, sample_of())) == {"weight": 1.0, "step": None, "graded": 3}
 
 
+class CountsPickles:
+    """An object as large as a tokenizer, on slime's arguments."""
+
+    pickled = 0
+
+    def __reduce__(self):
+        CountsPickles.pickled += 1
+        return dict, ({"vocabulary": 7},)
+
+
+def test_an_argument_is_pickled_once_if_a_grader_reads_it_and_not_at_all_if_none_does(judged, sample_of):
+    judge = judged("by_arguments", workers=1, arguments={"schedule": {"weight": 1.0}, "tokenizer": CountsPickles()})
+    for graded in (1, 2, 3):
+        assert judge(sample_of())["graded"] == graded
+    assert CountsPickles.pickled == 0
+    judge = judged("by_tokenizer", workers=1, arguments={"tokenizer": CountsPickles()})
+    assert [judge(sample_of()) for _ in range(3)] == [7.0] * 3
+    assert CountsPickles.pickled == 1
+    judge.args.tokenizer = {"vocabulary": 8}
+    assert judge(sample_of()) == 8.0
+
+
 def test_a_grader_gets_the_further_arguments_of_a_rollout_of_the_users(judged, sample_of):
     judge = judged("for_evaluations")
     assert judge.run(judge.stock(judge.args, sample_of(), evaluation=True)) == 0.25

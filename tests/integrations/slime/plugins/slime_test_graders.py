@@ -204,3 +204,7 @@ def by_arguments(args, sample):
     """slime's arguments hold a schedule of the user's rollout, and a count of this grader."""
     args.graded = getattr(args, "graded", 0) + 1
     return {"weight": args.schedule["weight"], "step": getattr(args, "step", None), "graded": args.graded}
+
+
+def by_tokenizer(args, sample):
+    return float(vars(args)["tokenizer"]["vocabulary"])
