@@ -28,8 +28,8 @@ def set_up() -> None:
         logger.addHandler(handler)
 
 
-def warn_once(key: Hashable, message: str, *arguments: object) -> None:
-    """Logs a warning once per ``key``. ``message`` and ``arguments`` are those of :meth:`logging.Logger.warning`."""
+def warn_once(key: Hashable, message: str, *arguments: object, level: int = logging.WARNING) -> None:
+    """Logs a message once per ``key``. ``message`` and ``arguments`` are those of :meth:`logging.Logger.warning`."""
     if key not in _warned:
         _warned.add(key)
-        logging.getLogger("rl_accel").warning(message, *arguments)
+        logging.getLogger("rl_accel").log(level, message, *arguments)

@@ -1,5 +1,6 @@
 """Reads the number of preemptions from the rollout servers' own counters. A number that a server does not report is unknown."""
 
+import logging
 import math
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -85,7 +86,7 @@ class Counters:
 def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Reading | None]:
     """Reads the preemption counter of each rollout server. Returns the readings by server name; None for a server that fails.
 
-    Logs a warning about servers that fail, once for each set of servers.
+    Logs a warning about servers that fail, once for each set of servers; a note if they only do not count, verl's default.
 
     Args:
         urls: address of each server, such as ``http://host:port``, by server name.
@@ -108,7 +109,9 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
     if failed := sorted(problems):
         others = f", and {len(failed) - 1} other servers" if failed[1:] else ""
         text = "rl-accel: preemptions are unknown, %s/metrics: %s%s"
-        warn_once(tuple(failed), text, failed[0], problems[failed[0]], others)
+        do_answer = all(problem.startswith("has no ") for problem in problems.values())
+        level = logging.INFO if do_answer else logging.WARNING
+        warn_once(tuple(failed), text, failed[0], problems[failed[0]], others, level=level)
     return readings
 
 
