@@ -16,21 +16,20 @@ from numpy.typing import NDArray
 
 from rl_accel.drafts.index import (
     CONTEXT,
-    LAST,
-    LENGTH,
     OTHER,
     PROMPT,
+    SEQUENCE,
     SOURCES,
-    VERSION,
     Ints,
     Pool,
+    Records,
     extend,
     hash_of,
     is_live,
     key_of,
     make_pool,
+    new_sequence,
     predict,
-    sequence,
     tokens_of,
 )
 from rl_accel.features import DraftsFlags
@@ -52,24 +51,16 @@ more; at double, a prompt that is unlike the others is noticed later."""
 REMEMBERED = 4096
 """Maximum number of requests that are remembered after they have left vLLM's batch: ``take_finished`` returns their responses,
 and vLLM may continue them. Enough for four steps of 1,024 responses; beyond it, responses are not exchanged."""
+_REQUEST_FIELDS = ("tail", "rates_row", "head", "is_taken", "found", "matched", "source", "proposed")
+REQUEST = np.dtype([*SEQUENCE.descr, *((name, np.int64) for name in _REQUEST_FIELDS)])
+"""Record of a running request: the fields of SEQUENCE in ``index.py``, and these.
 
-# Columns of ``_Batch.requests``, the table of running requests, after columns 0 to 5, for which see LAST in index.py.
-TAIL = 6
-"""Column of a request: hash of the last tokens, by which the drafter recognises the request."""
-RATES = 7
-"""Column of a request: row of ``_Rates.own`` with the acceptance rates of the prompt."""
-HEAD = 8
-"""Column of a request: number of prompt tokens."""
-TAKEN = 9
-"""Column of a request: 1 if ``take_finished`` has returned the response, else 0."""
-FOUND = 10
-"""Column of a request: number of predicted tokens, the first return value of ``predict`` in ``index.py``."""
-MATCHED = 11
-"""Column of a request: length of the match, the second return value of ``predict``."""
-SOURCE = 12
-"""Column of a request: source of the predicted tokens, the third return value of ``predict``."""
-PROPOSED = 13
-"""Column of a request: number of predicted tokens that are proposed to vLLM."""
+tail: hash of the request's last tokens, by which the drafter recognises the request.
+rates_row: row of ``_Rates.own`` with the acceptance rates of the request's prompt.
+head: number of prompt tokens.
+is_taken: 1 if ``take_finished`` has returned the response, else 0.
+found, matched, source: the three return values of ``predict`` in ``index.py``. ``found`` is the number of predicted tokens.
+proposed: number of predicted tokens that are proposed to vLLM."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +70,12 @@ class _Prompt:
     """A prompt whose tokens are in the index.
 
     Attributes:
-        sequence: description of the prompt for the index, int64[6], columns: see ``LAST`` in ``index.py``.
+        sequence: the prompt in the index, an array of one SEQUENCE.
         rates_row: row of ``_Rates.own`` with the acceptance rates of this prompt.
         versions: last versions of the weights that generated responses to the prompt, the latest version last.
     """
 
-    sequence: Ints
+    sequence: Records
     rates_row: int
     versions: deque[int]
 
@@ -92,16 +83,15 @@ class _Prompt:
 class _Batch(NamedTuple):
     """Running requests as arrays with R rows. Each request has the same row as in vLLM; a row without a request has length -1."""
 
-    requests: Any  # int64[R, 14], columns: see LAST and TAIL
+    requests: Any  # REQUEST[R]
     tokens: Any  # int32[R, L]: predicted tokens
     shares: Any  # float64[R, L]: share of the votes for each predicted token
 
     @classmethod
     def empty(cls, rows: int, longest: int) -> "_Batch":
-        shape = rows, longest
-        batch = cls(np.zeros((rows, PROPOSED + 1), np.int64), np.zeros(shape, np.int32), np.zeros(shape))
-        batch.requests[:, LENGTH] = -1
-        return batch
+        requests = np.zeros(rows, REQUEST)
+        requests["length"] = -1
+        return cls(requests, np.zeros((rows, longest), np.int32), np.zeros((rows, longest)))
 
 
 class _Rates(NamedTuple):
@@ -224,11 +214,11 @@ class Drafter:
         if running > self.settings.batch_limit or not self._costs.allows(running):
             return drafts
         if self._costs.pays(running, _choose(self._pool, self._batch, self._rates, token_ids_cpu, running)):
-            for row, count in enumerate(self._batch.requests[:running, PROPOSED].tolist()):
+            for row, count in enumerate(self._batch.requests["proposed"][:running].tolist()):
                 if count:
                     drafts[row] = self._batch.tokens[row, :count].tolist()
         else:
-            self._batch.requests[:, PROPOSED] = 0
+            self._batch.requests["proposed"] = 0
         return drafts
 
     def take_counts(self) -> Counter[str]:
@@ -272,10 +262,11 @@ class Drafter:
         """
         finished = []
         for request, *_ in self._gone.values():
-            tokens = None if request[TAKEN] else tokens_of(self._pool, request)
+            tokens = None if request["is_taken"] else tokens_of(self._pool, request)
             if tokens is not None:
-                finished.append(request[[VERSION, HEAD]].astype(np.int32).tobytes() + tokens.tobytes())
-            request[TAKEN] = True
+                numbers = np.array([request["version"], request["head"]], np.int32)
+                finished.append(numbers.tobytes() + tokens.tobytes())
+            request["is_taken"] = 1
         return finished
 
     def absorb(self, responses: Iterable[bytes]) -> None:
@@ -287,7 +278,7 @@ class Drafter:
             version, length = numbers[:2].tolist()
             tokens = numbers[2:]
             self._version = max(self._version, version)
-            extend(self._pool, self._request(tokens, length, version)[None], tokens[None], np.array([len(tokens)]))
+            extend(self._pool, self._request(tokens, length, version), tokens[None], np.array([len(tokens)]))
 
     def _follow(self, others: list[int], new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
         """Updates ``_batch``, the drafter's copy of vLLM's batch, after requests have started, ended or changed rows.
@@ -301,32 +292,33 @@ class Drafter:
                 begin = int(ends[row] - new[row])
                 gone = self._gone.pop((begin, _tail_of(matrix[row], begin)), None)
                 if gone is None:
-                    self._batch.requests[row] = self._request(matrix[row], begin, self._version)
+                    self._batch.requests[row] = self._request(matrix[row], begin, self._version)[0]
                 else:
                     for array, values in zip(self._batch, gone, strict=True):
                         array[row] = values
         for request in left:  # vLLM drops the draft of a request that it preempts
-            request[PROPOSED] = 0
+            request["proposed"] = 0
         self._running = len(new)
 
-    def _leave(self, rows: Iterable[int]) -> list[Ints]:
+    def _leave(self, rows: Iterable[int]) -> list[Any]:
         """Removes the requests in ``rows`` from the batch, and keeps them in ``_gone``, because vLLM may continue them.
 
-        Returns copies of the removed rows of ``_Batch.requests``.
+        Returns copies of the removed records of ``_Batch.requests``.
         """
         left = []
         for row in rows:
             request = self._batch.requests[row]
-            if request[LENGTH] >= 0:
+            if request["length"] >= 0:
                 gone = tuple(array[row].copy() for array in self._batch)
-                self._gone[int(request[LENGTH]), int(request[TAIL])] = gone
+                self._gone[int(request["length"]), int(request["tail"])] = gone
                 left.append(gone[0])
-                request[LENGTH] = -1
-                request[FOUND:] = 0
+                request["length"] = -1
+                request["found"] = 0
+                request["proposed"] = 0
         return left
 
-    def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
-        """Returns a new row of ``_Batch.requests``, int64[14], for a request with the prompt ``tokens[:length]``.
+    def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Records:
+        """Returns an array of one REQUEST, for a request with the prompt ``tokens[:length]``.
 
         Adds the prompt to the index if it is not there. ``version``: version of the weights that generate the response.
         """
@@ -337,18 +329,28 @@ class Drafter:
             self._rates.own[rates_row] = 0
             self._new_prompts += 1
             versions = deque([version], maxlen=self.settings.epochs + 1)
-            prompt = _Prompt(sequence(key, PROMPT), rates_row, versions)
+            prompt = _Prompt(new_sequence(key, PROMPT), rates_row, versions)
             self._prompts[key] = prompt
         if prompt.versions[-1] < version:
             prompt.versions.append(version)
-        if not is_live(self._pool, prompt.sequence[LAST]):
-            prompt.sequence[LAST] = -1
-            prompt.sequence[LENGTH] = 0
-            extend(self._pool, prompt.sequence[None], tokens[None], np.array([length]))
-        # in the first epochs of a prompt no response is too old, so that responses to other prompts are used
-        oldest = prompt.versions[0] if len(prompt.versions) == prompt.versions.maxlen else 0
-        begun = sequence(key, version, oldest, int(prompt.sequence[LAST]), length)
-        return np.array([*begun, _tail_of(tokens, length), prompt.rates_row, length, False, 0, 0, 0, 0])
+        in_index = prompt.sequence[0]
+        if not is_live(self._pool, in_index["last"]):
+            in_index["last"] = -1
+            in_index["length"] = 0
+            extend(self._pool, prompt.sequence, tokens[None], np.array([length]))
+        request = np.zeros(1, REQUEST)
+        sequence = new_sequence(key, version)
+        for name in SEQUENCE.fields or ():
+            request[name] = sequence[name]
+        request["last"] = in_index["last"]
+        request["length"] = length
+        if len(prompt.versions) == prompt.versions.maxlen:
+            # in the first epochs of a prompt no response is too old, so that responses to other prompts are used
+            request["oldest"] = prompt.versions[0]
+        request["tail"] = _tail_of(tokens, length)
+        request["rates_row"] = prompt.rates_row
+        request["head"] = length
+        return request
 
 
 @compiled
@@ -364,11 +366,11 @@ def _rates_of(rates: _Rates, request: Any) -> tuple[Any, Any]:
     The first pair is for the prompt of ``request``; the second for all prompts, at a similar number of equal tokens. Both count
     only predictions from the same source as these tokens.
     """
-    other = int(request[SOURCE] == OTHER)
+    other = int(request.source == OTHER)
     at = 0
-    while request[MATCHED] > FIRST_RATES[at][0]:
+    while request.matched > FIRST_RATES[at][0]:
         at += 1
-    return rates.own[request[RATES], other], rates.all[other, at]
+    return rates.own[request.rates_row, other], rates.all[other, at]
 
 
 @compiled
@@ -382,60 +384,79 @@ def _advance(
         went_on: whether all new tokens are from one step, so that its duration is the time since the last call.
         verified: whether at least one draft was verified in the last step.
     """
-    rows = len(new)
-    others = np.zeros(rows, np.bool_)
-    went_on = True
+    others, went_on = _changed_rows(batch.requests, matrix, new, ends)
+    if len(others):
+        return others, False, False
     verified = False
-    for row in range(rows):
-        length = batch.requests[row, LENGTH]
+    for row in range(len(new)):
+        request = batch.requests[row]
+        if request.length >= 0:
+            verified |= _learn(
+                request, batch.tokens[row], batch.shares[row], rates, counts, matrix[row], new[row], ends[row]
+            )
+    extend(pool, batch.requests[: len(new)], matrix, ends)
+    return others, went_on, verified
+
+
+@compiled
+def _changed_rows(requests: Any, matrix: Any, new: Any, ends: Any) -> tuple[Any, bool]:
+    """Returns ``others`` and ``went_on`` of :func:`_advance`."""
+    is_other = np.zeros(len(new), np.bool_)
+    went_on = True
+    for row in range(len(new)):
+        length = requests[row].length
         begin = ends[row] - new[row]
         went_on = went_on and new[row] > 0 and length == begin
         # the known length is below ``begin`` if vLLM did not call ``propose`` after some steps; 0.29.0 does not call it while
         # a request is within num_speculative_tokens of max_model_len
         if new[row] > 0 and 0 <= length <= begin:
-            others[row] = batch.requests[row, TAIL] != _tail_of(matrix[row], length)
+            is_other[row] = requests[row].tail != _tail_of(matrix[row], length)
         else:
-            others[row] = new[row] > 0 or length >= 0
-    if others.any():
-        return np.flatnonzero(others), False, False
-    for row in range(rows):
-        request = batch.requests[row]
-        end = ends[row]
-        length = request[LENGTH]
-        found = request[FOUND]
-        if length < 0:
-            continue
-        # tokens that were not proposed count too: they are sampled as often as they would be accepted in a draft, and a
-        # rising acceptance rate must be noticed while drafting pauses
-        if found > 0:
-            came = end - length
-            hits = 0
-            while hits < min(found, came) and batch.tokens[row, hits] == matrix[row, length + hits]:
-                hits += 1
-            tries = batch.shares[row, : min(hits + 1, came, found)].sum()
-            own, of_all = _rates_of(rates, request)
-            for rate, kept in ((own, 0.95), (of_all, 0.99)):
-                rate[0] = kept * rate[0] + hits
-                rate[1] = kept * rate[1] + tries
-            if request[PROPOSED] and came == new[row]:
-                verified = True
-                counts.by_source[request[SOURCE], 0] += request[PROPOSED]
-                counts.by_source[request[SOURCE], 1] += new[row] - 1
-        request[FOUND] = 0
-        request[PROPOSED] = 0
-        bits = 0
-        while end - request[HEAD] >= 1 << bits:
-            bits += 1
-        counts.by_length[bits, 0] += new[row]
-        counts.by_length[bits, 1] += 1
-        request[TAIL] = _tail_of(matrix[row], end)
-    extend(pool, batch.requests[:rows], matrix, ends)
-    return np.flatnonzero(others), went_on, verified
+            is_other[row] = new[row] > 0 or length >= 0
+    return np.flatnonzero(is_other), went_on
+
+
+@compiled
+def _learn(
+    request: Any, predicted: Any, shares: Any, rates: _Rates, counts: _Counts, tokens: Any, new: int, end: int
+) -> bool:
+    """Updates rates and counts by the tokens of one request, up to the length ``end``, and forgets what was predicted for them.
+
+    ``new`` is the number of tokens of the last step. Returns whether a draft was verified in it.
+    """
+    verified = False
+    found = request.found
+    # tokens that were not proposed count too: they are sampled as often as they would be accepted in a draft, and a
+    # rising acceptance rate must be noticed while drafting pauses
+    if found > 0:
+        length = request.length
+        came = end - length
+        hits = 0
+        while hits < min(found, came) and predicted[hits] == tokens[length + hits]:
+            hits += 1
+        tries = shares[: min(hits + 1, came, found)].sum()
+        own, of_all = _rates_of(rates, request)
+        for rate, kept in ((own, 0.95), (of_all, 0.99)):
+            rate[0] = kept * rate[0] + hits
+            rate[1] = kept * rate[1] + tries
+        if request.proposed and came == new:
+            verified = True
+            counts.by_source[request.source, 0] += request.proposed
+            counts.by_source[request.source, 1] += new - 1
+    request.found = 0
+    request.proposed = 0
+    bits = 0
+    while end - request.head >= 1 << bits:
+        bits += 1
+    counts.by_length[bits, 0] += new
+    counts.by_length[bits, 1] += 1
+    request.tail = _tail_of(tokens, end)
+    return verified
 
 
 @compiled
 def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) -> float:
-    """Predicts the next tokens of each request, and writes the number of tokens to propose into the column ``PROPOSED``.
+    """Predicts the next tokens of each request, and writes the number of tokens to propose into the field ``proposed``.
 
     Returns the number of draft tokens that are expected to be accepted in the next step, summed over requests.
     """
@@ -443,18 +464,19 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
     for row in range(rows):
         request = batch.requests[row]
         shares = batch.shares[row]
-        request[FOUND], request[MATCHED], request[SOURCE] = predict(
-            pool, request, matrix[row], batch.tokens[row], shares
-        )
-        if request[FOUND] > 0:
+        found, matched, source = predict(pool, request, matrix[row], batch.tokens[row], shares)
+        request.found = found
+        request.matched = matched
+        request.source = source
+        if found > 0:
             own, of_all = _rates_of(rates, request)
             rate = min(1.0, (own[0] + PRIOR * of_all[0] / of_all[1]) / (own[1] + PRIOR))
             chance = 1.0
-            for share in shares[: request[FOUND]]:
+            for share in shares[:found]:
                 chance *= rate * share
                 if chance < FLOOR:
                     break
-                request[PROPOSED] += 1
+                request.proposed += 1
                 expected += chance
     return expected
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rl_accel.ops.cpu import compiled
 
 Ints = NDArray[np.int64]
+Records = NDArray[np.void]
 
 BLOCK = 32
 """Number of tokens in a block, which the index allocates as a whole. A response leaves half a block unused on average."""
@@ -36,30 +37,23 @@ earlier: a response to the same prompt, generated with other weights.
 other: another prompt or a response to it."""
 OTHER = SOURCES.index("other")
 PROMPT = 2**62
-"""Value of the column VERSION for prompts: larger than every version number of the weights, so that a prompt is never too old."""
+"""Field ``version`` of prompts: larger than every version number of the weights, so that a prompt is never too old."""
 
+SEQUENCE = np.dtype([(name, np.int64) for name in ("last", "length", "oldest", "key", "version", "number")])
+"""Record of a sequence: a prompt, or a prompt with its response.
 
-# Columns of the int64 array that describes a sequence: a prompt, or a prompt with its response.
-LAST = 0
-"""Column of a sequence: position (address in the index) of the last token; -1 for none."""
-LENGTH = 1
-"""Column of a sequence: number of tokens."""
-OLDEST = 2
-"""Column of a sequence: version of the weights. Responses of earlier weights are not used to predict tokens of this sequence."""
-KEY = 3
-"""Column of a sequence: hash of the prompt, see :func:`key_of`."""
-VERSION = 4
-"""Column of a sequence: version of the weights that generate the response; PROMPT for a prompt."""
-NUMBER = 5
-"""Column of a sequence: unique number."""
+last: position (address in the index) of the last token; -1 for none.
+length: number of tokens.
+oldest: version of the weights. Responses of earlier weights are not used to predict tokens of this sequence.
+key: hash of the prompt, see :func:`key_of`.
+version: version of the weights that generate the response; PROMPT for a prompt.
+number: unique number of the sequence."""
+_BLOCK_RECORD = np.dtype([(name, np.int64) for name in ("before", "after", "count", "key", "version", "number")])
+"""Record of a block, which holds up to BLOCK tokens of one sequence. ``key``, ``version`` and ``number`` are those of the sequence.
 
-# Columns of ``Pool.blocks``. A block holds up to BLOCK tokens of one sequence, whose KEY, VERSION and NUMBER are columns 3 to 5.
-BEFORE = 0
-"""Column of a block: position (address in the index) of the sequence's last token before this block; -1 for none."""
-AFTER = 1
-"""Column of a block: number of the sequence's next block; -1 for none."""
-COUNT = 2
-"""Column of a block: number of tokens."""
+before: position (address in the index) of the sequence's last token before this block; -1 for none.
+after: number of the sequence's next block; -1 for none.
+count: number of tokens in the block."""
 _numbers = itertools.count(1)
 
 
@@ -68,16 +62,16 @@ def key_of(prompt: NDArray[np.int32]) -> int:
     return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
-def sequence(key: int, version: int, oldest: int = 0, last: int = -1, length: int = 0) -> Ints:
-    """Returns the array int64[6] that describes a new sequence; for its columns see LAST."""
-    return np.array([last, length, oldest, key, version, next(_numbers)])
+def new_sequence(key: int, version: int) -> Records:
+    """Returns an array of one SEQUENCE, without tokens. ``key`` and ``version``: see SEQUENCE."""
+    return np.array([(-1, 0, 0, key, version, next(_numbers))], SEQUENCE)
 
 
 class Pool(NamedTuple):
     """Memory of an index: N tokens in N / BLOCK blocks, and two hash tables of H buckets, which find places after given tokens."""
 
     tokens: Any  # int32[N, 3]: token; offset to the older position in the prompt's and the global chain; 0: none
-    blocks: Any  # int64[N / BLOCK, 6], columns: see BEFORE
+    blocks: Any  # _BLOCK_RECORD[N / BLOCK]
     buckets: Any  # int64[2, H]: 1 + newest position of the chain; 0 for none
     used: Any  # int64[1]: number of blocks allocated so far, including dropped blocks
 
@@ -91,9 +85,13 @@ def make_pool(memory_mb: float) -> Pool:
         raise ValueError(f"memory_mb must be at least 1, found {memory_mb}")
     budget = int(memory_mb * 2**20)
     buckets = 2 ** (budget.bit_length() - 7)
-    blocks = (budget - 2 * 8 * buckets) // (BLOCK * 3 * 4 + 6 * 8)
-    numbers = (np.zeros(shape, np.int64) for shape in ((blocks, 6), (2, buckets), 1))
-    return Pool(np.zeros((blocks * BLOCK, 3), np.int32), *numbers)
+    blocks = (budget - 2 * 8 * buckets) // (BLOCK * 3 * 4 + _BLOCK_RECORD.itemsize)
+    return Pool(
+        tokens=np.zeros((blocks * BLOCK, 3), np.int32),
+        blocks=np.zeros(blocks, _BLOCK_RECORD),
+        buckets=np.zeros((2, buckets), np.int64),
+        used=np.zeros(1, np.int64),
+    )
 
 
 @compiled
@@ -137,16 +135,16 @@ def _previous(pool: Pool, position: int) -> int:
     """Returns the address of the token before the stored token at ``position``; -1 if the index has no such token."""
     if position % BLOCK:
         return position - 1
-    previous = _block(pool, position)[BEFORE]
+    previous = _block(pool, position).before
     return previous if is_live(pool, previous) else -1
 
 
 @compiled
 def _next(pool: Pool, position: int) -> int:
     block = _block(pool, position)
-    if position % BLOCK + 1 < block[COUNT]:
+    if position % BLOCK + 1 < block.count:
         return position + 1
-    following = block[AFTER] * BLOCK
+    following = block.after * BLOCK
     return following if is_live(pool, following) else -1
 
 
@@ -156,40 +154,51 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
 
     Args:
         pool: the index.
-        sequences: sequences to extend, int64[S, 6 or more], columns: see LAST. A sequence of length -1 is skipped.
+        sequences: sequences to extend, array [S] of SEQUENCE or of records with its fields. One of length -1 is skipped.
         tokens: all tokens of each sequence, from the first prompt token on, int32[S, ...].
         ends: new length of each sequence in tokens, int64[S]. The tokens from the old length up to the new length are added.
     """
     for row in range(len(sequences)):
         sequence = sequences[row]
-        for at in range(sequence[LENGTH], ends[row] if sequence[LENGTH] >= 0 else -1):
-            last = sequence[LAST]
-            block = _block(pool, last)
-            goes_on = is_live(pool, last) and block[NUMBER] == sequence[NUMBER]
-            position = last + 1
-            if not goes_on or position % BLOCK == 0:
-                if goes_on:
-                    block[AFTER] = pool.used[0]
-                position = pool.used[0] * BLOCK
-                pool.used[0] += 1
-                block = _block(pool, position)
-                block[BEFORE] = last
-                block[AFTER] = -1
-                block[COUNT] = 0
-                block[KEY:] = sequence[KEY : NUMBER + 1]
+        if sequence.length < 0:
+            continue
+        for at in range(sequence.length, ends[row]):
+            position = _place_after(pool, sequence)
+            block = _block(pool, position)
+            block.count += 1
             token = _token(pool, position)
+            token[:] = 0
             token[0] = tokens[row, at]
-            token[1] = 0
-            token[2] = 0
-            block[COUNT] += 1
             for chain in range(2 if at >= GRAM else 0):
-                bucket = bucket_of(chain, sequence[KEY], tokens[row], at, pool.buckets.shape[1])
+                bucket = bucket_of(chain, sequence.key, tokens[row], at, pool.buckets.shape[1])
                 newest = pool.buckets[chain, bucket] - 1
                 if is_live(pool, newest):
                     token[1 + chain] = newest - position
                 pool.buckets[chain, bucket] = position + 1
-            sequence[LAST] = position
-            sequence[LENGTH] = at + 1
+            sequence.last = position
+            sequence.length = at + 1
+
+
+@compiled
+def _place_after(pool: Pool, sequence: Any) -> Any:
+    """Returns the position for the next token of a sequence. Begins a new block if the last block is full, dropped or another's."""
+    last = sequence.last
+    block = _block(pool, last)
+    goes_on = is_live(pool, last) and block.number == sequence.number
+    if goes_on and (last + 1) % BLOCK != 0:
+        return last + 1
+    new_block = pool.used[0]
+    if goes_on:
+        block.after = new_block
+    pool.used[0] += 1
+    block = pool.blocks[new_block % len(pool.blocks)]
+    block.before = last
+    block.after = -1
+    block.count = 0
+    block.key = sequence.key
+    block.version = sequence.version
+    block.number = sequence.number
+    return new_block * BLOCK
 
 
 @compiled
@@ -219,19 +228,50 @@ def _best_positions(
         while at >= 0 and length < longest and _token(pool, at)[0] == context[end - 1 - length]:
             length += 1
             at = _previous(pool, at)
-        if length >= least:
-            block = _block(pool, position)
-            if (block[KEY] == key) == (chain == 0) and block[VERSION] >= oldest:
-                if length > least:
-                    voters = 0
-                    least = length
-                positions[voters] = position
-                voters += 1
+        block = _block(pool, position)
+        is_searched = (block.key == key) == (chain == 0) and block.version >= oldest
+        if is_searched and length >= least:
+            if length > least:
+                voters = 0
+                least = length
+            positions[voters] = position
+            voters += 1
         step = _token(pool, position)[1 + chain]
         if step == 0:
             break
         position += step
     return positions, voters, least
+
+
+@compiled
+def _source_of(block: Any, sequence: Any) -> int:
+    """Returns the index in SOURCES of a place in ``block`` from which tokens of ``sequence`` are predicted."""
+    if block.key != sequence.key:
+        return OTHER
+    if block.number == sequence.number or block.version == PROMPT:
+        return 0
+    return 1 if block.version == sequence.version else 2
+
+
+@compiled
+def _elect(values: Any, weights: Any, voters: int) -> tuple[int, float]:
+    """Returns the value with the largest sum of weights among the first ``voters`` values, and its share of all weights."""
+    all_votes = 0.0
+    for voter in range(voters):
+        all_votes += weights[voter]
+    chosen = 0
+    most_votes = 0.0
+    for voter in range(voters):
+        votes = 0.0
+        for other in range(voter, voters):
+            if values[other] == values[voter]:
+                votes += weights[other]
+        if votes > most_votes:
+            chosen = values[voter]
+            most_votes = votes
+        if 2 * most_votes >= all_votes:
+            break
+    return chosen, most_votes / all_votes
 
 
 @compiled
@@ -244,7 +284,7 @@ def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -
 
     Args:
         pool: the index.
-        sequence: the sequence, a row of ``sequences`` in :func:`extend`.
+        sequence: the sequence, an element of ``sequences`` in :func:`extend`.
         context: all tokens of the sequence, then free columns. Fewer tokens are predicted than there are free columns.
         tokens: receives the predicted tokens, int32[L]; at most L tokens are predicted.
         shares: receives each predicted token's share of the votes, float64[L].
@@ -253,12 +293,12 @@ def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -
         Number of predicted tokens, 0 if no place was found; length of the longest match; index in SOURCES of the newest place
         with this match.
     """
-    end = sequence[LENGTH]
+    end = sequence.length
     limit = min(len(tokens), len(context) - 1 - end)
     if end < GRAM or limit < 1:
         return 0, 0, 0
-    key = sequence[KEY]
-    oldest = sequence[OLDEST]
+    key = sequence.key
+    oldest = sequence.oldest
     positions, voters, matched = _best_positions(
         pool, chain=0, context=context, end=end, key=key, oldest=oldest, least=GRAM
     )
@@ -270,35 +310,16 @@ def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -
         positions = others
         voters = other_voters
         matched = longer
-    newest = _block(pool, positions[0])
-    if newest[KEY] != key:
-        source = OTHER
-    elif newest[NUMBER] == sequence[NUMBER] or newest[VERSION] == PROMPT:
-        source = 0
-    else:
-        source = 1 if newest[VERSION] == sequence[VERSION] else 2
+    source = _source_of(_block(pool, positions[0]), sequence)
     weights = 1 / np.arange(1, voters + 1)
     values = np.empty(voters, np.int32)
     count = 0
     while voters and count < limit:
-        all_votes = 0.0
         for voter in range(voters):
             values[voter] = _token(pool, positions[voter])[0]
-            all_votes += weights[voter]
-        chosen = 0
-        most_votes = 0.0
-        for voter in range(voters):
-            votes = 0.0
-            for other in range(voter, voters):
-                if values[other] == values[voter]:
-                    votes += weights[other]
-            if votes > most_votes:
-                chosen = values[voter]
-                most_votes = votes
-            if 2 * most_votes >= all_votes:
-                break
+        chosen, share = _elect(values, weights, voters)
         tokens[count] = chosen
-        shares[count] = most_votes / all_votes
+        shares[count] = share
         count += 1
         remaining = 0
         for voter in range(voters):
@@ -314,8 +335,8 @@ def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -
 @compiled
 def tokens_of(pool: Pool, sequence: Any) -> NDArray[np.int32] | None:
     """Returns all tokens of a sequence, int32[T]; None if newer tokens have replaced some of them in the index."""
-    tokens = np.zeros(sequence[LENGTH], np.int32)
-    position = sequence[LAST] if is_live(pool, sequence[LAST]) else -1
+    tokens = np.zeros(sequence.length, np.int32)
+    position = sequence.last if is_live(pool, sequence.last) else -1
     for at in range(len(tokens) - 1, -1, -1):
         if position < 0:
             return None

@@ -441,12 +441,12 @@ def test_memory_of_the_index_is_what_was_asked_for_and_does_not_grow(memory_mb):
     before = sum(array.nbytes for array in pool)
     assert 0.8 * memory_mb < before / 2**20 <= memory_mb
     tokens = np.arange(100_000, dtype=np.int32)
-    sequences = [index.sequence(key, 0) for key in range(3)]
+    sequences = [index.new_sequence(key, 0) for key in range(3)]
     for one in sequences:
-        index.extend(pool, one[None], tokens[None], np.array([100_000]))
+        index.extend(pool, one, tokens[None], np.array([100_000]))
     assert sum(array.nbytes for array in pool) == before
-    assert (index.tokens_of(pool, sequences[0]) is None) == (memory_mb < 7)
-    assert memory_mb < 7 or index.tokens_of(pool, sequences[1]).tolist() == tokens.tolist()
+    assert (index.tokens_of(pool, sequences[0][0]) is None) == (memory_mb < 7)
+    assert memory_mb < 7 or index.tokens_of(pool, sequences[1][0]).tolist() == tokens.tolist()
 
 
 def test_the_key_of_a_prompt_is_the_same_in_every_process():
