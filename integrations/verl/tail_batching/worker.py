@@ -170,7 +170,8 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             return
         if session.is_over():  # an agent loop may have swallowed the cancellation
             session.interrupt()
-        session.limit.reschedule(None)  # the time limit holds for the agent loop only
+        if session.limit is not None:
+            session.limit.reschedule(None)  # the time limit holds for the agent loop only
         outputs = output if isinstance(output, list) else [output]
         if not outputs:
             raise RuntimeError("the agent loop returned no output")

@@ -37,7 +37,7 @@ class Session:
     Attributes:
         response_id: id of the response in the trainer process.
         task: asyncio task that runs the response.
-        limit: asyncio timeout of the agent loop.
+        limit: asyncio timeout of the agent loop; None before the agent loop begins.
         tokens: number of tokens generated so far.
         keys: TransferQueue keys of the trajectories, which are written once ``storing`` is True.
         metric: number by which group filtering compares the responses of a prompt; None if unknown.
@@ -49,7 +49,7 @@ class Session:
 
     response_id: int
     task: "asyncio.Task[None]" = field(init=False)
-    limit: asyncio.Timeout = field(init=False)
+    limit: asyncio.Timeout | None = None
     tokens: int = 0
     keys: tuple[str, ...] = ()
     metric: float | None = None
@@ -64,7 +64,8 @@ class Session:
 
     def is_over(self) -> bool:
         """Returns True if the agent loop must end: its response is cancelled, or its time limit has passed."""
-        return self.cancelled or self.limit.expired()
+        is_over_limit = self.limit is not None and self.limit.expired()
+        return self.cancelled or is_over_limit
 
     def is_interrupted(self) -> bool:
         return self.interrupted

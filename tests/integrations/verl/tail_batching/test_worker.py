@@ -176,7 +176,7 @@ async def test_what_is_over_writes_nothing_more():
     worker = Worker()
     await worker.act([Job("tool", {}, (0,), 1)], ())
     session = worker._sessions[0]
-    while worker.outside_engines() != [0] or not hasattr(session, "limit"):
+    while worker.outside_engines() != [0] or session.limit is None:
         await asyncio.sleep(0)
     await worker.act((), [0])
     SESSION.set(session)
