@@ -3,6 +3,7 @@
 ``tests/e2e/test_grpo.py`` has the proof on real verl.
 """
 
+import pkgutil
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +123,12 @@ def test_only_a_step_that_comes_is_submitted(built, changed, attributes, is_foll
 
 class Own(PPOTrainerSync):
     """A user's trainer."""
+
+
+@pytest.mark.parametrize("name", [overlap_validation._TRAINER, overlap_validation._TAIL_TRAINER])
+def test_the_trainers_that_it_knows_by_name_exist(name):
+    module, _, cls = name.rpartition(".")
+    assert overlap_validation._class_of(object.__new__(pkgutil.resolve_name(f"{module}:{cls}"))) == name
 
 
 def test_a_subclass_of_the_trainer_is_refused(built):
