@@ -14,7 +14,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -478,8 +480,7 @@ class Graders:
     async def _started(self) -> _Process:
         """Starts a process and waits until it is ready: a fork of the template if there is one, else a host."""
         if self._template and self._template.gone:
-            template, self._template = self._template, None
-            await template.kill()
+            await self._end(self._template)
         if self._template is None:
             host = await self._ready(await _Process.at(*(self._launched or self._launch())))
             if host is not self._template:
@@ -564,7 +565,7 @@ def _imported_here() -> dict[str, str]:
     """Returns the files of the top-level modules that this process has imported, by name."""
     found = {}
     for name, module in list(sys.modules.items()):
-        spec = getattr(module, "__spec__", None)
-        if "." not in name and spec is not None and spec.has_location and spec.name == name and spec.origin:
+        spec = vars(module).get("__spec__") if isinstance(module, ModuleType) and "." not in name else None
+        if isinstance(spec, ModuleSpec) and spec.has_location and spec.name == name and spec.origin:
             found[name] = spec.origin
     return found

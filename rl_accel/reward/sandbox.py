@@ -427,7 +427,8 @@ def cases_of(tests: Any) -> tuple[list[Case], str]:
     """
     try:
         tests = json.loads(tests) if isinstance(tests, str) else tests
-        pairs, name = list(zip(tests["inputs"], tests["outputs"], strict=True)), tests.get("fn_name")
+        pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
+        name = tests.get("fn_name")
         if not pairs:
             raise ValueError("there is none")
         if name is None:
@@ -444,7 +445,8 @@ def _call(name: str, given: Any, wanted: Any) -> Case:
         arguments = [json.loads(line) for line in given.split("\n") if line.strip()]
         expected = wanted if isinstance(wanted, str) else json.dumps(wanted)
     else:
-        arguments, expected = list(given), json.dumps(wanted)
+        arguments = list(given)
+        expected = json.dumps(wanted)
     return Case("call", json.dumps([name, arguments]), expected)
 
 

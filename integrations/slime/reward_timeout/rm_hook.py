@@ -136,10 +136,13 @@ class Grading:
         # In a list, slime calls the function in a sample's custom_rm_path for each sample.
         if is_list and not (given and self.flags.grader and self._spec_of(args, given[0]).takes_lists):
             return await gather_until(self.grade(args, sample, kwargs) for sample in given)
-        size, teach, sample = len(given) if is_list else None, not EVALUATION.get(), given
+        size = len(given) if is_list else None
+        teach = not EVALUATION.get()
+        sample = given
         while isinstance(sample, list):  # with --group-rm, a generate function may have made a list of each sample
             sample = sample[0]
-        spec, prompt = self._spec_of(args, sample), prompt_key(sample.prompt, sample.label)
+        spec = self._spec_of(args, sample)
+        prompt = prompt_key(sample.prompt, sample.label)
         graded, gradings = _LAST_GRADED.get()
         gradings = gradings + 1 if graded is given else 0
         _LAST_GRADED.set((given, gradings))
@@ -216,8 +219,15 @@ class Grading:
         if (program := program_of(sample.response)) is None:
             return ExecutionResult(verdict="done", value=0.0)
         self._sandbox = self._sandbox or Sandbox(self._workers, self.flags.isolation)
-        executor, early_stop = self._program_executor, self.flags.early_stop
-        results = await execute_program(executor, self._sandbox, prompt, program + addition, cases, teach, early_stop)
+        results = await execute_program(
+            self._program_executor,
+            self._sandbox,
+            prompt,
+            code=program + addition,
+            cases=cases,
+            teach=teach,
+            early_stop=self.flags.early_stop,
+        )
         passed = sum(result.verdict == "passed" for result in results)
         return ExecutionResult(verdict="done", value=passed / len(cases))
 

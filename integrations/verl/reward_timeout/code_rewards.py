@@ -55,7 +55,8 @@ async def score_prime_code(execute: Execute, judge: Sandbox, early_stop: bool, a
     try:
         cases = truth if isinstance(truth, dict) else json.loads(truth)
         pairs = list(zip(cases["inputs"], cases["outputs"], strict=False))
-        complete, name = len(cases["inputs"]) == len(pairs), cases.get("fn_name")
+        complete = len(cases["inputs"]) == len(pairs)
+        name = cases.get("fn_name")
     except (ValueError, TypeError, KeyError, AttributeError):
         return 0.0  # the same score as verl, which also prints the reason
 
@@ -152,7 +153,8 @@ async def _run_in_fusion(ask: Callable[[Any, int], Awaitable[Any]], case: Any, l
     began = time.monotonic()
     score, metadata = await ask(case, math.ceil(limits.wall))
     first = metadata[0] if metadata else {}
-    status, duration = str(first.get("status")) if metadata else "", first.get("duration")
+    status = str(first.get("status")) if metadata else ""
+    duration = first.get("duration")
     wall = time.monotonic() - began if duration is None else float(duration)
     verdict: Literal["timeout", "done"] = "timeout" if status in ("timeout", "compile_timeout") else "done"
     return ExecutionResult(verdict=verdict, value=score == 1.0, wall=wall, reason=status)

@@ -186,7 +186,8 @@ class RewardTimeoutManager(RewardManagerBase):
         response = _RESPONSE.get() or _Response(
             _prompt_of(source, arguments.get("ground_truth"), None, arguments.get("extra_info"))
         )
-        prompt, teach = response.prompt, response.teach
+        prompt = response.prompt
+        teach = response.teach
         # A user's manager may call the function for several parts of a score, of which each takes its own time.
         case = str(response.calls) if response.calls else ""
         response.calls += 1
@@ -272,7 +273,8 @@ def _target_of(config: Any, function: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _configured_manager(config: Any, **arguments: Any) -> Any:
-    configured, original = config.reward[SECTION].manager, config.copy()
+    configured = config.reward[SECTION].manager
+    original = config.copy()
     section = original.reward.reward_manager
     section.source, section.name, section.module.path = (configured[key] for key in ("source", "name", "path"))
     if configured.source == "importlib":
