@@ -175,6 +175,15 @@ OVERLAP_VALIDATION = Feature(
 """Starts the rollout of the next step while a validation waits for its longest responses."""
 
 
+REUSE_LOG_PROBS = Feature(
+    name="reuse_log_probs",
+    flags=LosslessFlags,
+    switches={"verl": ("rl_accel.patches.verl.reuse_log_probs", "rl_accel.patches.verl.reuse_in_worker")},
+    verl="rl_accel.integrations.verl.reuse_log_probs",
+)
+"""Takes old log-probabilities from the update itself if a batch gets one optimizer step, without a separate forward pass."""
+
+
 @dataclass
 class TailBatchingFlags(ByNameFlags):
     """Flags of the feature ``tail_batching``: most rollouts do not wait for the longest responses.
@@ -346,6 +355,7 @@ DRAFTS = Feature(
 
 FEATURES: tuple[Feature[Any], ...] = (
     SKIP_ZERO,
+    REUSE_LOG_PROBS,
     OVERLAP_VALIDATION,
     SAMPLER,
     FINAL_OUTPUT,

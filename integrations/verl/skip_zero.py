@@ -3,11 +3,9 @@
 The feature itself is the patch :mod:`rl_accel.patches.verl.skip_zero`, which works in the processes that train the actor.
 """
 
-import functools
-
 from rl_accel.errors import refuse
 from rl_accel.features import LosslessFlags
-from rl_accel.patches.verl import skip_zero
+from rl_accel.patches.verl import skip_zero, trials
 from rl_accel.patches.verl.verl_run import VerlRun
 
 _FLAG = "rl_accel.skip_zero"
@@ -29,19 +27,5 @@ def wire(run: VerlRun, _flags: LosslessFlags) -> None:
     run.require_off(_FLAG, f"{_ACTOR}.use_kl_loss", "it trains every response")
     run.require_off(_FLAG, f"{_ACTOR}.calculate_entropy", "actor/entropy_loss is a mean over all rows")
     run.require_off(_FLAG, "distillation.enabled", "it trains every response")
-    if not run.in_driver:
-        _try_loss(run)
-
-
-def _try_loss(run: VerlRun) -> None:
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-    from verl.utils.config import omega_conf_to_dataclass
-    from verl.workers.utils.losses import ppo_loss
-
-    if run.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla") not in POLICY_LOSS_REGISTRY:
-        return
-    try:
-        config = omega_conf_to_dataclass(run.get(_ACTOR))
-    except Exception:  # verl's workers refuse this configuration, with a better message
-        return
-    skip_zero.require_silent(functools.partial(ppo_loss, config=config))
+    if not run.in_driver and (loss := trials.loss_of(run)):
+        skip_zero.require_silent(loss)

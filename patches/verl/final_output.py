@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from rl_accel.patches.patch import Patch
+from rl_accel.patches.view import View
 
 NEVER = 1 << 30
 """Value for vLLM's ``stream_interval``, the number of tokens between two outputs: more than any response has."""
@@ -30,24 +31,11 @@ def _at_the_end(original: Any, _settings: Any) -> Any:
             params.setdefault("detokenize", False)
         if has_interval:
             params["stream_interval"] = NEVER
-        server = _View(self, engine=_View(self.engine, generate=_joined(self.engine.generate)))
+        server = View(self, engine=View(self.engine, generate=_joined(self.engine.generate)))
         with contextlib.nullcontext() if has_interval else _never_between(self.engine.output_processor):
             return await original(server, prompt_ids, params, *args, **kwargs)
 
     return generate
-
-
-class _View:
-    """Proxy of ``base``. Reading an attribute named in ``instead`` gives the value in ``instead``. Writes go to ``base``."""
-
-    def __init__(self, base: Any, **instead: Any) -> None:
-        vars(self).update(instead, _base=base)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._base, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._base, name, value)
 
 
 @contextlib.contextmanager

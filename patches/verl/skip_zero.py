@@ -13,7 +13,7 @@ import statistics
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -24,24 +24,20 @@ from rl_accel.errors import ConfigError, PatchRefused, refuse
 from rl_accel.log import warn_once
 from rl_accel.patches import upstream
 from rl_accel.patches.patch import Patch
+from rl_accel.patches.verl import trials
 
-_LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
-"""Lengths in tokens of the 8 random responses with which :func:`find_influence` tests a policy loss. Chosen by hand."""
-_ZERO_ROWS = (0, 3, 7)
-"""Indices in ``_LENGTHS`` of the responses that get advantage 0: the first, one in the middle, and the last."""
 _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
 """Standard deviations of old minus new log-probabilities, one for each batch of :func:`find_influence`. None: both are drawn
 independently, and differ so much that losses clip. With small differences, fewer losses drop rows."""
-_PROMPT = 3  # tokens of each random prompt
 _TIMINGS = 16
 """Number of mini-batches from whose times ``seconds_saved`` is estimated. Chosen by hand."""
 _ACTOR = "actor_rollout_ref.actor"
-_LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
 _DIFFERENCES = (
     "leaves out rows with advantage 0: actor/ppo_kl and actor/pg_clipfrac* are means over the other rows, and gradients "
     "equal verl's up to the rounding of another packing of rows"
 )
-_refuse = functools.partial(refuse, "rl_accel.skip_zero")
+_FLAG = "rl_accel.skip_zero"
+_refuse = functools.partial(refuse, _FLAG)
 
 
 def find_influence(loss_function: Callable[..., Any]) -> str:
@@ -53,17 +49,17 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
 
     ``loss_function`` is verl's, with its configuration, and takes ``model_output``, ``data`` and ``dp_group``.
     """
-    every = range(len(_LENGTHS))
-    others, keeps_every_row = [row for row in every if row not in _ZERO_ROWS], False
+    every = range(len(trials.LENGTHS))
+    others, keeps_every_row = [row for row in every if row not in trials.ZERO_ROWS], False
     try:
         for seed, distance in enumerate(_DISTANCES):
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, too
-                batch = _random_batch(torch.Generator().manual_seed(seed), distance)
-                whole, part = (_gradients(loss_function, batch, rows) for rows in (every, others))
+                batch = trials.random_batch(torch.Generator().manual_seed(seed), distance)
+                whole, part = (trials.gradients(loss_function, batch, rows) for rows in (every, others))
                 ones = {**batch, "advantages": [mask.float() for mask in batch["response_mask"]]}
-                keeps_every_row |= all(bool(row.any()) for row in _gradients(loss_function, ones, every).values())
-            if any(bool(whole[row].count_nonzero()) for row in _ZERO_ROWS):
+                keeps_every_row |= all(bool(row.any()) for row in trials.gradients(loss_function, ones, every).values())
+            if any(bool(whole[row].count_nonzero()) for row in trials.ZERO_ROWS):
                 return "rows with advantage 0 have a gradient"
             if not all(torch.allclose(whole[row], part[row], rtol=1e-5, atol=0.0) for row in others):
                 return "rows with advantage 0 change the gradient of others"
@@ -72,84 +68,12 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
     return "" if keeps_every_row else "it cannot be tried: it drops rows of every trial"
 
 
-def _random_batch(random: torch.Generator, distance: float | None) -> dict[str, list[torch.Tensor]]:
-    """Returns a random batch, as a mapping from field name to a list with one tensor per row (response).
-
-    Shapes for a response of T tokens: [_PROMPT + T] for the model's outputs ``log_probs`` and ``entropy``, [_PROMPT] for
-    ``prompts``, and [T] for other fields. For ``distance`` see :data:`_DISTANCES`.
-    """
-    batch: dict[str, list[torch.Tensor]] = {}
-    for row, length in enumerate(_LENGTHS):
-        mask = torch.rand(length, generator=random) < 0.8
-        mask[0] = True
-        # Advantages of masked tokens are 0 in verl; large values let losses clip, and choose tokens by their covariance.
-        advantages = 3 * torch.randn((), generator=random) * mask * (row not in _ZERO_ROWS)
-        fields = {
-            "prompts": torch.ones(_PROMPT, dtype=torch.long),
-            "responses": torch.ones(length, dtype=torch.long),
-            "response_mask": mask.long(),
-            "advantages": advantages,
-            **{name: -3 * torch.rand(length, generator=random) for name in ("old_log_probs", "ref_log_prob")},
-            "rollout_is_weights": 0.5 + torch.rand(length, generator=random),
-            "log_probs": -3 * torch.rand(_PROMPT + length, generator=random),
-            "entropy": torch.rand(_PROMPT + length, generator=random),
-        }
-        if distance is not None:  # the model's output at a token is for the token after it
-            noise = distance * torch.randn(length, generator=random)
-            fields["old_log_probs"] = fields["log_probs"][_PROMPT - 1 : -1] + noise
-        for name, value in fields.items():
-            batch.setdefault(name, []).append(value)
-    return batch
-
-
-def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: Any) -> dict[int, torch.Tensor]:
-    """Returns the gradients of the loss of ``rows`` with respect to the model's outputs ``log_probs`` and ``entropy``, by row.
-
-    The gradients of a row with T response tokens are a tensor [2, _PROMPT + T]. The loss is normalised by the size of ``batch``,
-    not by that of ``rows``.
-    """
-    from verl.utils import tensordict_utils as tu
-
-    chosen = {name: [values[row] for row in rows] for name, values in batch.items()}
-    outputs = {name: [value.requires_grad_() for value in chosen.pop(name)] for name in ("log_probs", "entropy")}
-    nested = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
-    tokens = int(sum(mask.sum() for mask in batch["response_mask"]))
-    constants = {"dp_size": 2, "batch_num_tokens": tokens, "global_batch_size": len(_LENGTHS)}
-    data = tu.get_tensordict({name: nested(values) for name, values in chosen.items()}, constants)
-    with torch.enable_grad():
-        model_output = {name: nested(values) for name, values in outputs.items()}
-        loss, _ = loss_function(model_output=model_output, data=data, dp_group=None)
-        leaves = [value for values in outputs.values() for value in values]
-        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    return {row: torch.stack(gradients[n :: len(rows)]) for n, row in enumerate(rows)}
-
-
 def require_silent(loss_function: Callable[..., Any]) -> None:
     """Raises ConfigError if responses with advantage 0 influence training with ``loss_function``, see :func:`find_influence`."""
     if reason := find_influence(loss_function):
-        config, mode = _config_and_mode(loss_function)
+        config, mode = trials.config_and_mode(loss_function)
         loss_name = f"{mode} with loss_agg_mode {config.loss_agg_mode}" if config and mode else repr(loss_function)
-        _refuse(_LOSS_MODE, "a loss that advantage 0 silences", loss_name, reason)
-
-
-def _config_and_mode(loss_function: Any) -> tuple[Any, Any]:
-    """Returns the actor's configuration and ``loss_mode`` that verl's ``loss_function`` uses; None where unknown."""
-    config = getattr(loss_function, "keywords", {}).get("config")
-    return config, getattr(getattr(config, "policy_loss", None), "loss_mode", None)
-
-
-def _require_verls(loss_function: Any) -> None:
-    """Raises ConfigError unless verl itself defines the loss. A user's loss may have a state, which a test call could change."""
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-
-    _, mode = _config_and_mode(loss_function)
-    policy_loss = [POLICY_LOSS_REGISTRY[mode]] if mode in POLICY_LOSS_REGISTRY else []
-    for function in (getattr(loss_function, "func", loss_function), *policy_loss):
-        try:
-            upstream.require_own(function, "verl:the loss")
-        except PatchRefused:
-            reason = "a trial would change the state of a loss that has one; rl_accel.skip_zero.enable=True tries it"
-            _refuse(_LOSS_MODE, "a loss of verl's own", mode or upstream.describe(function), reason)
+        _refuse(trials.LOSS_MODE, "a loss that advantage 0 silences", loss_name, reason)
 
 
 def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
@@ -161,7 +85,7 @@ def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
         _refuse(f"{_ACTOR}.calculate_entropy", False, True, "actor/entropy_loss is a mean over all rows")
     if getattr(engine, "_qat_enabled", False):
         _refuse(f"{_ACTOR}.fsdp_config.qat.enable", False, True, "quantisation observes the activations of all rows")
-    if part := next(_random_parts(engine.module), ""):
+    if part := next(trials.random_parts(engine.module), ""):
         _refuse("dropout of the model", 0, part, "other random numbers would be drawn")
     for name in ("forward_step", "prepare_model_inputs", "prepare_model_outputs"):  # the trial does not call them
         try:
@@ -169,15 +93,6 @@ def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
         except PatchRefused as error:
             raise ConfigError(f"rl_accel.skip_zero wants verl's own training step: {error}") from error
     require_silent(loss_function)
-
-
-def _random_parts(model: torch.nn.Module) -> Iterator[str]:
-    """Yields the parts of ``model`` that draw random numbers in training: dropout, and noise of expert routers."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in type(module).__name__)
-            if is_rate and isinstance(value, float) and value > 0:
-                yield f"{type(module).__name__}.{name} = {value}"
 
 
 def _find_zero_rows(data: Any) -> list[bool]:
@@ -235,7 +150,7 @@ def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) ->
     """
     try:
         if not settings.enable:
-            _require_verls(loss_function)
+            trials.require_verls(loss_function, _FLAG)
         _require_no_influence(engine, data, loss_function)
         return Counter()
     except ConfigError as error:
@@ -298,6 +213,10 @@ def _train_rows(
         return loss_function(model_output=model_output, data=data, dp_group=dp_group)
 
     rows = _choose_rows(zero, lengths, wanted)
+    if observe := getattr(loss_function, "observe", None):  # reuse_log_probs needs the log-probabilities of all rows
+        others = [row for row in range(len(zero)) if row not in rows]
+        original(engine, tu.index_select_tensor_dict(data, others), observe, True)
+    started = time.perf_counter()
     output = original(engine, tu.index_select_tensor_dict(data, rows), normalised_by_all, False)
     state.timings.append((sum(lengths[row] for row in rows), time.perf_counter() - started))
     is_trained = [bool(mask.any()) for mask in data["loss_mask"].unbind()]
@@ -323,8 +242,9 @@ def _make(original: Any, settings: Any) -> Any:
         if needs_all or "advantages" not in data or type(self) is not FSDPEngineWithLMHead:  # a critic, or not tried
             return original(self, data, loss_function, forward_only)
         state = engines.get(self)
-        if state is None or state.loss_function is not loss_function:
-            state = engines[self] = _Engine(loss_function, _start_counter(settings, self, data, loss_function))
+        verls_loss = getattr(loss_function, "verls_loss", loss_function)  # reuse_log_probs wraps it
+        if state is None or state.loss_function is not verls_loss:
+            state = engines[self] = _Engine(verls_loss, _start_counter(settings, self, data, verls_loss))
         skipped = state.skipped
         if skipped is None:
             return original(self, data, loss_function, forward_only)

@@ -18,6 +18,7 @@ ON_POLICY = ("V1 sync", "V1 tail_batching")
 TRAINERS = {
     "sampler": ("V1",),
     "overlap_validation": ON_POLICY,
+    "reuse_log_probs": (*ON_POLICY, "V1 colocate_async", "legacy"),
     "tail_batching": ON_POLICY,
     "reward_timeout": ("V1", "legacy"),
     "telemetry": ("V1", "legacy", "one_step_off"),
@@ -42,6 +43,7 @@ _IDLE_WITHOUT_TRAINING = (
     "advantages",
     "skip_zero",
     "overlap_validation",
+    "reuse_log_probs",
     "tail_batching",
     "telemetry",
     "tp_replan",
@@ -202,6 +204,8 @@ class VerlRun:
             return "trainer.val_only = True: nothing is trained"
         if feature == "skip_zero" and (key := self._key_without_zero_advantages()):
             return f"{key} = {self.get(key)}: no response has advantage 0"
+        if feature == "reuse_log_probs" and (reason := self._reason_for_forward_passes()):
+            return reason
         if feature == "final_output" and self.get(f"{ROLLOUT}.disaggregation.enabled", False):
             return f"{ROLLOUT}.disaggregation.enabled = True: its servers return responses as in verl"
         if feature == "overlap_validation" and (frequency := self.get("trainer.test_freq", -1)) <= 0:
@@ -218,6 +222,16 @@ class VerlRun:
         has_kl = self.get("algorithm.use_kl_in_reward", False)
         if has_kl and not gives_zero_advantages(algorithm, group_size, with_kl=True):
             return "algorithm.use_kl_in_reward"
+        return ""
+
+    def _reason_for_forward_passes(self) -> str:
+        """Returns the reason why no batch can do without a separate forward pass for old log-probabilities, or ""."""
+        if self.get("algorithm.rollout_correction.bypass_mode", False):
+            return "algorithm.rollout_correction.bypass_mode = True: verl computes no old log-probabilities"
+        actor = "actor_rollout_ref.actor"
+        mini_batches = self._number("data.train_batch_size") / self._number(f"{actor}.ppo_mini_batch_size")
+        if (steps := mini_batches * self._number(f"{actor}.ppo_epochs")) > 1:
+            return f"a batch gets {steps:g} optimizer steps (data.train_batch_size, {actor}.ppo_mini_batch_size, ppo_epochs)"
         return ""
 
     def _number(self, key: str) -> int:

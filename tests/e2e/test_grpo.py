@@ -28,7 +28,9 @@ OVERRIDES = [
     "actor_rollout_ref.actor.use_dynamic_bsz=False",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=False",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    # verl logs rollout_corr/* then, too
+    "actor_rollout_ref.rollout.calculate_log_probs=True",
     "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
     "data.val_batch_size=12",  # 32 prompts in three batches, the last of them smaller
@@ -39,7 +41,13 @@ OVERRIDES = [
     "trainer.validation_data_dir=${run_dir}/validations",
 ]
 COMMON = ["+rl_accel.sampler.enable=True", "+rl_accel.skip_zero.enable=True"]
-ARMS = {"stock": [], "overlap": [*COMMON, "+rl_accel.overlap_validation.enable=True"]}
+REUSE, OVERLAP = "+rl_accel.reuse_log_probs.enable=True", "+rl_accel.overlap_validation.enable=True"
+ARMS = {
+    "stock": [],
+    "reuse": [*COMMON, REUSE],
+    "overlap": [*COMMON, OVERLAP],
+    "both": [*COMMON, REUSE, OVERLAP],
+}
 ACCELERATED = [arm for arm in ARMS if arm != "stock"]
 
 
@@ -80,7 +88,8 @@ def test_every_value_is_that_of_stock(steps, arm):
         names = [name for name in stock if not any(fnmatch(name, p) for p in (*NOT_COMPARED, *OF_TRAINED_ROWS))]
         assert any(name.startswith("val-core/") for name in names) == (step in VALIDATED)
         if step:
-            assert "actor/grad_norm" in names
+            assert {"actor/grad_norm", "actor/entropy", "training/rollout_probs_diff_mean"} <= {*names}
+            assert any(name.startswith("rollout_corr/") for name in names)
             # verl adds the losses of all micro-batches in float32: zeros among them change the order of the sum
             names.remove("actor/loss")
             assert ours["actor/loss"] == pytest.approx(stock["actor/loss"], rel=1e-5, abs=1e-7)
@@ -117,15 +126,30 @@ def test_checkpoints_continue_with_the_same_prompts(out, arm):
     assert states(arm) == states("stock")
 
 
-def test_rollouts_begin_during_validations(out, steps):
-    submitted = {step: count for step, (_, count) in states_between(out, "overlap").items()}
+@pytest.mark.parametrize("arm", ["overlap", "both"])
+def test_rollouts_begin_during_validations(out, steps, arm):
+    submitted = {step: count for step, (_, count) in states_between(out, arm).items()}
     assert submitted == {step: 8 if step + 1 in OVERLAPPED else 0 for step in VALIDATED}
     prefix = "rl_accel/overlap_validation/"
     for name, logged in {
         "ahead_seconds": [1, 3, 5],
         "seconds_saved": [3, 5],
     }.items():  # step 1 has nothing to compare with
-        assert [step for step, ours in steps["overlap"].items() if prefix + name in ours] == logged
+        assert [step for step, ours in steps[arm].items() if prefix + name in ours] == logged
+
+
+@pytest.mark.parametrize("arm", ["reuse", "both"])
+def test_all_steps_but_the_first_reuse_log_probabilities(steps, arm):
+    ours = list(steps[arm].values())[1:]
+    stock = list(steps["stock"].values())[1:]
+    assert [step["rl_accel/reuse_log_probs/applied"] for step in ours] == [0.0] + [1.0] * (STEPS - 1)
+    for step in ours[1:]:
+        assert (step["rl_accel/reuse_log_probs/share"] < 1) == (step["rl_accel/skip_zero/rows"] > 0)
+    forward_seconds = sum(step["timing_s/old_log_prob"] for step in stock[1:])
+    assert sum(step["timing_s/old_log_prob"] for step in ours[1:]) < forward_seconds
+    assert (
+        sum(step["rl_accel/reuse_log_probs/seconds_saved"] for step in ours[1:]) < 2 * forward_seconds
+    )  # busy machines
 
 
 def states_between(out, arm):

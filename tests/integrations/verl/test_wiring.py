@@ -222,6 +222,23 @@ REFUSED = {
         ({"algorithm.filter_groups.enable": True}, r"filter_groups\.enable = False, found True \(which prompts"),
         ({"skip.rollout_tq.enable": True}, r"skip\.rollout_tq\.enable = False, found True"),
     ],
+    "reuse_log_probs": [
+        ({f"{ACTOR}.strategy": "veomni"}, r"= fsdp, fsdp2 or megatron, found veomni \(others were not tried\)"),
+        ({"algorithm.use_kl_in_reward": True}, r"algorithm\.use_kl_in_reward = False, found True"),
+        ({"algorithm.rollout_correction.rollout_is": "token"}, r"rollout_correction\.rollout_is = None, found token"),
+        ({"algorithm.rollout_correction.rollout_rs": "seq_max_k2"}, r"rollout_rs = None, found seq_max_k2"),
+        (
+            {"algorithm.adv_estimator": "optimal_token_baseline"},
+            r"without old log-probabilities, found optimal_token_baseline",
+        ),
+        ({"distillation.enabled": True}, r"distillation\.enabled = False, found True"),
+        ({f"{ROLLOUT}.enable_rollout_routing_replay": True}, r"enable_rollout_routing_replay = False, found True"),
+        (
+            {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.router_replay.mode": "R2"},
+            r"megatron\.router_replay\.mode = disabled, found R2",
+        ),
+        ({MODE: "separate_async"}, r"trainer_mode = sync, found separate_async"),
+    ],
     "tp_replan": [
         (ASYNC, r"trainer_mode = sync, found colocate_async"),
         ({f"{ROLLOUT}.name": "trtllm"}, r"rollout\.name = one of .*sglang, vllm, found trtllm"),
@@ -233,19 +250,22 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("keys", "message"), REFUSED["skip_zero"])
+AUTOMATIC = [(name, *row) for name in ("skip_zero", "reuse_log_probs") for row in REFUSED[name]]
+
+
+@pytest.mark.parametrize(("feature", "keys", "message"), AUTOMATIC)
 def test_an_automatic_feature_is_checked_as_one_by_name_and_stays_off_with_the_same_sentence(
-    configured, caplog, keys, message
+    configured, caplog, feature, keys, message
 ):
     def requested():
-        return config_intake.RUNTIME.flags().requested(features.SKIP_ZERO)
+        return rl_accel.status()[feature].requested
 
     for _ in range(2):
         config_intake.in_driver(configured({"rl_accel.auto": True, **keys}))
         config_intake.in_trainer(configured({"rl_accel.auto": True, **keys}))
     assert requested() == "off"
-    (line,) = [line for line in caplog.messages if "skip_zero" in line]
-    assert re.match(rf"rl-accel: skip_zero stays off: rl_accel\.skip_zero wants .*{message}", line)
+    (line,) = [line for line in caplog.messages if feature in line]
+    assert re.match(rf"rl-accel: {feature} stays off: rl_accel\.{feature} wants .*{message}", line)
     config_intake.in_driver(configured({"rl_accel.auto": True}))
     assert requested() == "automatically"
 
@@ -358,17 +378,34 @@ PPO, FULLY, ONE_STEP = MAINS
 ALL = {feature.name for feature in features.FEATURES}
 ON_POLICY_ONLY = {"overlap_validation", "tail_batching", "tp_replan"}
 V1_ONLY = {"sampler", "drafts", *ON_POLICY_ONLY}
-NOT_ONE_STEP = {"reward_timeout", *V1_ONLY}
+NOT_ONE_STEP = {"reward_timeout", "reuse_log_probs", *V1_ONLY}
 NOT_FULLY = {"telemetry", *NOT_ONE_STEP}
 NO_GROUPS, NO_SCAN = {"skip_zero"}, {"gae", "advantages"}
-IN_TRAINING = {"gae", "advantages", "skip_zero", "overlap_validation", "tail_batching", "telemetry", "tp_replan"}
+IN_TRAINING = {
+    "gae",
+    "advantages",
+    "skip_zero",
+    "reuse_log_probs",
+    "overlap_validation",
+    "tail_batching",
+    "telemetry",
+    "tp_replan",
+}
 LINES = {  # by line: the features that are refused, and those without effect
     "ppo": (PPO, [], set(), NO_GROUPS),
     "grpo": (PPO, GRPO, set(), NO_SCAN),
     "reinforce++": (PPO, ["algorithm.adv_estimator=reinforce_plus_plus"], set(), {"gae", *NO_GROUPS}),
+    "two updates": (PPO, [*GRPO, f"{MINI}=128"], set(), {"reuse_log_probs", *NO_SCAN}),
+    "two epochs": (PPO, [*GRPO, f"{ACTOR}.ppo_epochs=2"], set(), {"reuse_log_probs", *NO_SCAN}),
+    "bypass": (
+        PPO,
+        [*GRPO, "algorithm.rollout_correction.bypass_mode=True"],
+        set(),
+        {"reuse_log_probs", *NO_SCAN},
+    ),
     "rloo": (PPO, ["algorithm.adv_estimator=rloo"], set(), NO_SCAN),
     "gdpo": (PPO, ["algorithm.adv_estimator=gdpo"], set(), {"gae", *NO_GROUPS}),
-    "kl in the reward": (PPO, [*GRPO, "algorithm.use_kl_in_reward=True"], set(), {*NO_SCAN, *NO_GROUPS}),
+    "kl in the reward": (PPO, [*GRPO, "algorithm.use_kl_in_reward=True"], {"reuse_log_probs"}, {*NO_SCAN, *NO_GROUPS}),
     "validation alone": (PPO, [*GRPO, "trainer.val_only=True"], set(), IN_TRAINING),
     "disaggregated": (
         PPO,
@@ -387,7 +424,7 @@ LINES = {  # by line: the features that are refused, and those without effect
     "sglang": (PPO, SGLANG, {"final_output", "drafts"}, NO_GROUPS),
     "legacy": (PPO, ["trainer.use_v1=False"], V1_ONLY, NO_GROUPS),
     "colocate_async": (PPO, [f"{MODE}=colocate_async"], ON_POLICY_ONLY, NO_GROUPS),
-    "separate_async": (PPO, [f"{MODE}=separate_async", *SEPARATE[:2]], ON_POLICY_ONLY, NO_GROUPS),
+    "separate_async": (PPO, [f"{MODE}=separate_async", *SEPARATE[:2]], {"reuse_log_probs", *ON_POLICY_ONLY}, NO_GROUPS),
     "one_step_off": (ONE_STEP, SEPARATE, NOT_ONE_STEP, NO_GROUPS),
     "one_step_off, sglang": (ONE_STEP, [*SEPARATE, *GRPO, *SGLANG], {"final_output", *NOT_ONE_STEP}, NO_SCAN),
     "fully_async": (FULLY, SEPARATE, NOT_FULLY, NO_GROUPS),

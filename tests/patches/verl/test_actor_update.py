@@ -1,4 +1,5 @@
-"""Compares gradients, losses and metrics of an actor update without the rows of advantage 0 with verl's own update.
+"""Compares gradients, losses and metrics of an actor update without the rows of advantage 0, and of one that takes its own
+log-probabilities for old ones, with verl's own update.
 
 The engine is verl's FSDPEngineWithLMHead with a tiny model: its own micro-batches, policy losses and backward passes.
 """
@@ -15,19 +16,24 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transfer_queue import KVBatchMeta
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.plugin.platform import platform_manager
+from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.torch_functional import entropy_from_logits
 from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import response_from_nested
 
 from rl_accel.errors import ConfigError, PatchRefused
 from rl_accel.features import LosslessFlags
 from rl_accel.lab.verl_cpu.platform import PlatformCPU
 from rl_accel.patches.upstream import require_names
-from rl_accel.patches.verl import skip_zero
+from rl_accel.patches.verl import reuse_in_worker, reuse_log_probs, skip_zero, trials
 from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.telemetry import metrics as telemetry
 
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 SILENT = ["vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "bypass_mode"]
@@ -399,7 +405,9 @@ def test_a_training_step_that_other_code_has_replaced_is_left_to_it(monkeypatch)
 
     monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda *given: None)
     named = skip_zero._make(None, LosslessFlags(enable=True))
-    with pytest.raises(ConfigError, match=r"own training step: .*forward_step is already replaced by .*test_skip_zero"):
+    with pytest.raises(
+        ConfigError, match=r"own training step: .*forward_step is already replaced by .*test_actor_update"
+    ):
         named(make_engine(make_model()), make_batch([9, 20], [1, 0], DYNAMIC), ppo())
 
 
@@ -413,6 +421,330 @@ def test_a_function_that_makes_no_micro_batches_is_refused():
     (patch,) = skip_zero.SWITCHES
     with pytest.raises(PatchRefused, match="no longer uses prepare_micro_batches and forward_step"):
         require_names(replace, patch.uses, patch.target)
+
+
+# -- reuse_log_probs: one optimizer step a batch, whose own log-probabilities are the old ones -------------------------------
+
+
+class Worker:
+    """What reuse_log_probs uses of verl's TrainingWorker."""
+
+    rank = 0
+
+    def __init__(self, loss, forward_backward=stock, **model):
+        self.engine = make_engine(make_model(**model))
+        self.engine.compute_entropy_from_logits = entropy_from_logits
+        self.loss_fn = loss
+        self._forward_backward = forward_backward
+
+    def train_mini_batch(self, data):
+        output = self._forward_backward(self.engine, data, self.loss_fn)
+        return tu.get_tensordict({}, {"metrics": output["metrics"]})
+
+    def gradients(self):
+        return {name: p.grad for name, p in self.engine.module.named_parameters()}
+
+
+def mini_batch(packing, **more):
+    """A batch whose old log-probabilities are unknown, and the size of its only mini-batch."""
+    batch = make_batch([9, 20, 3, 14], [1, 0, -0.5, 0], packing, holes=0.2, **more)
+    batch["old_log_probs"] = torch.full_like(batch["old_log_probs"], float("nan"))
+    tu.assign_non_tensor(batch, mini_batch_size=4, epochs=1)
+    return batch
+
+
+def forward_pass(batch):
+    """verl's log-probabilities and entropy of ``batch``."""
+    engine = Worker(None).engine
+    data = batch.clone()
+    tu.assign_non_tensor(data, calculate_entropy=True)
+    with torch.no_grad():
+        return type(engine).forward_backward_batch(engine, data, None, True)["model_output"]
+
+
+NAMED, AUTOMATIC = LosslessFlags(enable=True), LosslessFlags()
+
+
+def asked(worker, wanted, batch, settings=NAMED):
+    update = reuse_in_worker._make(Worker.train_mini_batch, settings)
+    data = batch.clone()
+    tu.assign_non_tensor(data, **{reuse_in_worker.KEY: wanted})
+    return update(worker, data)
+
+
+ONE_BY_ONE = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+
+
+@pytest.mark.parametrize("remove_padding", [True, False])
+@pytest.mark.parametrize("packing", [ONE_BY_ONE, FIXED_2, DYNAMIC], ids=["one", "two", "dynamic"])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_one_update_gives_the_bits_of_a_forward_pass_and_an_update(packing, remove_padding, with_entropy):
+    batch = mini_batch({**packing, "use_remove_padding": remove_padding}, calculate_entropy=with_entropy)
+    loss = ppo(entropy_coeff=0.1 * with_entropy)
+    wanted = forward_pass(batch)
+    known = batch.clone()
+    known["old_log_probs"] = response_from_nested(wanted["log_probs"], batch["response_mask"])
+    theirs, ours = Worker(loss), Worker(loss)
+    metrics = tu.get(theirs.train_mini_batch(known), "metrics")
+    output = asked(ours, reuse_in_worker.REUSE, batch)
+    assert equal(ours.gradients(), theirs.gradients())
+    for name in ("log_probs", "entropy"):
+        assert torch.equal(output[name].values(), wanted[name].values())
+    found = tu.get(output, "metrics")
+    assert found.pop(reuse_in_worker.SHARE) == [1.0]
+    assert {n: v.values for n, v in found.items()} == {n: v.values for n, v in metrics.items()}
+    assert ours.loss_fn is loss
+    assert "prepare_model_outputs" not in vars(ours.engine)
+
+
+def test_rows_that_skip_zero_leaves_out_get_a_forward_pass_alone(skipping):
+    batch = mini_batch(ONE_BY_ONE)
+    wanted = forward_pass(batch)
+    known = batch.clone()
+    known["old_log_probs"] = response_from_nested(wanted["log_probs"], batch["response_mask"])
+    theirs, ours = Worker(ppo()), Worker(ppo(), skipping)
+    theirs.train_mini_batch(known)
+    for _ in range(2):  # skip_zero decides once
+        ours.engine.module.zero_grad()
+        output = asked(ours, reuse_in_worker.REUSE, batch)
+        assert equal(ours.gradients(), theirs.gradients())
+        for name in ("log_probs", "entropy"):
+            assert torch.equal(output[name].values(), wanted[name].values())
+    found = tu.get(output, "metrics")
+    lengths = batch["input_ids"].offsets().diff()
+    assert found[reuse_in_worker.SHARE] == [int(lengths[[0, 2]].sum()) / int(lengths.sum())]
+    assert found["rl_accel/skip_zero/rows"].aggregate() == 2
+
+
+def test_the_engine_of_megatron_computes_the_entropy_itself(monkeypatch):
+    """Not run on Megatron: its engine gives ``ppo_loss`` the same outputs, and reads ``calculate_entropy`` from the batch."""
+    worker = Worker(ppo())
+    monkeypatch.setattr(reuse_in_worker, "_ENGINES", ("another", type(worker.engine).__name__))
+    batch = mini_batch(ONE_BY_ONE)
+    wanted = forward_pass(batch)
+    output = asked(worker, reuse_in_worker.REUSE, batch)
+    assert torch.equal(output["entropy"].values(), wanted["entropy"].values())
+    assert "actor/entropy_loss" not in tu.get(output, "metrics")
+
+
+def test_a_batch_with_more_than_one_step_is_an_error():
+    batch = mini_batch(ONE_BY_ONE)
+    tu.assign_non_tensor(batch, epochs=2)
+    with pytest.raises(RuntimeError, match=r"wants one step of 4 rows, found \(4, 2\)"):
+        asked(Worker(ppo()), reuse_in_worker.REUSE, batch)
+
+
+JUMPS = {"kl_cov"}
+
+
+def test_a_loss_is_tried_where_old_and_new_log_probabilities_are_equal():
+    def strange(model_output, data, dp_group=None):
+        log_probs = model_output["log_probs"].values()
+        return (log_probs - log_probs.detach()).sum() * data["my_field"].sum(), {}
+
+    assert "it cannot be tried: KeyError" in trials.find_jump(strange)
+    jumps = {mode for mode in POLICY_LOSS_REGISTRY if trials.find_jump(ppo(mode))}
+    assert jumps == JUMPS
+
+
+def test_workers_are_asked_before_the_trainer_relies_on_them(caplog):
+    def answer(settings, loss=None, **model):
+        worker = Worker(loss or ppo(), **model)
+        batch = mini_batch(ONE_BY_ONE)
+        batch["old_log_probs"] = torch.zeros_like(batch["old_log_probs"])
+        return tu.get(asked(worker, reuse_in_worker.ASK, batch, settings), "metrics")[reuse_in_worker.WORKS]
+
+    assert answer(NAMED) == answer(AUTOMATIC) == [1.0]
+    with pytest.raises(ConfigError, match=r"dropout of the model = 0, found .*attention_dropout = 0.1"):
+        answer(NAMED, **DROPOUT)
+    assert answer(AUTOMATIC, **DROPOUT) == [0.0]
+    assert answer(AUTOMATIC, lambda **given: ppo()(**given)) == [0.0]
+    assert answer(NAMED, lambda **given: ppo()(**given)) == [1.0]
+    assert caplog.text.count("reuse_log_probs stays off: rl_accel.reuse_log_probs wants") == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "is_reused"),
+    [
+        (8, {}, True),
+        (16, {}, False),  # more trajectories than responses, which verl pads to two mini-batches
+        (6, {}, False),  # a group filter that left less
+        (8, {"actor_rollout_ref.actor.ppo_epochs": 2}, False),
+        (8, {"trainer.critic_warmup": 4}, False),
+    ],
+)
+def test_a_batch_that_gets_another_number_of_steps_is_verls(rows, changes, is_reused):
+    overrides = ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
+    overrides += [f"{key}={value}" for key, value in changes.items()]
+    run = VerlRun.compose("verl.trainer.main_ppo", overrides)
+    trainer = SimpleNamespace(config=run.config, global_steps=3)
+    assert reuse_log_probs.gets_one_step(trainer, rows) == is_reused
+
+
+class Store:
+    """Rows of a batch as TransferQueue keeps them, in this process."""
+
+    def __init__(self, batch):
+        self.fields = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+    def kv_batch_get(self, keys, partition_id, select_fields):
+        return tu.get_tensordict({name: self.fields[name] for name in select_fields if name in self.fields}).clone()
+
+    def kv_batch_put(self, keys, partition_id, fields):
+        self.fields |= dict(fields.items())
+        return KVBatchMeta(keys=keys, partition_id=partition_id, tags=[{}] * len(keys))
+
+
+class Workers:
+    """verl's group of one worker, which reads and writes the store."""
+
+    def __init__(self, store, update):
+        self.store, self._update = store, update
+        self.worker, self.forward_passes = Worker(ppo()), 0
+
+    def _data(self, batch):
+        constants = {"use_remove_padding": True, **ONE_BY_ONE}
+        return tu.get_tensordict(self.store.fields, {**batch.extra_info, **constants}).clone()
+
+    def compute_log_prob(self, batch):
+        self.forward_passes += 1
+        self.store.fields |= forward_pass(self._data(batch))
+        return batch
+
+    def update_actor(self, batch):
+        self.worker.engine.module.zero_grad()
+        output = self._update(self.worker, self._data(batch))
+        metrics = {**tu.get(output, "metrics"), "mfu": 0.5}
+        if not output.batch_size:
+            return {"metrics": metrics}
+        self.store.fields |= {name: output[name] for name in ("log_probs", "entropy")}
+        return KVBatchMeta(keys=batch.keys, partition_id="train", tags=batch.tags, extra_info={"metrics": [metrics]})
+
+
+def test_the_v1_trainer_leaves_out_the_forward_pass_and_logs_what_verl_logs(monkeypatch):
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+    from verl.trainer.ppo.v1 import trainer_base, trainer_sync
+
+    verls = trainer_base.PPOTrainer
+    overrides = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2"]
+    overrides += ["actor_rollout_ref.rollout.calculate_log_probs=True"]
+    config = VerlRun.compose("verl.trainer.main_ppo", overrides).config
+    rows = make_batch([9, 20, 3, 14], [1, 0, -0.5, 0.3], ONE_BY_ONE, holes=0.2)
+    rows["rollout_log_probs"] = rows.pop("old_log_probs")
+
+    def step(trainer, forward, update):
+        lengths = rows["input_ids"].offsets().diff().tolist()
+        tags = [{"seq_len": length} for length in lengths]
+        batch = KVBatchMeta(keys=list("abcd"), partition_id="train", tags=tags, extra_info={"temperature": 1.0})
+        metrics = {}
+        forward(trainer, batch, metrics=metrics)
+        update(trainer, batch, metrics=metrics)
+        return metrics
+
+    def begin(update):
+        store = Store(rows)
+        monkeypatch.setattr(trainer_base, "tq", store)
+        trainer = object.__new__(trainer_sync.PPOTrainerSync)
+        trainer.config, trainer.global_steps = config, 1
+        trainer.actor_rollout_wg = Workers(store, update)
+        return trainer
+
+    stock = begin(Worker.train_mini_batch)
+    wanted = step(stock, verls._compute_old_log_prob, verls._update_actor)
+    stored = trainer_base.tq.kv_batch_get("abcd", "train", ["response_mask", "rollout_log_probs", "old_log_probs"])
+    padded = DataProto(batch=stored.to_padded_tensor())
+    wanted |= compute_rollout_correction_and_add_to_batch(padded, config.algorithm.rollout_correction)[1]
+
+    ours = begin(reuse_in_worker._make(Worker.train_mini_batch, NAMED))
+    forward = reuse_log_probs._deferring(reuse_log_probs._V1, verls._compute_old_log_prob)
+    update = reuse_log_probs._reusing(reuse_log_probs._V1, verls._update_actor)
+    telemetry.drain()
+    for number in range(3):
+        found = step(ours, forward, update)
+        assert ours.actor_rollout_wg.forward_passes == 1  # the first step is verl's
+        numbers = {name for name in wanted if number or not name.startswith("rollout_corr/")}
+        assert {name: found[name] for name in numbers} == {name: wanted[name] for name in numbers}
+        assert found.keys() <= wanted.keys()
+        assert equal(ours.actor_rollout_wg.worker.gradients(), stock.actor_rollout_wg.worker.gradients())
+        logged = telemetry.drain()
+        assert (logged.get("rl_accel/reuse_log_probs/share") == 1) == (number > 0)
+    again = trainer_base.tq.kv_batch_get("abcd", "train", ["old_log_probs"])
+    assert torch.equal(again["old_log_probs"].values(), stored["old_log_probs"].values())
+    assert {"actor/entropy", "training/rollout_probs_diff_mean", "rollout_corr/kl"} <= wanted.keys()
+
+
+class LegacyWorkers:
+    """verl's group of one worker, which receives whole batches."""
+
+    def __init__(self, update):
+        self.worker, self._update, self.forward_passes = Worker(ppo()), update, 0
+
+    def compute_log_prob(self, data):
+        self.forward_passes += 1
+        tu.assign_non_tensor(data, **ONE_BY_ONE)
+        return tu.get_tensordict(forward_pass(data), {"metrics": {"mfu": 0.5}})
+
+    def update_actor(self, data):
+        self.worker.engine.module.zero_grad()
+        tu.assign_non_tensor(data, **ONE_BY_ONE)
+        output = self._update(self.worker, data)
+        metrics = {**tu.get(output, "metrics"), "mfu": [0.5]}
+        return tu.get_tensordict(dict(output.exclude("metrics").items()), {"metrics": metrics})
+
+
+def test_the_legacy_trainer_leaves_out_the_forward_pass_and_logs_what_verl_logs():
+    from verl.trainer.ppo.core_algos import agg_loss
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer as Verls
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+    from verl.utils.debug.metrics import calculate_debug_metrics
+    from verl.utils.metric import reduce_metrics
+
+    overrides = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2"]
+    config = VerlRun.compose("verl.trainer.main_ppo", overrides).config
+    lengths = torch.tensor([9, 20, 3, 14])
+    random = torch.Generator().manual_seed(0)
+    response = (torch.arange(20) < lengths[:, None]).long()
+    attention = torch.cat([torch.ones(4, 3, dtype=torch.long), response], dim=1)
+    tokens = torch.randint(61, attention.shape, generator=random)
+    fields = {
+        "input_ids": tokens,
+        "prompts": tokens[:, :3],
+        "responses": tokens[:, 3:],
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
+        "response_mask": response,
+        "advantages": torch.tensor([1.0, 0.0, -0.5, 0.3])[:, None] * response,
+        "rollout_log_probs": (-3 - torch.rand(4, 20, generator=random)) * response,
+    }
+
+    def step(trainer, forward, update):
+        """What ``fit`` of verl's trainer does between the rollout and the log."""
+        batch = DataProto.from_dict(dict(fields), meta_info={"temperature": 1.0})
+        result, _ = forward(trainer, batch)
+        entropy = agg_loss(result.batch.pop("entropys"), response, config.actor_rollout_ref.actor.loss_agg_mode)
+        batch = batch.union(result)
+        metrics = {"actor/entropy": entropy.item(), **calculate_debug_metrics(batch)}
+        batch, corrections = compute_rollout_correction_and_add_to_batch(batch, config.algorithm.rollout_correction)
+        output = update(trainer, batch)
+        return batch, {**metrics, **corrections, **reduce_metrics(output.meta_info["metrics"])}
+
+    def begin(update):
+        trainer = object.__new__(Verls)
+        trainer.config, trainer.global_steps, trainer.actor_rollout_wg = config, 1, LegacyWorkers(update)
+        return trainer
+
+    stock = begin(Worker.train_mini_batch)
+    stored, wanted = step(stock, Verls._compute_old_log_prob, Verls._update_actor)
+    ours = begin(reuse_in_worker._make(Worker.train_mini_batch, NAMED))
+    forward = reuse_log_probs._deferring(reuse_log_probs._Legacy, Verls._compute_old_log_prob)
+    update = reuse_log_probs._reusing(reuse_log_probs._Legacy, Verls._update_actor)
+    for _ in range(3):
+        batch, found = step(ours, forward, update)
+        assert ours.actor_rollout_wg.forward_passes == 1  # the first step is verl's
+        assert found == wanted
+        assert torch.equal(batch.batch["old_log_probs"], stored.batch["old_log_probs"])
+        assert equal(ours.actor_rollout_wg.worker.gradients(), stock.actor_rollout_wg.worker.gradients())
+    telemetry.drain()
 
 
 def two_ranks(rank, folder):
