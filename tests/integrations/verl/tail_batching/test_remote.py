@@ -561,7 +561,7 @@ def test_entries_of_another_job_of_the_cluster_are_left_alone():
         foreign, left_behind = ["1:7_3_0", "aaaa/1:7_3_0"], f"{RUN}1:7_3_0"
         tq.kv_batch_put(keys=[*foreign, left_behind], partition_id="train", tags=[{"status": "success"}] * 3)
         driver = SimpleNamespace(play=lambda *_: StepResult())
-        trainer = SimpleNamespace(_driver=driver, _last_step=5, _log=SimpleNamespace(add=lambda *_: None))
+        trainer = SimpleNamespace(_driver=driver, _steps_left=lambda _: 5, _log=SimpleNamespace(add=lambda *_: None))
         _, metrics = TailBatchingTrainer._play(trainer, 1)
         assert metrics["rl_accel/tail_batching/ghost_keys"] == 1
         assert sorted(tq.kv_list("train")["train"]) == foreign
