@@ -185,6 +185,23 @@ REUSE_LOG_PROBS = Feature(
 
 
 @dataclass
+class StallFlags(ByNameFlags):
+    """Flags of the feature ``stall``, which logs what a training step waits for if the step stands still."""
+
+    patience: float | None = flag(
+        None, "seconds that a stage of a step may take; null: 600, or 5 medians of the stage if more", minimum=1.0
+    )
+
+
+STALL = Feature(
+    name="stall",
+    flags=StallFlags,
+    switches={"verl": ("rl_accel.integrations.verl.stall",), "slime": ("rl_accel.integrations.slime.stall",)},
+    slime=SlimeHooks(SLIME_DATA),
+)
+
+
+@dataclass
 class TailBatchingFlags(ByNameFlags):
     """Flags of the feature ``tail_batching``: most rollouts do not wait for the longest responses.
 
@@ -361,6 +378,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     FINAL_OUTPUT,
     GAE,
     ADVANTAGES,
+    STALL,
     TAIL_BATCHING,
     REWARD_TIMEOUT,
     TELEMETRY,

@@ -60,19 +60,30 @@ def received() -> str | None:
     return (get("sources") if is_connected() else None) or os.environ.get(SOURCES_VAR)
 
 
-def put(name: str, text: str) -> None:
-    """Stores ``text`` in the Ray cluster's key-value store, under ``name`` and the id of this job. Replaces an earlier text."""
+def put(name: str, text: str, job: str = "") -> None:
+    """Stores ``text`` in the Ray cluster's key-value store, under ``name`` and ``job``, the id of a job; "" stands for this job.
+
+    Replaces an earlier text.
+    """
     from ray.experimental.internal_kv import _internal_kv_put
 
-    _internal_kv_put(_key(name), text, overwrite=True, namespace=_NAMESPACE)
+    _internal_kv_put(_key(name, job), text, overwrite=True, namespace=_NAMESPACE)
 
 
-def get(name: str) -> str | None:
-    """Returns the text that a process of this job has stored under ``name`` with :func:`put`; None if there is none."""
+def get(name: str, job: str = "") -> str | None:
+    """Returns the text under ``name`` that was stored for ``job`` with :func:`put`; None if there is none."""
     from ray.experimental.internal_kv import _internal_kv_get
 
-    stored = _internal_kv_get(_key(name), namespace=_NAMESPACE)
+    stored = _internal_kv_get(_key(name, job), namespace=_NAMESPACE)
     return None if stored is None else str(stored, "utf-8")
+
+
+def names(prefix: str, job: str = "") -> list[str]:
+    """Returns the names that begin with ``prefix`` and have a text for ``job``."""
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    keys = [str(key, "utf-8") for key in _internal_kv_list(prefix, namespace=_NAMESPACE)]
+    return [key.removesuffix(_key("", job)) for key in keys if key.endswith(_key("", job))]
 
 
 def add_to_runtime_env(runtime_env: Any) -> Any:
@@ -98,7 +109,7 @@ def is_connected() -> bool:
     return ray is not None and ray.is_initialized()
 
 
-def _key(name: str) -> str:
+def _key(name: str, job: str = "") -> str:
     import ray
 
-    return f"{name}:{ray.get_runtime_context().get_job_id()}"
+    return f"{name}:{job or ray.get_runtime_context().get_job_id()}"

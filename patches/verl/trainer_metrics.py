@@ -9,8 +9,8 @@ from rl_accel.telemetry import metrics
 
 _STEP = "training/global_step"
 """Metric that verl logs for each training step, but not for a validation before the first one."""
-_UNSEEN = ("final_output",)
-"""Features that act in the processes of rollout servers and write no metric."""
+_UNSEEN = ("final_output", "stall")
+"""Features that write no metric."""
 
 
 def _with_ours(original: Any, _settings: Any) -> Any:

@@ -64,7 +64,7 @@ def test_arguments_of_sglang_are_looked_up_in_the_installed_version(slime_root, 
 def test_an_unknown_feature_is_named():
     with pytest.raises(ConfigError, match=r"unknown feature 'gea' \(did you mean gae\?\)"):
         custom_config.make(["gea"], {})
-    known = "gae, advantages, sampler, tail_batching, reward_timeout, drafts"
+    known = "sampler, gae, advantages, stall, tail_batching, reward_timeout, drafts"
     with pytest.raises(ConfigError, match=f"telemetry has no part for slime; there are {known}"):
         custom_config.make(["telemetry"], {})
 
@@ -265,7 +265,7 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
     from corpus_slime import verdicts
 
     results = [(name, found, told, read_flags(line)) for line, name, found, told in verdicts(slime_root) if name]
-    assert len(results) > 6 * 70
+    assert len(results) > 7 * 70
     for feature, outcome, told, line in results:
         estimator, size = line.get("advantage_estimator", "grpo"), line["rollout_batch_size"]
         refused = {"rollout_function_path", "partial_rollout", "buffer_filter_path"} & {*line}
@@ -276,6 +276,7 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
         said = {
             "gae": estimator != "ppo" and "without effect",
             "advantages": estimator != "reinforce_plus_plus" and "without effect",
+            "stall": False,
             "sampler": not aborts and "without effect",
             "reward_timeout": distils and "refused",
             "tail_batching": refused and "refused",
@@ -283,7 +284,7 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
         }
         modes = {"debug_train_only", "load_debug_rollout_data"} & {*line}
         if modes or line.get("rollout_function_path") == FINE_TUNING:
-            idle = ("sampler", "reward_timeout", "tail_batching", "drafts")
+            idle = ("sampler", "stall", "reward_timeout", "tail_batching", "drafts")
             said |= {name: said.get(name) or "without effect" for name in idle}
         wanted = "refused" if "custom_config_path" in line else said[feature] or "accepted"
         assert outcome == wanted, (feature, told, line)

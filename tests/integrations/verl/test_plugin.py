@@ -235,8 +235,8 @@ def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
 
     assert error(RL_ACCEL="sampler, gea") == (
         "rl-accel: environment RL_ACCEL: unknown key rl_accel.gea (did you mean rl_accel.gae?); "
-        "rl_accel takes auto, skip_zero, overlap_validation, sampler, final_output, gae, advantages, tail_batching, "
-        "reward_timeout, telemetry, tp_replan, drafts"
+        "rl_accel takes auto, skip_zero, reuse_log_probs, overlap_validation, sampler, final_output, gae, advantages, "
+        "stall, tail_batching, reward_timeout, telemetry, tp_replan, drafts"
     )
     unreadable = error(RL_ACCEL_SOURCES='{"half of the flags')
     wanted = "rl-accel: RL_ACCEL_SOURCES wants what rl-accel writes there, found '{\"half of the flags': unset it"

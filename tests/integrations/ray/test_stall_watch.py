@@ -1,0 +1,104 @@
+"""Tests on a real Ray cluster that a step that stands still is reported with what it waits for: a call, and lost processes."""
+
+import re
+import shlex
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+JOB = """
+import asyncio, logging, os, shlex, signal, subprocess, sys, threading, time
+import ray
+from rl_accel.features import StallFlags
+from rl_accel.integrations.ray import propagate
+from rl_accel.integrations.ray.stall_watch import Watch
+from rl_accel.telemetry.stall import Place, text_of
+
+PLACES = {
+    "__main__": {
+        "Trainer.step": Place("gen", step=lambda frame: 3),
+        "Grader.score": Place("grader", text_of("{row}"), flag="a.limit"),
+    }
+}
+watch = lambda: Watch(PLACES, StallFlags(patience=2.0), lambda: os.environ["FOLDER"])
+ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=os.environ["FOLDER"] + "/r")
+
+class Grader:
+    def __init__(self):
+        self.watch, self.until = watch(), asyncio.Event()
+        self.child = subprocess.Popen(["sleep", "600"])
+        self.child.send_signal(signal.SIGSTOP)
+    async def pid(self):
+        return os.getpid()
+    async def score(self, row, prompt):
+        await self.until.wait()
+    async def let_go(self):
+        self.child.kill()
+        self.until.set()
+
+class Stopped(Grader): pass
+class Killed(Grader): pass
+class Unplaced(Grader): pass
+
+def actor(cls, num_cpus=0):
+    return ray.remote(cls).options(num_cpus=num_cpus, runtime_env={"py_executable": os.environ["FORKING"]}).remote()
+
+class Trainer:
+    def step(self, grader):
+        ray.get(grader.score.remote("row 5", "a secret prompt"))
+
+graders = [actor(Grader), actor(Stopped), actor(Killed)]
+unplaced = actor(Unplaced, num_cpus=5)
+pids = ray.get([grader.pid.remote() for grader in graders])
+own = watch()
+while len(propagate.names("stall/process/")) < 4:
+    time.sleep(0.1)
+os.kill(pids[1], signal.SIGSTOP)
+os.kill(pids[2], signal.SIGKILL)
+lines, alarmed, moves = [], threading.Event(), threading.Event()
+
+class Handler(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+        (moves if "moves again" in lines[-1] else alarmed).set()
+
+logging.getLogger("rl_accel").addHandler(Handler())
+
+def let_go():
+    alarmed.wait(100)
+    command = [sys.executable, "-m", "rl_accel", "stacks"]
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    print(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200), flush=True)
+    os.kill(pids[1], signal.SIGCONT)
+    graders[0].let_go.remote()
+
+threading.Thread(target=let_go).start()
+Trainer().step(graders[0])
+assert moves.wait(100)
+print("LINES", *lines, sep="\\n", flush=True)
+own.stop()
+ray.shutdown()
+"""
+
+
+def test_the_line_names_who_is_waited_for_who_is_stopped_dead_or_unplaced(python, forking, short_tmp):
+    done = python(JOB, FOLDER=str(short_tmp), FORKING=shlex.join(forking))
+    print(done.stdout, done.stderr[-3000:])
+    lines = done.stdout.split("LINES\n")[1].splitlines()
+    alarm = lines[0]
+    assert re.match(r"rl-accel: stall: for \d+ s in gen of step 3; no answer from Stopped on \S+ pid \d+; ", alarm)
+    assert re.search(r"no answer from Killed on \S+ pid \d+, which has died; ", alarm)
+    assert re.search(r"no answer from Unplaced, which Ray has not placed: it wants \{'CPU': 5.0\}; ", alarm)
+    assert re.search(r"child process \d+ sleep is stopped \(Grader on ", alarm)
+    assert re.search(
+        r"1 wait for grader, the longest for \d+ s in Grader on \S+ pid \d+: row 5 \(a\.limit limits it\)", alarm
+    )
+    assert re.search(r"rl-accel: stall: moves again after \d+ s in gen of step 3", done.stdout)
+    file = (short_tmp / "stall" / "step_3.txt").read_text()
+    assert file.count("in Grader.score") == 1, "stacks once, however often the alarm repeats"
+    assert "in Trainer.step" in file
+    command = re.search(r"CompletedProcess.*", done.stdout).group()
+    assert "row 5" in command
+    assert "in Trainer.step" in command
+    assert "secret" not in done.stdout + done.stderr + file
