@@ -7,6 +7,7 @@ and evidence are the feature's row in README.md. Everything is read from the rep
 """
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -25,6 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDERS = {"rl_accel.patches": "patches", "rl_accel.integrations": "integrations"}
 
 
+@functools.cache
 def path_of(module: str) -> Path | None:
     """Returns the file of ``module``, a dotted name; None if it is not a module of this repository."""
     for package, folder in FOLDERS.items():
@@ -37,7 +39,8 @@ def path_of(module: str) -> Path | None:
     return None
 
 
-def imports_of(file: Path) -> set[str]:
+@functools.cache
+def imports_of(file: Path) -> frozenset[str]:
     """Returns the names of this repository's modules that ``file`` imports or names in a string, such as ``pkg://`` paths."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -47,7 +50,7 @@ def imports_of(file: Path) -> set[str]:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names |= set(re.findall(r"rl_accel(?:\.\w+)+", node.value))
-    return {name for name in names if name.startswith("rl_accel.") and path_of(name)}
+    return frozenset(name for name in names if name.startswith("rl_accel.") and path_of(name))
 
 
 def reach_of(roots: Iterable[str]) -> set[Path]:
