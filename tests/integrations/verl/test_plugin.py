@@ -200,8 +200,9 @@ def test_the_environment_switches_features_on_and_flags_of_the_run_are_checked(p
         code=1,
         RL_ACCEL="gae",
     )
-    gae = json.loads(done.stdout.splitlines()[-1])["features"][0]
-    assert gae["requested"] == "by name"
+    features = json.loads(done.stdout.splitlines()[-1])["features"]
+    (gae,) = (feature for feature in features if feature["requested"] == "by name")
+    assert gae["name"] == "gae"
     assert [switch["state"] for switch in gae["switches"]] == ["applied"]
     assert done.stderr.strip().splitlines()[-1] == (
         "rl_accel.errors.ConfigError: framework config: unknown key rl_accel.gae.enabel "
@@ -213,7 +214,7 @@ def test_the_environment_switches_features_on_and_flags_of_the_run_are_checked(p
 @pytest.mark.parametrize(
     ("drivers", "variables", "on"),
     [
-        ({"framework config": {"sampler": True}}, {"RL_ACCEL": "gae"}, ["gae", "sampler"]),
+        ({"framework config": {"sampler": True}}, {"RL_ACCEL": "gae"}, ["sampler", "gae"]),
         ({"environment RL_ACCEL": {}}, {"RL_ACCEL": "gae"}, []),
         ({"environment RL_ACCEL_CONFIG": {"gae": True}}, {"RL_ACCEL_CONFIG": "of/the/driver.yaml"}, ["gae"]),
     ],
