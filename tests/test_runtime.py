@@ -87,7 +87,8 @@ def test_nothing_is_imported_and_patches_wait_for_the_framework(fake_verl, check
         assert rl_accel.status()["gae"].switches == ()
     """)
     first, *text = stdout.splitlines()
-    assert json.loads(first)["features"][0]["switches"][0]["state"] == "waiting"
+    (gae,) = (feature for feature in json.loads(first)["features"] if feature["name"] == "gae")
+    assert gae["switches"][0]["state"] == "waiting"
     assert any("waiting" in line and "verl.gae" in line for line in text)
 
 
