@@ -343,7 +343,7 @@ asyncio.run(main())
 
 async def test_processes_that_die_idle_are_replaced_and_no_call_is_blamed(processes, graders):
     """A call gives up only after two processes have died over it, whatever the number that died idle."""
-    pool = graders("echo", 3)
+    pool = graders("echo", 1)
     for deaths in range(4):
         assert (await pool.call({"value": deaths})).value == deaths
         assert pool.deaths == deaths
