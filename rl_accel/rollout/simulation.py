@@ -10,6 +10,7 @@ In :func:`play_rounds`, :class:`~rl_accel.rollout.tail_batching.TailBatching` de
 
 import heapq
 import math
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -308,12 +309,14 @@ class Round:
         peak_tokens: highest number of tokens in the key-value cache of any replica.
         preemptions: number of preemptions over all replicas.
         unfinished: number of responses that were still in an engine when the batch was complete, and were cancelled.
+        ends: seconds from the start of the round to the last token of each completely generated response, ascending.
     """
 
     metrics: RoundMetrics = field(default_factory=RoundMetrics)
     peak_tokens: float = 0.0
     preemptions: int = 0
     unfinished: int = 0
+    ends: "array[float]" = field(default_factory=lambda: array("d"))
 
 
 def play_rounds(
@@ -364,6 +367,7 @@ class Player:
         rewarding = self._rewarding
         preempted = cluster.preemptions
         played = self._round = Round()
+        began = cluster.now
         self._carry_out(core.begin_round(_ENDLESS_STEPS, cluster.now))
         while core.phase is not Phase.BETWEEN_ROUNDS:
             if rewarding and rewarding[0][0] <= cluster.next_event():
@@ -372,6 +376,7 @@ class Player:
                     cluster.now = now
                     self._carry_out(core.response_scored(response_id, now))
             elif request := cluster.happen():
+                played.ends.append(cluster.now - began)
                 self._carry_out(core.response_generated(request.id, request.length))
                 if self._rewards:
                     self._generated[request.id] = request.length
