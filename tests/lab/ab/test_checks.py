@@ -74,7 +74,7 @@ ONE = {"stock": [STEP]}
             VALIDATED,
             {"faster": {"accelerated": 3.0}},
             "red",
-            "its seconds are other 0.90, testing 0.25, adv 0.10",
+            "its seconds are other 0.65, testing 0.25, adv 0.10",
         ),
         ("same_training", TRAINED, {"same_training": {"accelerated": 1e-3}}, "green", "up to 0.0005 in 2 steps"),
         (

@@ -55,7 +55,7 @@ def test_bits_of_the_function_it_replaces_where_verl_calls_it(apply, same_bits, 
     apply()
     for seed, wanted in enumerate(expected):
         assert [*map(same_bits, advantages_of(make_case(seed), name), wanted)] == [True, True], seed
-    assert metrics.drain() == {}, "a case went to verl's own function"
+    assert metrics.drain().keys() == {"rl_accel/advantages/calls"}, "a case went to verl's own function"
 
 
 def test_a_whole_number_on_the_command_line_is_a_discount(apply):
@@ -68,7 +68,7 @@ def test_a_whole_number_on_the_command_line_is_a_discount(apply):
     for config, wanted in zip(configs, expected, strict=True):
         result = outcome_of("reinforce_plus_plus", {**given, "config": config})
         assert all(map(torch.equal, result, wanted))
-    assert metrics.drain() == {}
+    assert metrics.drain().keys() == {"rl_accel/advantages/calls"}
 
 
 @pytest.mark.full
