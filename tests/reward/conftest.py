@@ -15,9 +15,13 @@ class Processes:
 
     def __init__(self, gone):
         self.is_alive = lambda pid: not gone(pid)
+        self._before = {child.pid for child in self._children()}  # an earlier test's may still be ending
 
     def workers(self):
-        """Living supervisors of programs (or bubblewrap), and hosts of graders."""
+        """Living supervisors of programs (or bubblewrap), and hosts of graders, that have begun since the test has."""
+        return [child for child in self._children() if child.pid not in self._before]
+
+    def _children(self):
         own = (child for child in psutil.process_iter(["ppid", "cmdline"]) if child.info["ppid"] == os.getpid())
         return [child for child in own if "_process.py" in " ".join(child.info["cmdline"] or ())]
 
