@@ -167,12 +167,16 @@ def wait_for() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def gone() -> Callable[[Path | int], bool]:
-    """``gone(process)`` returns whether it has ended, given its id or a file with its id. A zombie counts as ended."""
+    """``gone(process)`` returns whether it has ended, given its id or a file with its id.
+
+    What has no memory counts as ended: a zombie, and the first process of a PID namespace while it waits for the zombies in it.
+    Both stay for ever in a container whose first process reaps nothing.
+    """
 
     def ended(process: Path | int) -> bool:
         try:
             pid = process if isinstance(process, int) else int(process.read_text())
-            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            return psutil.Process(pid).memory_info().rss == 0
         except psutil.NoSuchProcess:
             return True
 

@@ -152,6 +152,7 @@ def _update(original: Any, worker: Any, data: Any) -> Any:
 
 
 def _make(original: Any, settings: Any) -> Any:
+    from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
     answers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -170,6 +171,8 @@ def _make(original: Any, settings: Any) -> Any:
         return answers[worker]
 
     def train_mini_batch(self: Any, data: Any) -> Any:
+        if not isinstance(data, TensorDict):  # a critic's worker gets a BatchMeta, whose rows only verl's method fetches
+            return original(self, data)
         wanted = tu.pop(data, key=KEY, default=None)
         if wanted == REUSE:
             return _update(original, self, data)

@@ -177,11 +177,15 @@ def prompt_key(*parts: Any) -> str:
 
 @dataclass(eq=False)
 class _Running:
-    """A running execution of ``key`` (a prompt and test case), with its start time on the event loop's clock."""
+    """A running execution of ``key`` (a prompt and test case). Times are on the event loop's clock.
+
+    ``stopped``: time at which a :class:`_Queue` chose it to stop; 0 if it has not.
+    """
 
     key: str
     began: float
     limit: Limit
+    stopped: float = 0.0
 
 
 class _Queue:
@@ -212,10 +216,12 @@ class _Queue:
         """Returns the present limit of a running execution, counted from its start."""
         now = asyncio.get_running_loop().time()
         if self._running and now >= self._due():
+            for longest in self._running[: self._next_to_stop]:
+                longest.stopped = now
             del self._running[: self._next_to_stop]
             self._renewed = now
             self._next_to_stop *= 2
-        seconds = now - running.began
+        seconds = running.stopped - running.began
         if running in self._running:
             seconds = min(self._due() - running.began, _MOST_BUDGETS * self._maximum)
         return Limit(seconds, seconds, "learning")

@@ -75,6 +75,6 @@ async def closed_later():
         await pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def processes(gone):
     return Processes(gone)

@@ -108,6 +108,17 @@ async def test_an_outage_of_a_judge_ends_after_a_few_budgets():
     assert max(result.wall for result in results) < 0.5 * 30 / 2, "1, 2, 4, 8 and 15 of them are stopped at once"
 
 
+async def test_an_execution_that_begins_late_is_stopped_too():
+    executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(FLAGS)), 99, maximum=0.2, adapts=False)
+
+    async def late(limits):  # as a grader whose process has to start first
+        await asyncio.sleep(0.1)
+        return await run_within(asyncio.sleep(600), limits)
+
+    results = await asyncio.gather(*(executor.execute("p", "", late, lambda _: True) for _ in range(3)))
+    assert [result.verdict for result in results] == ["timeout"] * 3
+
+
 @pytest.mark.slow
 async def test_where_calls_are_queued_before_they_are_executed_each_has_its_own_budget():
     executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(FLAGS)), 99, maximum=1.0, adapts=False, queues=False)

@@ -122,7 +122,7 @@ def test_what_a_slow_store_takes_long_over_is_counted_once(monkeypatch):
         anchors.record("a", 1.0, 1.0, correct=True)
         anchors.count("executions")
         client.use()
-        while not store.totals()[0]:
+        while not store.totals()[0].get(anchors.process, {}).get("store_unreachable"):
             await asyncio.sleep(0.05)
         await client.close()
         return anchors.process
@@ -130,7 +130,6 @@ def test_what_a_slow_store_takes_long_over_is_counted_once(monkeypatch):
     process = asyncio.run(main())
     totals, count = store.totals()
     assert totals[process]["executions"] == count == 1
-    assert totals[process]["store_unreachable"] > 0
 
 
 def test_a_stand_in_has_the_form_that_another_process_has_seen(job):
