@@ -171,7 +171,7 @@ def _make(original: Any, settings: Any) -> Any:
         return answers[worker]
 
     def train_mini_batch(self: Any, data: Any) -> Any:
-        if not isinstance(data, TensorDict):  # a critic's worker gets a BatchMeta, whose rows only verl's method fetches
+        if not isinstance(data, TensorDict):  # of a critic: a BatchMeta, whose rows only verl's method fetches
             return original(self, data)
         wanted = tu.pop(data, key=KEY, default=None)
         if wanted == REUSE:
