@@ -480,6 +480,7 @@ class Graders:
     async def _started(self) -> _Process:
         """Starts a process and waits until it is ready: a fork of the template if there is one, else a host."""
         if self._template and self._template.gone:
+            self.deaths += 1
             await self._end(self._template)
         if self._template is None:
             host = await self._ready(await _Process.at(*(self._launched or self._launch())))

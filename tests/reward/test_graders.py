@@ -344,14 +344,25 @@ asyncio.run(main())
 async def test_processes_that_die_idle_are_replaced_and_no_call_is_blamed(processes, graders):
     """A call gives up only after two processes have died over it, whatever the number that died idle."""
     pool = graders("echo", 1)
-    for deaths in range(4):
-        assert (await pool.call({"value": deaths})).value == deaths
+    for kills, deaths in enumerate((0, 2, 3, 5)):  # a host that is killed takes the process that it has forked along
+        assert (await pool.call({"value": kills})).value == kills
         assert pool.deaths == deaths
         (host,) = processes.workers()
         (serving,) = processes.below(host.pid)
-        os.kill(serving if deaths % 2 else host.pid, signal.SIGKILL)
+        os.kill(serving if kills % 2 else host.pid, signal.SIGKILL)
         await processes.eventually(lambda serving=serving: not processes.is_alive(serving))
         await processes.eventually(lambda: pool._idle[0].gone)
+
+
+async def test_a_host_that_dies_without_other_processes_is_replaced_and_counted(processes, graders):
+    pool = graders("sleep", 1)
+    assert (await pool.call({"seconds": 600.0}, SHORT)).verdict == "timeout"
+    (host,) = processes.workers()
+    assert processes.below(host.pid) == []
+    host.kill()
+    await processes.eventually(lambda: pool._template.gone)
+    assert (await pool.call({"seconds": 0.0})).value == 0.0
+    assert pool.deaths == 1
 
 
 async def test_a_pool_that_lost_processes_while_others_started_has_all_of_them_again(
