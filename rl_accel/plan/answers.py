@@ -35,12 +35,6 @@ class Range:
     high: float
 
     @classmethod
-    def of(cls, draws: Sequence[float] | Floats, mean: float | None = None) -> "Range":
-        """Returns the estimate ``mean`` (None: the mean of ``draws``) with the interval that holds the central 95% of ``draws``."""
-        low, high = np.quantile(draws, (0.025, 0.975)).tolist()
-        return cls(float(np.mean(draws)) if mean is None else mean, low, high)
-
-    @classmethod
     def around(cls, draws: Floats, mean: float) -> "Range":
         """Returns the estimate ``mean`` with a 95% prediction interval, from the standard deviation of a few ``draws`` (t
         distribution; one draw has no interval).
@@ -79,7 +73,6 @@ class Option:
         setup: description of the changed run.
         flags: flags of tail batching; :data:`PLAIN` without tail batching.
         timeout: True if rewards have adaptive time limits (feature reward_timeout).
-        skip_zero: True if responses of advantage 0 are left out of the actor update (feature skip_zero).
         ours: True for a feature of rl-accel, False for a change that needs no rl-accel.
         cost: disadvantages of the change, as text for the output.
     """
@@ -89,14 +82,12 @@ class Option:
     setup: Setup
     flags: TailBatchingFlags = field(default_factory=lambda: PLAIN)
     timeout: bool = False
-    skip_zero: bool = False
     ours: bool = True
     cost: str = ""
 
     def simulate(self, rounds: int, seed: int) -> Prediction:
         """Returns the prediction for the run with this change, from ``rounds`` simulated rollouts."""
-        setup = self.setup.skipping_zero(seed) if self.skip_zero else self.setup
-        return outcome_of(setup, rounds_of(setup, self.flags, rounds, seed, self.timeout))
+        return outcome_of(self.setup, rounds_of(self.setup, self.flags, rounds, seed, self.timeout))
 
 
 @dataclass(frozen=True)
@@ -216,10 +207,12 @@ def _features(setup: Setup) -> Iterator[Option]:
         slow = "rewards of slow answers"
         yield option(setup, "reward_timeout", timeout=True, cost=slow)
         yield option(unpolled, TAIL, "reward_timeout", flags=tail_flags, timeout=True, cost=slow)
-    if setup.zero_shares:
-        zero = f"advantage 0 for {setup.zero_shares[0]:.0%} of the text, if rewards are compared in groups"
-        yield option(setup, "skip_zero", skip_zero=True, cost=zero)
-        yield option(unpolled, "skip_zero", TAIL, flags=tail_flags, skip_zero=True, cost=zero)
+    if setup.zero_share:
+        zero = f"advantage 0 for {setup.zero_share:.0%} of the text, if rewards are compared in groups"
+        update = setup.stages.get("update_actor", 0.0) * (1 - setup.zero_share)
+        shorter = replace(setup, stages={**setup.stages, "update_actor": update})
+        yield option(shorter, "skip_zero", cost=zero)
+        yield option(replace(shorter, poll_seconds=0.0), "skip_zero", TAIL, flags=tail_flags, cost=zero)
 
 
 def _alternatives(setup: Setup) -> Iterator[Option]:

@@ -111,7 +111,7 @@ def _show(run: Profile, console: Console) -> None:
 def batch_lines(run: Profile) -> list[str]:
     """Returns the notes on a run, and a line with the size of its batch and the lengths of its responses, if they are known."""
     facts = []
-    prompts, responses = run.batch
+    prompts, responses = run.logged.batch
     if prompts and responses:
         facts.append(f"{prompts:,} prompts of {responses:,} responses")
     if run.lengths is not None:

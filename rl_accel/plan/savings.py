@@ -5,25 +5,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from rl_accel.errors import RlAccelError
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.plan.answers import RATIOS, Range, answer, tail_option
 from rl_accel.plan.setup import setup_of
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.profile import Profile, format_seconds
-from rl_accel.telemetry.stage_clock import POLL_SECONDS
+from rl_accel.telemetry.profile import PARTS, Profile, format_seconds
+from rl_accel.telemetry.stage_clock import POLL_SECONDS, reward_seconds
 
 WAITING = "waiting for the longest responses"
+REWARDS = "rewards after the last generation"
 NOTICING = "noticing that the rollout is done"
 VALIDATING = "validation, after or within steps"
 REUSE = "log-probabilities before the update"
+EQUAL = "training of groups with equal rewards"
 NOTHING_HELPS = "Nothing of the pack would shorten a step of this run by more than can be told."
-_LIMITS = RewardTimeoutFlags()
-"""Default time limits of the feature reward_timeout."""
 _DRAWS = 10
 """Number of draws of prompts and lengths for the replay of tail batching."""
+_POLLS = f"the trainer looks every {POLL_SECONDS:g} s whether a rollout is done, which costs half of that on average"
 _REPLAYED = 100_000
 """Approximate number of responses in the replay, which takes a few seconds."""
 _LARGE_OLD_LOG_PROB = 0.15
@@ -95,11 +94,8 @@ def _in_generation(run: Profile) -> list[Saving]:
     savings = []
     if run.is_v1:
         at_most = min(POLL_SECONDS, gen)
-        how = (
-            f"the trainer looks every {POLL_SECONDS:g} s whether a rollout is done, which costs half of that on average"
-        )
         features = ["sampler", "tail_batching"]
-        savings.append(_saving(run, NOTICING, at_most, features, arithmetic=how, at_most=at_most))
+        savings.append(_saving(run, NOTICING, at_most, features, arithmetic=_POLLS, at_most=at_most))
     if run.tail_bound is None:
         how = "response_length/mean and /max would tell a bound, +rl_accel.telemetry.enable=True the rest"
         return [*savings, _saving(run, "generation, waiting included", gen, ["tail_batching"], arithmetic=how)]
@@ -124,36 +120,24 @@ def bound_of(run: Profile) -> str:
 
 def _measured_generation(run: Profile) -> list[Saving]:
     """Returns possible savings in the stage ``gen`` of a run with telemetry."""
-    steps = list(run.responses.values())
-    seconds = {part: run.numbers.get(f"{part}_seconds", 0.0) for part in ("most", "waiting", "reward", "rest")}
-    tool_share = run.numbers.get("tool_share", 0.0)
-    tail_gain, tail_how = _gain_of_tail_batching(run)
-    reward_gain, reward_how = _gain_of_reward_timeout(steps)
-    poll_gain, poll_how = _gain_of_sampler(run.rests)
-    savings = [
-        _saving(run, WAITING, seconds["waiting"], ["tail_batching"], gain=tail_gain, arithmetic=tail_how),
-        _saving(
-            run,
-            "rewards after the last generation",
-            seconds["reward"],
-            ["reward_timeout"],
-            gain=reward_gain,
-            arithmetic=reward_how,
-        ),
-        _saving(run, NOTICING, seconds["rest"], ["sampler", "tail_batching"], gain=poll_gain, arithmetic=poll_how),
+    most, waiting, reward, rest = (run.numbers.get(name, 0.0) for name in PARTS)
+    gain, how = _gain_of_tail_batching(run)
+    longest_reward = max((seconds for step in run.responses.values() for seconds in reward_seconds(step)), default=0.0)
+    at_most = reward if longest_reward > RewardTimeoutFlags.minimum else 0.0
+    of_rewards = f"at most all of it, if rewards execute something; the longest takes {format_seconds(longest_reward)}"
+    poll = min(POLL_SECONDS, rest)
+    return [
+        _saving(run, WAITING, waiting, ["tail_batching"], gain=gain, arithmetic=how),
+        _saving(run, REWARDS, reward, ["reward_timeout"], arithmetic=of_rewards, at_most=at_most),
+        _saving(run, NOTICING, rest, ["sampler", "tail_batching"], arithmetic=_POLLS, at_most=poll),
         Saving(
             "generating nine in ten responses",
-            seconds["most"] * (1 - tool_share),
+            most,
             "more replicas, or a smaller max_response_length",
             "`rl-accel plan` simulates both",
             ours=False,
         ),
     ]
-    if tool_share:
-        how = f"{tool_share:.0%} of a response's time, by verl's own timer of its tool calls"
-        hanging = "quicker tools; for those that hang: rl_accel.tail_batching.agent_loop_limit"
-        savings.append(Saving("tools of nine in ten responses", seconds["most"] * tool_share, hanging, how, ours=False))
-    return savings
 
 
 def _gain_of_tail_batching(run: Profile) -> tuple[Range | None, str]:
@@ -171,42 +155,6 @@ def _gain_of_tail_batching(run: Profile) -> tuple[Range | None, str]:
         f"{fit.responses:,} responses, replayed by an engine that is fitted to them (off by {fit.error:.0%}) in rounds of"
         f" tail batching: {after} a rollout instead of {before}. `rl-accel plan` tries other ratios"
     )
-
-
-def _gain_of_reward_timeout(steps: Sequence[Sequence[stage_clock.ResponseTimes]]) -> tuple[Range | None, str]:
-    known = [
-        [(r.generated, r.rewarded) for r in responses if r.generated is not None and r.rewarded is not None]
-        for responses in steps
-    ]
-    durations = sorted(end - begin for rewards in known for begin, end in rewards)
-    if not durations:
-        return None, "no reward was noted"
-    nine_in_ten = stage_clock.quantile(durations, 0.9)
-    limit = max(_LIMITS.scale * nine_in_ten + _LIMITS.slack, _LIMITS.minimum)
-    gains = [
-        max(end for _, end in rewards) - max(min(end, begin + limit) for begin, end in rewards)
-        for rewards in known
-        if rewards
-    ]
-    return _bootstrap_mean(gains), (
-        f"at most, and for rewards that execute something: rewards replayed with a limit of {limit:.1f} s, which is "
-        f"max({_LIMITS.scale} x {nine_in_ten:.2f} s (nine in ten take no longer) + {_LIMITS.slack} s, {_LIMITS.minimum} s)"
-    )
-
-
-def _gain_of_sampler(rests: Sequence[float]) -> tuple[Range | None, str]:
-    if len(rests) < 2:
-        return None, "one step alone does not tell polling from the rest"
-    mean = statistics.fmean(rests)
-    shortest = min(rests)
-    how = f"mean {mean:.2f} s less the shortest of {len(rests)} steps, {shortest:.2f} s, whose poll came in time"
-    return _bootstrap_mean([rest - shortest for rest in rests]), how
-
-
-def _bootstrap_mean(values: Sequence[float]) -> Range:
-    """Returns the mean of ``values`` with its 95% bootstrap interval."""
-    drawn = np.random.default_rng(0).choice(values, (1000, len(values)))
-    return Range.of(drawn.mean(axis=1), statistics.fmean(values))
 
 
 def _in_rewards(run: Profile) -> list[Saving]:
@@ -238,12 +186,10 @@ def _in_training(run: Profile) -> list[Saving]:
     elif adv > 0 and "reinforce_plus_plus" in estimator:
         how = "at most all of it"
         savings.append(_saving(run, "advantages", adv, ["advantages"], arithmetic=how, at_most=adv))
-    shares, how = run.zero_groups
-    if shares:
-        seconds = run.stages.get("update_actor", 0.0) * np.array(shares)
-        gain = Range.of(seconds[1:], float(seconds[0]))
-        name = "training of groups with equal rewards"
-        savings.append(_saving(run, name, gain.mean, ["skip_zero"], gain=gain, arithmetic=how))
+    share, how = run.zero_groups
+    if share:
+        seconds = run.stages.get("update_actor", 0.0) * share
+        savings.append(_saving(run, EQUAL, seconds, ["skip_zero"], arithmetic=how, at_most=seconds))
     old_log_prob = run.stages.get("old_log_prob", 0.0)
     may_reuse = (
         not run.logged.is_slime and not run.overlaps and "actor/reward_kl_penalty" not in run.logged.metric_names

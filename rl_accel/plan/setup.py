@@ -1,7 +1,7 @@
 """Description of the run that is simulated, with an engine fitted to the run's telemetry."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil, isfinite, nan
 from statistics import fmean
 from typing import Any
@@ -13,7 +13,7 @@ from rl_accel.plan.fit import Fit, fit_engine
 from rl_accel.rollout.simulation import EngineModel
 from rl_accel.rollout.workload import Lengths, from_groups
 from rl_accel.telemetry.profile import Profile
-from rl_accel.telemetry.stage_clock import COMPLETED, POLL_SECONDS, TRAINING, ResponseTimes, by_prompt
+from rl_accel.telemetry.stage_clock import COMPLETED, POLL_SECONDS, TRAINING, ResponseTimes, by_prompt, reward_seconds
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class Setup:
         stages: mean seconds of each stage of a step except the rollout stage ``gen``, by stage name.
         poll_seconds: seconds between the trainer's checks whether the rollout is done; 0: the trainer notices the end at once.
         fixed_seconds: seconds of the stage ``gen`` before the first decoding step and after the trainer has noticed the end.
-        zero_shares: share of the stage ``update_actor`` that the feature skip_zero would save, as estimated, and then in bootstrap
-            samples of the estimate. Empty: nothing would be saved.
+        zero_share: share of the stage ``update_actor`` that the feature skip_zero would save.
         is_slime: True for a run of slime, False for a run of verl.
     """
 
@@ -41,7 +40,7 @@ class Setup:
     stages: Mapping[str, float] = field(default_factory=dict)
     poll_seconds: float = 0.0
     fixed_seconds: float = 0.0
-    zero_shares: Sequence[float] = ()
+    zero_share: float = 0.0
     is_slime: bool = False
 
     @property
@@ -65,12 +64,6 @@ class Setup:
             seconds = ceil(seconds / self.poll_seconds) * self.poll_seconds
         return seconds + self.fixed_seconds
 
-    def skipping_zero(self, seed: int) -> "Setup":
-        """Returns the setup with skip_zero: the stage ``update_actor`` is shorter by one of ``zero_shares``, chosen by ``seed``."""
-        share = self.zero_shares[seed % len(self.zero_shares)] if self.zero_shares else 0.0
-        update = self.stages.get("update_actor", 0.0) * (1 - share)
-        return replace(self, stages={**self.stages, "update_actor": update})
-
 
 def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit]:
     """Returns the setup of a run whose response times are known, and the fit of the engine model to these times.
@@ -88,10 +81,11 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit]:
         raise RlAccelError(f"{run.log}: the time of each response is not known ({'; '.join(run.missing)})")
     # steps that show the whole batch; with tail batching, only long rounds do
     whole = [by_prompt(step) for step in steps if all(response.outcome == COMPLETED for response in step)]
-    prompts, responses = run.batch
+    prompts, responses = run.logged.batch
     if whole:
-        prompts = run.given_prompts or max(map(len, whole))
-        responses = run.given_responses or max(len(group) for groups in whole for group in groups)
+        given_prompts, given_responses = run.logged.given
+        prompts = given_prompts or max(map(len, whole))
+        responses = given_responses or max(len(group) for groups in whole for group in groups)
     if not prompts or not responses:
         why = "in every step responses were cut off: give --prompts and --responses of the batch"
         raise RlAccelError(f"{run.log}: {why}")
@@ -105,12 +99,8 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit]:
         cache_tokens=options.get("cache_tokens") or EngineModel.cache_tokens,
     )
     servers = {response.server for step in steps for response in step} - {None}
-    rewards = [
-        response.rewarded - response.generated
-        for step in steps
-        for response in step
-        if response.rewarded and response.generated is not None
-    ]
+    rewards = [seconds for step in steps for seconds in reward_seconds(step)]
+    rests = [numbers["rest_seconds"] for numbers in run.noted.values() if "rest_seconds" in numbers]
     setup = Setup(
         prompts=prompts,
         responses=responses,
@@ -122,8 +112,8 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit]:
         ),
         stages={name: seconds for name, seconds in run.stages.items() if name != "gen"},
         poll_seconds=0.0 if run.on & {"sampler", "tail_batching"} else POLL_SECONDS,
-        fixed_seconds=fit.start_seconds + min(run.rests, default=0.0),
-        zero_shares=run.zero_groups[0],
+        fixed_seconds=fit.start_seconds + min(rests, default=0.0),
+        zero_share=run.zero_groups[0],
     )
     return setup, fit
 

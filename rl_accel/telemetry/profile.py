@@ -4,13 +4,11 @@ import contextlib
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-
-import numpy as np
 
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
@@ -58,7 +56,6 @@ class Profile:
         metrics: metrics of each logged step, by step number. Metrics of slime have verl's names here.
         staged: seconds of each stage of the measured steps (those after the warm-up), by step number and name of the stage.
         notes: texts that say which logged steps are left out and why.
-        given_prompts, given_responses: batch size and responses per prompt that the user gave; None if not given.
     """
 
     folder: Path
@@ -66,8 +63,6 @@ class Profile:
     metrics: Mapping[int, Mapping[str, float]]
     staged: Mapping[int, Mapping[str, float]]
     notes: Sequence[str]
-    given_prompts: int | None = None
-    given_responses: int | None = None
 
     @property
     def is_v1(self) -> bool:
@@ -159,11 +154,6 @@ class Profile:
         return self.responses.get(self.steps[-1], [])
 
     @property
-    def rests(self) -> list[float]:
-        """Seconds from the last reward to the end of the stage ``gen``, for each step with telemetry after the warm-up."""
-        return [numbers["rest_seconds"] for numbers in self.noted.values() if "rest_seconds" in numbers]
-
-    @property
     def parts(self) -> Mapping[str, float]:
         """Measured mean seconds of each part of the generation stage (a key of :data:`PARTS`); {} without telemetry."""
         return {name: self.numbers[name] for name in PARTS if name in self.numbers}
@@ -173,11 +163,6 @@ class Profile:
         """Seconds of each validation in the measured steps."""
         logged = [self.metrics[step].get(PREFIX + VALIDATION, 0.0) for step in self.steps]
         return [seconds for seconds in logged if 0 < seconds < math.inf]
-
-    @property
-    def batch(self) -> tuple[int | None, int | None]:
-        """Number of prompts in a batch and of responses per prompt: as given by the user or in the log; None if unknown."""
-        return self.logged.batch(self.given_prompts, self.given_responses)
 
     @cached_property
     def lengths(self) -> tuple[float, float] | None:
@@ -210,14 +195,14 @@ class Profile:
         return math.ceil(prompts / mini_batch) * epochs
 
     @cached_property
-    def zero_groups(self) -> tuple[Sequence[float], str]:
-        """Estimates of the share of the text that skip_zero would leave out, and a sentence about it, from :func:`_zero_shares`.
+    def zero_groups(self) -> tuple[float, str]:
+        """Share of the text that skip_zero would leave out, and a sentence about it, from :func:`_zero_share`.
 
-        ([], "") if skip_zero is on, cannot be used in this run, or would leave out nothing.
+        (0, "") if skip_zero is on, or cannot be used in this run.
         """
         names = set().union(*self.metrics.values())
         is_possible = self.folder.is_dir() and "skip_zero" not in self.on and _NEVER_ZERO.isdisjoint(names)
-        return _zero_shares(self.folder) if is_possible else ([], "")
+        return _zero_share(self.folder) if is_possible else (0.0, "")
 
     @property
     def missing(self) -> list[str]:
@@ -256,6 +241,7 @@ def read_run(folder: Path, warmup: int = WARMUP, prompts: int | None = None, res
         OSError: a file cannot be read.
     """
     logged = read(str(folder))
+    logged.given = prompts, responses
     metrics = {
         step: {SLIME_NAMES.get(name, name): value for name, value in numbers.items()}
         for step, numbers in logged.steps.items()
@@ -280,8 +266,6 @@ def read_run(folder: Path, warmup: int = WARMUP, prompts: int | None = None, res
         metrics=metrics,
         staged=measured,
         notes=notes,
-        given_prompts=prompts,
-        given_responses=responses,
     )
 
 
@@ -291,44 +275,31 @@ def _with_prefix(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in below.items() if math.isfinite(value)}
 
 
-def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
-    """Returns estimates of the share of a run's text whose advantage is 0 in verl, and a sentence about the share.
+def _zero_share(folder: Path) -> tuple[float, str]:
+    """Returns the share of a run's text whose advantage is 0 in verl, and a sentence about the share.
 
-    The first estimate is the share in the run, the others are bootstrap samples. Returns ([], "") if no advantage is 0. The text is
-    that in the files of verl's ``trainer.rollout_data_dir`` below ``folder``, measured in characters.
+    The text is that in the files of verl's ``trainer.rollout_data_dir`` below ``folder``, measured in characters.
     """
-    groups: dict[tuple[Path, str], list[tuple[float, int]]] = defaultdict(
-        list
-    )  # reward and characters of each response
+    import torch
+
+    rewards: dict[tuple[Path, str], list[float]] = defaultdict(list)  # of each response, by file and prompt
+    sizes: Counter[tuple[Path, str]] = Counter()
     for path in folder.rglob("*.jsonl"):
         with contextlib.suppress(KeyError, TypeError, ValueError):  # another file, or a file that is being written
             for line in path.read_text(encoding="utf-8").split("\n") if path.stem.isdigit() else ():
                 if line.strip():  # texts may hold other characters that end lines
                     row = json.loads(line)
-                    response = float(row["score"]), len(row["input"]) + len(row["output"])
-                    groups[path, row["input"]].append(response)
-    if not groups:
-        return [], ""
-    import torch
-
-    sizes = np.array([sum(size for _, size in group) for group in groups.values()])
-    zero_sizes = np.zeros(len(groups))
-    zero_groups = 0
-    for index, group in enumerate(groups.values()):
-        rewards = torch.tensor([reward for reward, _ in group])
-        advantages = rewards - torch.mean(
-            rewards
-        )  # as verl computes them: eight rewards of 0.1 may differ from their mean
-        if len(group) > 1 and not advantages.any():
-            zero_sizes[index] = sizes[index]
-            zero_groups += 1
-    if not zero_groups:
-        return [], ""
-    rng = np.random.default_rng(0)
-    draws = (rng.integers(len(sizes), size=len(sizes)) for _ in range(1000))
-    shares = [float(zero_sizes[rows].sum() / sizes[rows].sum()) for rows in (np.arange(len(sizes)), *draws)]
-    how = f"{zero_groups} of {len(groups)} groups, {shares[0]:.0%} of the text"
-    return shares, f"{how}; advantage 0 where rewards are compared in groups"
+                    rewards[path, row["input"]].append(float(row["score"]))
+                    sizes[path, row["input"]] += len(row["input"]) + len(row["output"])
+    zero_groups = []
+    for group, values in rewards.items():
+        scores = torch.tensor(values)
+        # as verl computes advantages: eight rewards of 0.1 may differ from their mean
+        if len(values) > 1 and not (scores - torch.mean(scores)).any():
+            zero_groups.append(group)
+    share = sum(sizes[group] for group in zero_groups) / max(sizes.total(), 1)
+    how = f"at most: {len(zero_groups)} of {len(rewards)} groups, {share:.0%} of the text"
+    return share, f"{how}; advantage 0 where rewards are compared in groups"
 
 
 def format_seconds(value: float) -> str:

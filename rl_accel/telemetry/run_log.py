@@ -27,6 +27,7 @@ class Logged:
         restarts: steps at which the run was restarted.
         workers: Ray's prefixes of the processes that logged the steps, see :func:`read_console`. Only for verl's console.
         responses: number of trained responses of a step, if slime logged it; otherwise 0.
+        given: batch size and number of responses per prompt that the user gave, which count before those of the log.
     """
 
     source: str = ""
@@ -35,6 +36,7 @@ class Logged:
     restarts: list[int] = field(default_factory=list)
     workers: list[str] = field(default_factory=list)
     responses: int = 0
+    given: tuple[int | None, int | None] = (None, None)
 
     def __str__(self) -> str:
         words = [self.source, _counted(len(self.steps), "step")]
@@ -129,13 +131,11 @@ class Logged:
         texts = [text for texts in self.launch_texts for text in texts]
         return not default and any("main_ppo" in text or "actor_rollout_ref." in text for text in texts)
 
-    def batch(self, prompts: int | None = None, responses: int | None = None) -> tuple[int | None, int | None]:
-        """Returns the number of prompts in a batch and the number of responses per prompt. Each number is None if it is unknown.
-
-        ``prompts`` and ``responses`` are numbers that the user gave, which count before those of the log.
-        """
-        prompts = prompts or self.number(r"(?:train_batch_size|rollout[-_]batch[-_]size)")
-        responses = responses or self.number(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)")
+    @property
+    def batch(self) -> tuple[int | None, int | None]:
+        """Number of prompts in a batch and of responses per prompt: as given by the user or in the log; None if unknown."""
+        prompts = self.given[0] or self.number(r"(?:train_batch_size|rollout[-_]batch[-_]size)")
+        responses = self.given[1] or self.number(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)")
         if self.responses and responses and not prompts:
             prompts = self.responses // responses
         if self.responses and prompts and not responses:

@@ -119,6 +119,12 @@ def by_prompt(responses: Sequence[ResponseTimes]) -> list[list[ResponseTimes]]:
     return list(groups.values())
 
 
+def reward_seconds(responses: Sequence[ResponseTimes]) -> list[float]:
+    """Returns the seconds from the last token to the reward, of each response that has a reward."""
+    times = [(response.generated, response.rewarded) for response in responses]
+    return [rewarded - generated for generated, rewarded in times if generated is not None and rewarded is not None]
+
+
 def stages(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the seconds of each stage of a training step, by verl's name of the stage, and under ``other`` the rest of the step.
 

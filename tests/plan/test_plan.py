@@ -1,6 +1,5 @@
 """Tests ``rl-accel plan``: fitting known engines, pricing of options, and the command."""
 
-import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -156,16 +155,15 @@ def test_equal_draws_give_equal_answers_and_more_replicas_or_a_lower_limit_less_
 
 def test_skip_zero_shortens_the_actor_update_and_nothing_else():
     stages = {"update_actor": 5.0, "old_log_prob": 1.0, "other": 2.0}
-    setup = replace(SETUP, stages=stages, zero_shares=(0.4, 0.2))
-    options = options_by_name(setup)
-    without = {"": setup, " + tail_batching": "tail_batching 1.25 / 1.25"}
-    for (name, other), (draw, share) in itertools.product(without.items(), enumerate(setup.zero_shares)):
-        before = options[other].simulate(5, draw) if name else simulated(setup, 5, draw)
-        after = options[f"skip_zero{name}"].simulate(5, draw)
+    options = options_by_name(replace(SETUP, stages=stages, zero_share=0.4))
+    unpolled = replace(SETUP, stages=stages, poll_seconds=0.0)
+    both = options["skip_zero + tail_batching"]
+    stock = {"skip_zero": replace(unpolled, poll_seconds=2.0), both.name: unpolled}
+    for name, setup in stock.items():
+        before, after = simulated(setup, 5, 1, flags=options[name].flags), options[name].simulate(5, 1)
         assert after == replace(before, step_seconds=after.step_seconds), "the rollout is the same"
         training = before.step_seconds - before.rollout_seconds - stages["other"]
-        assert before.step_seconds - after.step_seconds == pytest.approx(training * share * 5 / 6)
-    both = options["skip_zero + tail_batching"]
+        assert before.step_seconds - after.step_seconds == pytest.approx(training * 0.4 * 5 / 6)
     assert both.how == "+rl_accel.skip_zero.enable=True +rl_accel.tail_batching.enable=True"
     assert not any("skip_zero" in name for name in options_by_name(SETUP)), "the share is unknown"
 

@@ -166,7 +166,7 @@ def test_slime_is_profiled_as_verl_is(tmp_path, invoke):
         lines.append(f"x.py:1 - perf {step}: {lengths | {'rollout/truncated_ratio': 0, 'perf/rollout_time': seconds}}")
         lines.append(f"x.py:1 - perf {step}: {times | {'perf/actor_train_time': 2.0}}")
     (tmp_path / "slime.log").write_text("\n".join(lines))
-    assert read(str(tmp_path)).batch() == (8, 4)
+    assert read(str(tmp_path)).batch == (8, 4)
     run = read_run(tmp_path)
     assert (run.stages["update_actor"], run.stages["other"]) == (2.0, pytest.approx(0))
     output = invoke(profile, tmp_path, "--no-picture")
@@ -183,8 +183,10 @@ def test_slime_s_own_count_of_responses_and_a_given_number_tell_the_batch(tmp_pa
             lines.append(f"x.py:2 - step {2 * rollout + update}: {train}")
     (tmp_path / "train.log").write_text("\n".join([*lines, ""]))
     log = read(str(tmp_path))
-    assert (log.steps[2], log.responses, log.batch()) == ({"perf/step_time": 9.0}, 512, (None, None))
-    assert (log.batch(responses=8), log.batch(prompts=32)) == ((64, 8), (32, 16))
+    assert (log.steps[2], log.responses, log.batch) == ({"perf/step_time": 9.0}, 512, (None, None))
+    for given in ((None, 8), (64, None)):
+        log.given = given
+        assert log.batch == (64, 8)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def gather(
             label = "" if are_known else f"{arm}-run{index}"
             folder = Path(path) if Path(path).is_dir() else None
             result = load_result(Path(path))
-            batch = batch_size or run.batch()[0]
+            batch = batch_size or run.batch[0]
             command = [*(result.command if result else ()), *([f"data.train_batch_size={batch}"] if batch else ())]
             runs.append(RunData(arm, seed, run.steps, command, folder=folder, label=label))
             where = f"{run.source}, steps {min(run.steps)} to {max(run.steps)}, {path}"
