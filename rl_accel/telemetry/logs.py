@@ -1,6 +1,5 @@
 """Parsers for verl's file logger and for the consoles of verl and slime, and the merge of a run's log records."""
 
-import ast
 import json
 import math
 import re
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel.files import BAD_RECORD
-from rl_accel.telemetry.stage_clock import PREFIX
 
 LogRecord = tuple[int, dict[str, float]]
 """Number of a step and the metrics that were logged for it, by name."""
@@ -21,25 +19,18 @@ _BAR = re.compile(r"\r?(?:[A-Z][\w ]{0,80}:)?\s*\d+%+\|[^|\r\n]{0,200}\|[^\]\r\n
 PROCESS = re.compile(r"\([\w:]+[^()]*pid=[^()]*\)\s?")
 """Pattern of the prefix that Ray writes before each line of a worker, such as ``(TaskRunner pid=3165)``."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
-_NEXT_STEP = re.compile(r"(?<=[\d)\]])\s+(?=step:\d+ - )")
-"""Pattern of the space between two steps in one console line."""
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
-_METRIC = re.compile(
-    r"""(.+?):\s*                                   # name, which may hold colons and spaces
-    (?:[a-z]\w*(?:\.\w+)?\()?                       # np.float64( or tensor(
-    ([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf))
-    (?![\w./:-])                                    # no version, date or path""",
-    re.VERBOSE,
-)
+_NUMBER = r"(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf))(?![\w./:-])"
+"""Pattern of a printed number, also within ``np.float64(…)`` or ``tensor(…)``; not of the start of a version, date or path."""
+_METRIC = re.compile(rf"(.+?):\s*{_NUMBER}")
+"""Pattern of a metric on verl's console. Its name may hold colons and spaces."""
 _WIDEST_TERMINAL = 500
 """Characters in the longest row of a console that a terminal may have wrapped. Lines of verl's metrics are longer."""
 MOST_ROWS = 200
 """Maximum number of console rows in the metrics of one step. Bounds the search for an end that is missing."""
-_OLD_PREFIX = "timing/"
-"""Prefix of the timer metrics in verl's logs of 2024, in place of ``timing_s/``."""
 _SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn|step) (\d+): (\{.*)")
-_OBJECT = re.compile(r"<[^<>]*>")
-"""Pattern of a printed object that is no Python code, such as ``<AddBackward0>``."""
+_SLIME_METRIC = re.compile(rf"'([^']*/[^']*)':\s*{_NUMBER}")
+"""Pattern of a metric in slime's printed dicts. The names of slime's metrics have a slash."""
 
 
 def read_log(path: Path) -> dict[int, dict[str, float]]:
@@ -114,10 +105,8 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
     )
     records = []
     for process, rows in steps:
-        line = _joined(rows) if is_wrapped else rows[0]
-        for text in _NEXT_STEP.split(line):
-            if record := _record(text):
-                records.append((process, record))
+        if record := _record(_joined(rows) if is_wrapped else rows[0]):
+            records.append((process, record))
     has_slashes = any("/" in name for _, (_, metrics) in records for name in metrics)
     for process, (step, metrics) in records:
         if not has_slashes or any("/" in name for name in metrics):
@@ -174,12 +163,8 @@ def _record(line: str) -> LogRecord | None:
     step = _STEP.search(line)
     if step is None:
         return None
-    metrics = {}
-    for part in _SEPARATOR.split(step[2]):
-        if match := _METRIC.match(part):
-            metrics[re.sub(f"^{_OLD_PREFIX}", PREFIX, match[1])] = float(match[2])
-    if _OLD_PREFIX in line and f"{PREFIX}step" not in metrics:  # logs of 2024 do not time the step itself
-        metrics[f"{PREFIX}step"] = sum(value for name, value in metrics.items() if name.startswith(PREFIX))
+    matches = map(_METRIC.match, _SEPARATOR.split(step[2]))
+    metrics = {match[1]: float(match[2]) for match in matches if match}
     return (int(step[1]), metrics) if metrics else None
 
 
@@ -201,26 +186,9 @@ def read_slime_console(lines: Iterable[str]) -> Iterator[LogRecord]:
                 rows = []  # its end is missing
             elif rows:
                 rows.append(row)
-            if rows and "}" in row and (metrics := _dict_of_metrics("".join(rows))):
+            text = "".join(rows) if "}" in row else ""
+            if text and text.count("{") <= text.count("}"):
                 rows = []
-                yield number, metrics
-
-
-def _dict_of_metrics(text: str) -> dict[str, float]:
-    """Returns the finite numbers with a slash in their name, in a text that begins with a printed dict; {} for any other text."""
-    code = _OBJECT.sub("None", text[: text.rfind("}") + 1])
-    try:
-        tree = ast.parse(code, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return {}
-    pairs = zip(tree.keys, tree.values, strict=True) if isinstance(tree, ast.Dict) else ()
-    numbers = {str(key.value): _number(value) for key, value in pairs if isinstance(key, ast.Constant)}
-    return {name: value for name, value in numbers.items() if "/" in name and math.isfinite(value)}
-
-
-def _number(value: ast.expr) -> float:
-    """Returns the number in code such as ``0.5``, ``-inf``, ``np.int64(1)`` or ``tensor(0.5, ...)``; NaN for other code."""
-    try:
-        return float(ast.unparse(value.args[0] if isinstance(value, ast.Call) and value.args else value))
-    except ValueError:
-        return math.nan
+                numbers = [(name, float(value)) for name, value in _SLIME_METRIC.findall(text)]
+                if metrics := {name: value for name, value in numbers if math.isfinite(value)}:
+                    yield number, metrics

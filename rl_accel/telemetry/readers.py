@@ -1,12 +1,11 @@
 """Reads the log of a run that was launched elsewhere: verl's file logger, TensorBoard, W&B's CSV, consoles of verl and slime."""
 
-import contextlib
 import csv
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import rich.progress
 from rich.console import Console
@@ -129,25 +128,15 @@ def _reason(place: Path) -> str:
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """Yields the lines of a text log. Shows a progress bar only if the log is large, because the bar slows reading down."""
-    with _opened(file) as lines:
+    """Yields the lines of a text log. Shows a progress bar if the log is large."""
+    options: dict[str, Any] = {"encoding": _ENCODING, "errors": "replace", "newline": "\n"}
+    if file.stat().st_size < _LARGE:  # a bar, even a hidden one, slows reading down
+        opened: Any = file.open(**options)
+    else:
+        options |= {"description": file.name, "transient": True, "console": Console(stderr=True)}
+        opened = rich.progress.open(file, "rt", **options)
+    with opened as lines:
         yield from lines
-
-
-def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
-    if file.stat().st_size < _LARGE:
-        return file.open(encoding=_ENCODING, errors="replace", newline="\n")
-    console = Console(stderr=True)
-    return rich.progress.open(
-        file,
-        "rt",
-        encoding=_ENCODING,
-        errors="replace",
-        newline="\n",
-        description=file.name,
-        transient=True,
-        console=console,
-    )
 
 
 def _verl(file: Path, _log: Logged, _run: str) -> Iterator[LogRecord]:

@@ -59,7 +59,6 @@ def records(lines):
         [f"{BAR}{line}{BAR}\r" for line in console()],
         [line.replace("critic/metric_7", f"critic/me{BAR}tric_7") for line in console()],
         [line.replace("metric_3/mean:", f"metric_3/mean:\r{BAR}\r") for line in console()],
-        [" ".join(line for line in console() if line.startswith(RAY))],
         ["\r".join(console())],
     ],
 )
@@ -111,13 +110,6 @@ def test_a_printed_response_that_looks_like_a_step_is_none(prefix):
     assert list(read_console((f"{row}\n" for row in rows), workers)) == STEPS
     assert len(workers) == 1
     assert records(lines[:1]) == [(1, {"total": 1.0})], "without any step of verl it may be a step of another logger"
-
-
-def test_timers_of_2024_are_those_of_today_and_add_up_to_the_step():
-    (record,) = records(["step:3 - timing/gen:4.0 - timing/update_actor:2.5 - critic/score/mean:nan"])
-    timed = {name: value for name, value in record[1].items() if "timing" in name}
-    assert timed == {"timing_s/gen": 4.0, "timing_s/update_actor": 2.5, "timing_s/step": 6.5}
-    assert math.isnan(record[1]["critic/score/mean"])
 
 
 def test_the_name_of_a_metric_may_hold_colons():
