@@ -5,13 +5,14 @@
 merge by maximum and totals are absolute, so that a message that is lost or sent twice changes nothing.
 """
 
+import itertools
 import json
 import logging
 import math
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -41,9 +42,9 @@ _SLOW_PROBES_WITHIN = 100
 """Number of successive probes among which two correct ones beyond their limits show that limits are too short. Chosen by hand."""
 SAVE_SECONDS = 30.0
 """Least seconds between two saves by :meth:`AnchorStore.exchange`, because each save rewrites the whole file. Chosen by hand."""
-RECENT_SECONDS = 60.0
-"""Seconds for which a changed anchor is part of each message between a process and the store. Longer than ``SAVE_SECONDS``, so that
-a store that is restarted from its file receives what it has lost."""
+RECENT_ANCHORS = 2_000
+"""Number of anchors in each message between a process and the store: those that have changed last. More than change in
+``SAVE_SECONDS``, so that a store that is restarted from its file receives what it has lost. Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,22 +149,24 @@ class AdaptiveTimeout:
         """Returns the anchor (longest correct execution) of ``key``; zeros if ``key`` is unknown."""
         return self._anchors.get(key, (0.0, 0.0, 0))
 
-    def merge(self, anchors: Mapping[str, AnchorTuple]) -> list[str]:
-        """Merges anchors (longest correct executions) by key: keeps the larger values. Returns the keys that have changed."""
-        changed = []
+    def merge(self, anchors: Mapping[str, AnchorTuple]) -> bool:
+        """Merges anchors (longest correct executions) by key: keeps the larger values. Returns True if one has changed."""
+        has_changed = False
         for key, (wall, cpu, correct) in anchors.items():
             before = self.get(key)
-            self._anchors[key] = (max(before[0], wall), max(before[1], cpu), max(before[2], correct))
-            self._anchors.move_to_end(key)
-            if self._anchors[key] != before:
-                changed.append(key)
+            merged = max(before[0], wall), max(before[1], cpu), max(before[2], correct)
+            if merged != before:
+                self._anchors[key] = merged
+                self._anchors.move_to_end(key)
+                has_changed = True
         while len(self._anchors) > self.capacity:
             self._anchors.popitem(last=False)
-        return changed
+        return has_changed
 
-    def anchors(self) -> dict[str, AnchorTuple]:
-        """Returns the anchors (longest correct executions) by key, the most recently used key last."""
-        return dict(self._anchors)
+    def anchors(self, most: int | None = None) -> dict[str, AnchorTuple]:
+        """Returns at most ``most`` anchors (longest correct executions) by key, the most recently used or changed key last."""
+        newest_first = list(itertools.islice(reversed(self._anchors.items()), most))
+        return dict(reversed(newest_first))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the anchors (longest correct executions) as a JSON-serialisable dict for :meth:`load_state_dict`."""
@@ -188,24 +191,6 @@ class AdaptiveTimeout:
             raise ValueError(f"state is damaged: {type(error).__name__}: {error}") from error
         self._anchors.clear()
         self.merge(anchors)
-
-
-class _Recent:
-    """Keys that have changed in the last :data:`RECENT_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._changed_at: OrderedDict[str, float] = OrderedDict()
-
-    def add(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._changed_at[key] = time.monotonic()
-            self._changed_at.move_to_end(key)
-
-    def all(self) -> list[str]:
-        oldest = time.monotonic() - RECENT_SECONDS
-        while self._changed_at and next(iter(self._changed_at.values())) < oldest:
-            self._changed_at.popitem(last=False)
-        return list(self._changed_at)
 
 
 @dataclass
@@ -243,11 +228,9 @@ class LocalAnchors:
         self.shapes: dict[str, bytes] = {}
         self.running = 0
         self.running_elsewhere = 0
-        self._recent = _Recent()
 
     def record(self, key: str, wall: float, cpu: float, correct: bool) -> None:
         """Records an ended execution. Arguments: :meth:`AdaptiveTimeout.record`."""
-        before = self.timeout.get(key)
         if self.timeout.record(key, wall, cpu, correct):
             self.count("widened")
             if self.totals["widened"] == 1:
@@ -255,8 +238,6 @@ class LocalAnchors:
                     "rl-accel: correct answers take longer than those from which the limits of rewards were learned; limits are"
                     " twice as long from now on, and again whenever that happens"
                 )
-        if self.timeout.get(key) != before:
-            self._recent.add([key])
 
     def count(self, name: str, amount: float = 1.0) -> None:
         """Adds ``amount`` to the count ``name``, such as "timeouts"."""
@@ -264,7 +245,7 @@ class LocalAnchors:
 
     def message(self, everything: bool) -> Message:
         """Returns a message to the store, with the anchors that have changed lately, or with all of them."""
-        anchors = self.timeout.anchors() if everything else {key: self.timeout.get(key) for key in self._recent.all()}
+        anchors = self.timeout.anchors(None if everything else RECENT_ANCHORS)
         return Message(anchors, dict(self.shapes), dict(self.totals), self.running)
 
     def merge(self, answer: Message) -> None:
@@ -285,7 +266,6 @@ class AnchorStore:
 
     def __init__(self, path: Path | None = None, timeout: AdaptiveTimeout | None = None) -> None:
         self._timeout = AdaptiveTimeout() if timeout is None else timeout
-        self._recent = _Recent()
         self._totals: dict[str, dict[str, float]] = {}
         self._running: dict[str, int] = {}
         self._shapes: dict[str, bytes] = {}
@@ -305,14 +285,13 @@ class AnchorStore:
 
         Saves the store if the last save is more than :data:`SAVE_SECONDS` ago.
         """
-        changed = self._timeout.merge(message.anchors)
-        self._recent.add(changed)
-        self._is_saved = self._is_saved and not changed
+        if self._timeout.merge(message.anchors):
+            self._is_saved = False
         self._totals[process] = message.totals
         self._shapes = {**message.shapes, **self._shapes}
         if time.monotonic() - self._saved_at > SAVE_SECONDS:
             self.save()
-        known = self._timeout.anchors() if everything else {key: self._timeout.get(key) for key in self._recent.all()}
+        known = self._timeout.anchors(None if everything else RECENT_ANCHORS)
         self._running[process] = message.running
         return Message(known, self._shapes, running=sum(self._running.values()) - message.running)
 

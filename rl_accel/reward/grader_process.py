@@ -1,6 +1,6 @@
 """Process of a trusted grader (a function of the user that computes the reward of a response). It serves call after call.
 
-The process that grades starts a host: ``python <this file> <socket descriptor>``. The host imports the grader. If a fork of it is
+The process that grades starts a host, which runs :func:`main`. The host imports the grader. If a fork of it is
 safe then, the host serves no calls: it forks a process for each worker, so that the import costs time and memory once. If the
 import leaves threads, connections or processes behind, the host serves calls itself, and each worker has a host of its own.
 
@@ -22,7 +22,6 @@ import random
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
@@ -33,10 +32,16 @@ from typing import Any, NoReturn
 
 import psutil
 
-SIZE = struct.Struct("!Q")
-"""Header of a message: the length in bytes of the pickled message that follows."""
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+from rl_accel.reward.program_process import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    Channel,
+    PeerClosed,
+    be_killed_first,
+    describe,
+    frame,
+    prctl,
+)
 
 
 @dataclass(frozen=True)
@@ -75,45 +80,9 @@ class Start:
     reseed: bool = False
 
 
-class PeerClosed(Exception):
-    """The other end of the socket is closed."""
-
-
-class Channel:
-    """Blocking end of a socket on which messages cross as pickled objects."""
-
-    def __init__(self, control: socket.socket) -> None:
-        self.control = control
-        control.setblocking(True)  # code of the user may have called socket.setdefaulttimeout
-
-    def send(self, message: Any) -> None:
-        """Sends a message. Raises PeerClosed if the other end is closed."""
-        try:
-            self.control.sendall(encode(message))
-        except OSError as error:
-            raise PeerClosed from error
-
-    def receive(self) -> Any:
-        """Returns the next message. Raises PeerClosed if the other end is closed."""
-        return pickle.loads(self._read(*SIZE.unpack(self._read(SIZE.size))))
-
-    def _read(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            try:
-                received = self.control.recv(min(size - len(data), 1 << 20))
-            except OSError as error:
-                raise PeerClosed from error
-            if not received:
-                raise PeerClosed
-            data += received
-        return bytes(data)
-
-
 def encode(message: Any) -> bytes:
-    """Returns a message as :class:`Channel` sends it."""
-    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return SIZE.pack(len(data)) + data
+    """Returns a message pickled. Both ends trust each other."""
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
 def dumps(value: Any) -> bytes:
@@ -153,15 +122,15 @@ def main(descriptor: int) -> NoReturn:
     caller = os.pidfd_open(os.getppid())  # a fork of the caller may hold the socket open
     connections = _connections()
     try:
-        start = Start(**channel.receive())
+        start = Start(**pickle.loads(channel.receive()))
         _become_grader_process()
         try:
             grader, constants = _find_grader(start)
         except BaseException as error:
-            channel.send(("problem", _place_of(error)))
+            channel.send(encode(("problem", _place_of(error))))
             os._exit(0)
         if _fork_is_safe(connections):
-            channel.send(("ready", os.getpid(), True))
+            channel.send(encode(("ready", os.getpid(), True)))
             _Template(channel.control, caller, start, grader, constants).serve()
         _thread.start_new_thread(_end_with_caller, (channel.control, caller))  # the user's module does not see it
         _serve(channel, start, grader, constants)
@@ -174,16 +143,9 @@ def main(descriptor: int) -> NoReturn:
 
 def _become_grader_process() -> None:
     """Makes orphans below this process its children, so that :func:`kill_tree` finds them, and lets the kernel kill it first."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # out of memory, the kernel kills this process before the trainer process
-
-
-def _prctl(option: int, value: int) -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    be_killed_first()
 
 
 def _end_with_caller(control: socket.socket, caller: int) -> None:
@@ -240,7 +202,7 @@ class _Template:
             self._is_first = False
             return
         try:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.setsid()
             _become_grader_process()
             self._control.close()
@@ -268,7 +230,7 @@ class _Template:
                     os.waitpid(orphan.pid, 0)
         with channel, contextlib.suppress(OSError):
             channel.setblocking(False)
-            channel.send(encode(("ended", f"its process ended with {status}", b"")))
+            channel.send(frame(encode(("ended", f"its process ended with {status}", b""))))
 
 
 _serving: Channel | None = None
@@ -288,8 +250,8 @@ def ask(name: str, version: int) -> tuple[int, bytes | None]:
     if _serving is None or os.getpid() != _pid:
         raise RuntimeError(f"{name} can only be read in the process of the grader, during a call")
     with _asking:
-        _serving.send(("ask", name, version))
-        answer: tuple[int, bytes | None] = _serving.receive()
+        _serving.send(encode(("ask", name, version)))
+        answer: tuple[int, bytes | None] = pickle.loads(_serving.receive())
         return answer
 
 
@@ -303,18 +265,18 @@ def _serve(channel: Channel, start: Start, grader: Callable[..., Any], constants
     _pid = os.getpid()
     if start.reseed:
         _reseed()
-    channel.send(("ready", _pid, False))
+    channel.send(encode(("ready", _pid, False)))
 
     def serve() -> None:
         with contextlib.suppress(PeerClosed):
             while True:
-                answer = _call(grader, constants, *channel.receive())
+                answer = _call(grader, constants, *pickle.loads(channel.receive()))
                 for stream in (sys.stdout, sys.stderr):
                     with contextlib.suppress(Exception):
                         stream.flush()
                 if os.getpid() != _pid:  # this process is a fork that the grader has made
                     os._exit(0)
-                channel.send(answer)
+                channel.send(encode(answer))
 
     if start.in_thread:
         thread = threading.Thread(target=serve)
@@ -334,7 +296,7 @@ def _call(
         value = grader(*args, **kwargs, **{name: constants[name] for name in names})
         return "done", "", dumps(value)
     except BaseException as error:
-        return "error", _describe(error), _pickled(error)
+        return "error", describe(error), _pickled(error)
 
 
 def _find_grader(start: Start) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -438,7 +400,7 @@ def _pickled(error: BaseException) -> bytes:
         trace = "".join(traceback.format_exception(error))
         # SystemExit would end the thread of the trainer process that raises it again
         if not isinstance(error, Exception):
-            error = RuntimeError(_describe(error))
+            error = RuntimeError(describe(error))
         error.add_note(f"In the process of the grader:\n{trace}")
         if not _survives(error):  # the constructor takes other arguments than ``args``, or an attribute is a lock
             copyreg.pickle(type(error), _with_text)
@@ -446,7 +408,7 @@ def _pickled(error: BaseException) -> bytes:
             return dumps(error)
     except BaseException:
         pass  # even the text of the error may raise
-    return dumps(RuntimeError(_describe(error)))
+    return dumps(RuntimeError(describe(error)))
 
 
 def _with_text(error: Exception) -> Any:
@@ -468,24 +430,11 @@ def _survives(value: Any) -> bool:
         copy = pickle.loads(dumps(value))
     except Exception:
         return False
-    return not isinstance(value, Exception) or _describe(copy) == _describe(value)
+    return not isinstance(value, Exception) or describe(copy) == describe(value)
 
 
 def _place_of(error: BaseException) -> str:
     """Returns type and text of ``error``, with the file and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
-    return f"{_describe(error)}{place}"
-
-
-def _describe(error: BaseException) -> str:
-    """Returns the type and text of ``error``, cut to 500 characters."""
-    try:
-        return f"{type(error).__name__}: {error}"[:500]
-    except BaseException:  # an exception whose text raises
-        return type(error).__name__
-
-
-if __name__ == "__main__":
-    sys.modules["rl_accel.reward.grader_process"] = sys.modules["__main__"]
-    main(int(sys.argv[1]))
+    return f"{describe(error)}{place}"

@@ -6,28 +6,28 @@ import logging
 import math
 import os
 import pickle
-import select
 import socket
 import statistics
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import psutil
 
 from rl_accel.errors import RlAccelError
 from rl_accel.reward import grader_process
-from rl_accel.reward.grader_process import SIZE, Start, dumps, encode, kill_tree
+from rl_accel.reward.grader_process import Start, dumps, encode, kill_tree
 from rl_accel.reward.limited_executor import ExecutionResult, Limits
-from rl_accel.reward.program_process import busy_seconds, seconds_waited
+from rl_accel.reward.program_process import SIZE, busy_seconds, frame, seconds_waited
 
 logger = logging.getLogger("rl_accel")
+T = TypeVar("T")
 
 Provide = Callable[[str, int], tuple[int, bytes | None]]
 """Function that answers :func:`rl_accel.reward.grader_process.ask`."""
@@ -39,7 +39,15 @@ _SHORTEST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 """Seconds after a failed start until the next one, if other processes serve. Doubled with each failure. Chosen by hand."""
 _END_SECONDS = 8.0
-"""Maximum seconds to wait for the end of a process that was killed. Chosen by hand."""
+"""Maximum seconds to wait for the end of a process whose socket was closed. Chosen by hand."""
+_HOST = """
+import sys
+sys.path[:] = eval(sys.argv[1])
+from rl_accel.reward.grader_process import main
+main(int(sys.argv[-1]))
+"""
+"""Program of a host. Its arguments are this process's path, the file with the code (for readers of process lists), and the file
+descriptor of the socket."""
 _WAIT_SECONDS = 0.1
 """Seconds that calls wait for a busy process before the pool starts another one, whose caches are empty."""
 _WAITED_FACTOR = 10.0
@@ -58,21 +66,121 @@ class SandboxError(RlAccelError, RuntimeError):
 
 
 @dataclass(eq=False)
-class _Process:
-    """Client of a process of the grader.
+class Peer:
+    """Process that serves this process, and this process's end of the socket between them.
 
     Attributes:
-        host: process that this process has started. None for a fork of the template.
+        host: process that this process has started: the peer, or a process that runs it. None for a fork of another peer.
         channel, reader, writer: this process's end of the socket, and the streams of this socket.
-        process: the process; None until it is ready.
-        proven, longest: kinds of calls (``Limits.kind``) to which the process has given a correct answer, and the seconds of its
-            longest call by kind.
     """
 
     host: "subprocess.Popen[bytes] | None"
     channel: socket.socket
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+
+    @classmethod
+    async def start(cls, command: Sequence[str], **options: Any) -> Self:
+        """Starts a process. ``command`` gets the file descriptor of the socket as its last argument."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            host = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                **options,
+            )
+        return await cls.at(ours, host)
+
+    @classmethod
+    async def at(cls, channel: socket.socket, host: "subprocess.Popen[bytes] | None" = None) -> Self:
+        """Returns the process at the other end of ``channel``."""
+        return cls(host, channel, *await asyncio.open_connection(sock=channel))
+
+    def send(self, data: bytes) -> None:
+        """Sends a message."""
+        self.writer.write(frame(data))
+
+    async def receive(self, most: float = math.inf) -> bytes:
+        """Returns the next message. Raises ConnectionError or IncompleteReadError if the process has ended.
+
+        Raises ValueError if the message has more than ``most`` bytes.
+        """
+        (size,) = SIZE.unpack(await self.reader.readexactly(SIZE.size))
+        if size > most:
+            raise ValueError(f"a process sent {size} bytes")
+        return await self.reader.readexactly(size)
+
+    async def end(self) -> None:
+        """Closes the socket, which ends the process and all that it has started, and waits for the end."""
+        with contextlib.suppress(OSError):
+            self.channel.shutdown(socket.SHUT_RDWR)  # close() would not suffice, because a fork may hold the socket too
+        if self.host:
+            try:
+                await asyncio.wait_for(asyncio.to_thread(self.host.wait), _END_SECONDS)
+            except TimeoutError:
+                self.host.kill()
+                await asyncio.to_thread(self.host.wait)
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+
+P = TypeVar("P", bound=Peer)
+
+
+class Pool(Generic[P]):
+    """Processes that serve one call at a time.
+
+    Attributes:
+        deaths: number of processes that died without being stopped, other than by an exit of the grader.
+    """
+
+    def __init__(self) -> None:
+        self.deaths = 0
+        self._all: set[P] = set()
+        self._idle: list[P] = []
+        self._closed = False
+
+    def abandon(self) -> None:
+        """Shuts down all sockets, so that the processes end by themselves. For a pool whose event loop is closed already."""
+        for peer in self._all:
+            with contextlib.suppress(OSError):
+                peer.channel.shutdown(socket.SHUT_RDWR)
+
+    async def _end(self, peer: P) -> None:
+        try:
+            await peer.end()
+        finally:
+            self._all.discard(peer)
+
+
+async def finished(work: Awaitable[T]) -> T:
+    """Awaits ``work`` to its end, even if this task is cancelled meanwhile. The cancellation takes effect afterwards."""
+    task = asyncio.ensure_future(work)
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            is_cancelled = True
+    current = asyncio.current_task()
+    if is_cancelled and current:
+        current.cancel()
+    return task.result()
+
+
+@dataclass(eq=False)
+class _Process(Peer):
+    """Process of the grader.
+
+    Attributes:
+        process: the process; None until it is ready.
+        proven, longest: kinds of calls (``Limits.kind``) to which the process has given a correct answer, and the seconds of its
+            longest call by kind.
+    """
+
     process: psutil.Process | None = None
     proven: set[str] = field(default_factory=set)
     longest: dict[str, float] = field(default_factory=dict)
@@ -91,10 +199,6 @@ class _Process:
 
             loop.add_reader(ended, shut_down)
 
-    @classmethod
-    async def at(cls, channel: socket.socket, host: "subprocess.Popen[bytes] | None" = None) -> "_Process":
-        return cls(host, channel, *await asyncio.open_connection(sock=channel))
-
     @property
     def pid(self) -> int:
         return self.process.pid if self.process else 0
@@ -112,8 +216,7 @@ class _Process:
 
     def _read_next(self) -> "asyncio.Future[Any]":
         async def read() -> Any:
-            (size,) = SIZE.unpack(await self.reader.readexactly(SIZE.size))
-            return pickle.loads(await self.reader.readexactly(size))
+            return pickle.loads(await self.receive())
 
         message = asyncio.ensure_future(read())
         message.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio would log it
@@ -142,25 +245,16 @@ class _Process:
             socket.send_fds(self.channel, [b"f"], [theirs.fileno()])
         return await _Process.at(ours)
 
-    async def kill(self) -> None:
+    async def end(self) -> None:
         """Kills the process and all that it has started, and waits for its end."""
         if self.process is None and self.host and self.host.poll() is None:
             self.process = psutil.Process(self.host.pid)
         if self.process:
             await asyncio.to_thread(kill_tree, self.process)
-        with contextlib.suppress(OSError):
-            self.channel.shutdown(socket.SHUT_RDWR)
-        if self.host:
-            try:
-                await asyncio.wait_for(asyncio.to_thread(self.host.wait), _END_SECONDS)
-            except TimeoutError:
-                self.host.kill()
-        self.writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self.writer.wait_closed()
+        await super().end()
 
 
-class Graders:
+class Graders(Pool[_Process]):
     """Pool of processes that call a grader (a function that computes the reward of a response). Use it from one event loop.
 
     The grader is trusted: only its time is limited. A process imports it once and serves call after call. If a call exceeds its
@@ -184,9 +278,6 @@ class Graders:
         modules: names of modules that each process imports before the grader.
         constants: keyword arguments that are the same objects in all calls, by name. Each process gets them once, at its start.
         folder: working folder during the import; "" for the folder of this process, which calls always have.
-
-    Attributes:
-        deaths: number of processes that died without being stopped, other than by an exit of the grader.
 
     Raises:
         ValueError: ``target`` has another form, or ``workers`` is below 1.
@@ -215,7 +306,7 @@ class Graders:
             raise ValueError(f"workers must be at least 1, found {workers!r}")
         if "/" in where or where.endswith(".py"):
             where = str(Path(where).absolute())
-        self.deaths = 0
+        super().__init__()
         self._target = target
         self._computing = self.size if computing is None else computing
         self._constants = dict(constants or {})
@@ -231,26 +322,15 @@ class Graders:
             defaults=dict(defaults or {}),
             packed=self._packed((None if arguments is None else dict(arguments), self._constants)),
         )
-        self._launched: tuple[socket.socket, subprocess.Popen[bytes]] | None = None
         self._template: _Process | None = None
-        self._processes: set[_Process] = set()
-        self._idle: list[_Process] = []
+        self._serving: set[_Process] = set()
         self._waiting: deque[asyncio.Future[_Process]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._starting: set[_Process] = set()
         self._starts = 0
         self._start_again_at = 0.0
         self._pause = _SHORTEST_PAUSE_SECONDS
         self._growth: asyncio.Task[None] | None = None
         self._early_seconds: dict[str, deque[float]] = {}
-        self._closed = False
-
-    def warm_up(self) -> None:
-        """Starts the first process and waits until it is ready or has failed. Needs no event loop."""
-        self._launched = self._launch()
-        poll = select.poll()
-        poll.register(self._launched[0], select.POLLIN)
-        poll.poll(_START_SECONDS * 1000)
 
     async def call(
         self,
@@ -290,7 +370,7 @@ class Graders:
         loop = asyncio.get_running_loop()
         began = loop.time()
         is_free = False
-        process.writer.write(message)
+        process.send(message)
         try:
             answer = await self._answer(process, limits, provide)
             is_free = answer is not None and answer[0] != "ended"
@@ -305,7 +385,7 @@ class Graders:
             if is_free:
                 self._free(process)
             else:
-                await self._end_now(process)
+                await finished(self._end(process))
         wall = loop.time() - began
         if answer is None:
             return ExecutionResult("timeout", wall=wall, reason="wall limit")
@@ -335,7 +415,7 @@ class Graders:
                 word, first, second = await process.read()
                 if word != "ask":
                     return word, first, second
-                process.writer.write(encode(provide(first, second) if provide else (-1, None)))
+                process.send(encode(provide(first, second) if provide else (-1, None)))
                 continue
             now = seconds_waited(process.pid)
             if before is not None:
@@ -364,41 +444,14 @@ class Graders:
 
         return replace(result, prove=prove)
 
-    async def _end_now(self, process: _Process) -> None:
-        """Kills a process that did not answer. A cancelled caller waits for its end, too."""
-        ending = self._do(self._end(process))
-        is_cancelled = False
-        while not ending.done():
-            try:
-                await asyncio.shield(ending)
-            except asyncio.CancelledError:
-                is_cancelled = True
-        if is_cancelled:
-            raise asyncio.CancelledError
-
     async def close(self) -> None:
         """Ends all processes. Stops running calls, which raise a SandboxError."""
         self._closed = True
-        if self._growth:
-            self._growth.cancel()
-        if self._launched:
-            self._starting.add(await _Process.at(*self._launched))
-            self._launched = None
-        while self._processes or self._starting or self._template or self._tasks:
-            living = [*self._processes, *self._starting, *([self._template] if self._template else [])]
-            await asyncio.gather(*map(self._end, living), *self._tasks, return_exceptions=True)
+        while self._all or self._tasks:
+            await asyncio.gather(*map(self._end, list(self._all)), *self._tasks, return_exceptions=True)
         self._idle.clear()
         while self._waiting:
             self._waiting.popleft().set_exception(SandboxError("the graders are closed"))
-
-    def abandon(self) -> None:
-        """Shuts down all sockets, so that the processes end by themselves. For a pool whose event loop is closed already."""
-        channels = [process.channel for process in (*self._processes, *self._starting, self._template) if process]
-        if self._launched:
-            channels.append(self._launched[0])
-        for channel in channels:
-            with contextlib.suppress(OSError):
-                channel.shutdown(socket.SHUT_RDWR)
 
     async def _take(self) -> _Process:
         if self._closed:
@@ -435,16 +488,16 @@ class Graders:
         loop = asyncio.get_running_loop()
         while self._waiting and not self._closed:
             looked = loop.time()
-            busy = {process: busy_seconds(process.pid) for process in self._processes}
-            if self._processes or self._starts:
+            busy = {process: busy_seconds(process.pid) for process in self._serving}
+            if self._serving or self._starts:
                 await asyncio.sleep(_WAIT_SECONDS)
             seconds = loop.time() - looked
             waits = busy and all(busy_seconds(process.pid) - before < seconds / 2 for process, before in busy.items())
             most = self.size if waits else min(self._computing, self.size)
-            room = min(most - len(self._processes) - self._starts, len(self._waiting) - self._starts)
-            if not (self._template and self._processes):
+            room = min(most - len(self._serving) - self._starts, len(self._waiting) - self._starts)
+            if not (self._template and self._serving):
                 room = min(room, 1 - self._starts)  # the first process may become the template
-            if self._processes and loop.time() < self._start_again_at:
+            if self._serving and loop.time() < self._start_again_at:
                 room = 0
             for _ in range(room):
                 self._starts += 1
@@ -463,16 +516,16 @@ class Graders:
                 problem = SandboxError(f"a process of {self._target} cannot be started: {error!r}")
             if self._closed:
                 pass  # close() tells the callers
-            elif self._processes:  # for example, a second import cannot bind the same port
+            elif self._serving:  # for example, a second import cannot bind the same port
                 self._start_again_at = asyncio.get_running_loop().time() + self._pause
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
                 message = "rl-accel: %d processes serve %s for now, because another cannot start: %s"
-                logger.warning(message, len(self._processes), self._target, problem)
+                logger.warning(message, len(self._serving), self._target, problem)
             elif self._waiting:
                 self._waiting.popleft().set_exception(problem)
         else:
             self._pause = _SHORTEST_PAUSE_SECONDS
-            self._processes.add(process)
+            self._serving.add(process)
             self._free(process)
         finally:
             self._starts -= 1
@@ -483,38 +536,25 @@ class Graders:
             self.deaths += 1
             await self._end(self._template)
         if self._template is None:
-            host = await self._ready(await _Process.at(*(self._launched or self._launch())))
-            if host is not self._template:
+            command = [sys.executable, "-c", _HOST, repr(self._start.path), grader_process.__file__]
+            host = await _Process.start(command)
+            host.send(encode(asdict(self._start)))
+            self._start = replace(self._start, reseed=True)
+            if not await self._is_template(host):
                 return host
-        return await self._ready(await self._template.fork())
+            self._template = host
+        fork = await self._template.fork()
+        await self._is_template(fork)
+        return fork
 
-    async def _ready(self, process: _Process) -> _Process:
-        self._launched = None
-        self._starting.add(process)
+    async def _is_template(self, process: _Process) -> bool:
+        """Waits until a process is ready. Returns what :meth:`_Process.wait_ready` does."""
+        self._all.add(process)
         try:
-            if await process.wait_ready():
-                self._template = process
+            return await process.wait_ready()
         except BaseException:
-            await process.kill()
+            await self._end(process)
             raise
-        finally:
-            self._starting.discard(process)
-        return process
-
-    def _launch(self) -> tuple[socket.socket, "subprocess.Popen[bytes]"]:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(True)  # code of the user may have called socket.setdefaulttimeout
-        with theirs:
-            host = subprocess.Popen(
-                [sys.executable, grader_process.__file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        with contextlib.suppress(ConnectionError):  # the host has died, which wait_ready says
-            ours.sendall(encode(asdict(self._start)))
-        self._start = replace(self._start, reseed=True)
-        return ours, host
 
     def _do(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.ensure_future(work)
@@ -524,10 +564,9 @@ class Graders:
 
     async def _end(self, process: _Process) -> None:
         try:
-            await process.kill()
+            await super()._end(process)
         finally:
-            self._processes.discard(process)
-            self._starting.discard(process)
+            self._serving.discard(process)
             if process is self._template:
                 self._template = None
             if self._waiting and not self._closed and (self._growth is None or self._growth.done()):

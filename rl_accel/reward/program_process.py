@@ -55,9 +55,6 @@ _REPORT_DESCRIPTOR = 200
 """Lowest file descriptor for the pipe of a report. High, so that a program which closes low descriptors leaves it open."""
 _LOOK_SECONDS = 0.02
 """Seconds between two checks of the limits. Chosen by hand."""
-_LATE_SECONDS = 0.1
-"""Delay of a check above which the machine is taken to be busy. Such a delay does not count against the wall limit. Chosen by
-hand."""
 _FORK_BOMB_FACTOR = 64
 """Multiple of the limit of processes at which the kernel refuses further ones. It counts those of all programs of a user."""
 _MOST_PROCESSES = 100_000
@@ -66,14 +63,13 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
-_PR_SET_CHILD_SUBREAPER = 36
+PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWNS = 1 << 17
 _NAMESPACES = _CLONE_NEWNS | 1 << 27 | 1 << 28 | 1 << 29 | 1 << 30  # mounts, IPC, user, PID, network
 _MS_NOSUID_NODEV = (1 << 1) | (1 << 2)
-_MS_REMOUNT = 1 << 5
 _MS_BIND_REC = (1 << 12) | (1 << 14)
 _MS_REC_PRIVATE = (1 << 14) | (1 << 18)
 _CAPABILITIES_V3 = 0x20080522
@@ -160,35 +156,74 @@ def _memfd_bytes(pids: Collection[int]) -> int:
     return sum(sizes.values())
 
 
-# --- the supervisor
+# --- messages
 
 
 class PeerClosed(Exception):
-    """The process that grades has closed the socket."""
+    """The other end of the socket is closed."""
+
+
+def frame(data: bytes) -> bytes:
+    """Returns a message as it crosses a socket."""
+    return SIZE.pack(len(data)) + data
+
+
+class Channel:
+    """Blocking end of a socket on which messages cross."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        control.setblocking(True)  # code of the user may have called socket.setdefaulttimeout
+
+    def send(self, data: bytes) -> None:
+        """Sends a message. Raises PeerClosed if the other end is closed."""
+        try:
+            self.control.sendall(frame(data))
+        except OSError as error:
+            raise PeerClosed from error
+
+    def receive(self) -> bytes:
+        """Returns the next message. Raises PeerClosed if the other end is closed."""
+        return self._read(*SIZE.unpack(self._read(SIZE.size)))
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                received = self.control.recv(min(size - len(data), 1 << 20))
+            except OSError as error:
+                raise PeerClosed from error
+            if not received:
+                raise PeerClosed
+            data += received
+        return bytes(data)
+
+
+# --- the supervisor
 
 
 def main(descriptor: int) -> NoReturn:
     """Runs a supervisor until the other end of the socket with this file descriptor is closed."""
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
-    control.setblocking(True)
+    channel = Channel(control)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     box = None
     try:
-        start = receive(control)
+        start = pickle.loads(channel.receive())
         try:
             judge = _import_judge(start["judge"])
             box = Box.make(start)
         except Exception as error:
-            send(control, {"problem": f"{type(error).__name__}: {error}", "shared": []})
+            channel.send(json.dumps({"problem": f"{type(error).__name__}: {error}", "shared": []}).encode())
             os._exit(0)
         gc.collect()
         gc.freeze()  # garbage collection in a fork would copy every page
-        send(control, {"problem": "", "shared": box.shared})
+        channel.send(json.dumps({"problem": "", "shared": box.shared}).encode())
         while True:
-            request = receive(control)
+            request = pickle.loads(channel.receive())
             if "limits" in request:  # else the message is for a program that has ended
-                send(control, _execute(control, request, box, judge))
+                channel.send(json.dumps(_execute(channel, request, box, judge)).encode())
     except PeerClosed:
         pass
     finally:
@@ -196,34 +231,6 @@ def main(descriptor: int) -> NoReturn:
             box.sweep()
             remove(box.folder)
         os._exit(0)
-
-
-def receive(control: socket.socket) -> dict[str, Any]:
-    """Returns the next message from the process that grades. Raises PeerClosed if it has closed the socket."""
-
-    def read(size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            try:
-                received = control.recv(min(size - len(data), 1 << 20))
-            except OSError as error:
-                raise PeerClosed from error
-            if not received:
-                raise PeerClosed
-            data += received
-        return data
-
-    message: dict[str, Any] = pickle.loads(read(*SIZE.unpack(read(SIZE.size))))
-    return message
-
-
-def send(control: socket.socket, message: dict[str, Any]) -> None:
-    """Sends a message to the process that grades. Raises PeerClosed if it has closed the socket."""
-    data = json.dumps(message).encode()
-    try:
-        control.sendall(SIZE.pack(len(data)) + data)
-    except OSError as error:
-        raise PeerClosed from error
 
 
 def _import_judge(target: str) -> Callable[..., Any] | None:
@@ -268,12 +275,9 @@ class Sink:
         return False
 
 
-def _execute(
-    control: socket.socket, request: dict[str, Any], box: "Box", judge: Callable[..., Any] | None
-) -> dict[str, Any]:
+def _execute(channel: Channel, request: dict[str, Any], box: "Box", judge: Callable[..., Any] | None) -> dict[str, Any]:
     """Runs a program and returns its result once all its processes have ended. Raises PeerClosed."""
     limits = request["limits"]
-    box.set_memory(limits["memory"])
     report, to_report = os.pipe2(os.O_CLOEXEC)
     output, to_output = os.pipe2(os.O_CLOEXEC)
     sinks = (Sink(report, REPORT_BYTES), Sink(output, int(limits["output_bytes"])))
@@ -282,10 +286,10 @@ def _execute(
         os.mkdir(folder, 0o700)
         if box.uid is not None:
             os.chown(folder, box.uid, box.uid)
-        watch = Watch(limits, control, box, sinks)
+        watch = Watch(limits, channel, box, sinks)
         child = os.fork()
         if child == 0:
-            _run_child(control, request, box, judge, folder, to_output, to_report)
+            _run_child(request, box, judge, folder, to_output, to_report)
         os.close(to_report)
         os.close(to_output)
         stopped, status, seconds = watch.until_over(child)
@@ -341,20 +345,18 @@ class Watch:
 
     Args:
         limits: limits by name, see :class:`rl_accel.reward.limited_executor.Limits`.
-        control: socket from which messages come that stop the program or set new limits.
+        channel: channel from which messages come that stop the program or set new limits.
         box: isolation of the program.
         sinks: buffers for the report and for the printed text.
     """
 
     limits: dict[str, float]
-    control: socket.socket
+    channel: Channel
     box: "Box"
     sinks: tuple[Sink, Sink]
     _began: float = field(default_factory=time.monotonic, init=False)
     _waited: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds that each thread of the program has waited for a processor, by the thread's folder in /proc."""
-    _paused: float = field(default=0.0, init=False)
-    """Seconds by which checks of the limits came late, without delays of at most :data:`_LATE_SECONDS`."""
 
     def __post_init__(self) -> None:
         self._cpu_before = _cpu_of_ended()
@@ -384,17 +386,18 @@ class Watch:
     def _until_end(self, child: int) -> str:
         """Waits until the program ends or must be stopped. Returns the name of the limit, or ""."""
         sinks = {sink.descriptor: sink for sink in self.sinks}
+        control = self.channel.control.fileno()
         ended = os.pidfd_open(child)
         poll = select.poll()
-        for descriptor in (self.control.fileno(), *sinks, ended):
+        for descriptor in (control, *sinks, ended):
             poll.register(descriptor, select.POLLIN)
         look_at = self._began + _LOOK_SECONDS
         try:
             while True:
                 pause = max(0.0, look_at - time.monotonic())
                 ready = {descriptor for descriptor, _ in poll.poll(pause * 1000)}
-                if self.control.fileno() in ready:
-                    message = receive(self.control)
+                if control in ready:
+                    message = pickle.loads(self.channel.receive())
                     if "stop" in message:
                         return "cancelled"
                     self.limits |= message
@@ -405,11 +408,8 @@ class Watch:
                     return "output"
                 if ended in ready:
                     return ""
-                late = time.monotonic() - look_at
-                if late < 0:
+                if time.monotonic() < look_at:
                     continue
-                if late > _LATE_SECONDS:
-                    self._paused += late
                 if exceeded := self._exceeded():
                     return exceeded
                 look_at = time.monotonic() + _LOOK_SECONDS
@@ -421,7 +421,7 @@ class Watch:
         used = self._use()
         wall = time.monotonic() - self._began
         # Threads may wait one after the other. If they wait at the same time, the sum is too large.
-        waited = max(0.0, min(sum(self._waited.values()) + self._paused, wall - used["cpu"]))
+        waited = max(0.0, min(sum(self._waited.values()), wall - used["cpu"]))
         if wall - waited > self.limits["wall"] or wall > self.limits["wall"] * WAITED_FACTOR:
             return "wall"
         return next((name for name, amount in used.items() if amount > self.limits[name]), "")
@@ -463,86 +463,57 @@ class Box:
         folder: folder for the program's folder.
         shared: what programs share with the trainer process: "network", "processes", "files".
         uid: user of the programs; None: the user of this process.
-        init: first process of the PID namespace of the programs; None if they have none, or if this process is the first one.
-        init_channel: socket to ``init``.
-        mounts: file descriptor of the mount namespace of ``init``, for the programs.
-        is_apart: True if the programs have namespaces, and with them a /tmp of their own, whose files count as memory.
-        kept: paths of what does not belong to a program there.
+        kept: paths of what does not belong to a program in the common folders.
     """
 
     folder: str
     shared: list[str]
-    uid: int | None = None
-    init: int | None = None
-    init_channel: socket.socket | None = None
-    mounts: int | None = None
-    is_apart: bool = False
-    kept: frozenset[str] = frozenset()
+    uid: int | None
+    kept: frozenset[str]
 
     @classmethod
     def make(cls, start: dict[str, Any]) -> "Box":
         """Isolates the programs that this process will start. ``start``: first message to the supervisor."""
-        if start["isolation"] == "bubblewrap":  # this process is the first one of its PID namespace
-            box = cls(tempfile.mkdtemp(dir="/tmp"), [], is_apart=True)
-        else:
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        uid = None
+        shared = []
+        if start["isolation"] != "bubblewrap":
             uid = UID if _may_become(UID) else None
             if _works(_enter_namespaces, start["memory"], uid):
-                box = cls("", [], uid, *_enter_namespaces(start["memory"], uid), is_apart=True)
+                _enter_namespaces(start["memory"], uid)
             else:
-                box = cls("", ["network", "processes"], uid)
+                prctl(PR_SET_CHILD_SUBREAPER, 1)
+                shared = ["network", "processes"]
                 if uid is not None and (closed := _closed_folders()):
                     raise OSError(f"untrusted code runs as another user, who cannot read below {', '.join(closed)}")
             if uid is None:
-                box.shared.append("files")
-            box.folder = tempfile.mkdtemp(prefix="rl-accel-sandbox-", dir="/tmp" if box.is_apart else start["folder"])
-            os.chmod(box.folder, 0o711)
-        if box.uid is None:
-            _prctl(_PR_SET_DUMPABLE, 0)  # a program of the same user cannot attach to this process
-        box.kept = frozenset(entry.path for folder in _COMMON_FOLDERS for entry in os.scandir(folder))
-        return box
-
-    def set_memory(self, memory: float) -> None:
-        """Gives the files in the programs' /tmp the limit of memory in bytes. In bubblewrap the first limit holds."""
-        for folder in _COMMON_FOLDERS if self.init else ():
-            with contextlib.suppress(OSError):
-                _mount("none", folder, None, _MS_REMOUNT | _MS_NOSUID_NODEV, f"size={int(memory)}")
+                shared.append("files")
+        if uid is None:
+            prctl(_PR_SET_DUMPABLE, 0)  # a program of the same user cannot attach to this process
+        folder = tempfile.mkdtemp(prefix="rl-accel-sandbox-", dir="/tmp" if _is_apart() else start["folder"])
+        os.chmod(folder, 0o711)
+        return cls(folder, shared, uid, frozenset(entry.path for each in _COMMON_FOLDERS for entry in os.scandir(each)))
 
     def processes(self) -> list[int]:
         """Returns the pids of all processes of the running program."""
-        return [pid for pid in descendants(os.getpid()) if pid != self.init]
+        return descendants(os.getpid())
 
     def file_bytes(self) -> int:
         """Returns the bytes of files in memory: those in /tmp, /var/tmp and /dev/shm if they are the programs' own."""
-        if not self.is_apart:
-            return 0
-        found = map(os.statvfs, _COMMON_FOLDERS)
+        found = map(os.statvfs, _COMMON_FOLDERS if _is_apart() else ())
         return sum((each.f_blocks - each.f_bfree) * each.f_frsize for each in found)
 
     def sweep(self) -> None:
         """Kills and reaps all processes of the program, and removes its files in common folders."""
-        if self.init_channel:
-            self.init_channel.sendall(b"s")
-            while not select.select([self.init_channel], [], [], 0.001)[0]:
-                _reap()  # a killed process counts until it is reaped
-            if self.init_channel.recv(1) != b"s":  # the namespace has ended, and this process with it
-                os._exit(1)
-            _reap()
-        elif os.getpid() == 1:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-            _reap(until_none=True)
-        else:
+        if not _is_apart():
             _kill_all()
-        for folder in _COMMON_FOLDERS if self.is_apart else ():
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # all processes of the namespace but this one, in one step
+        _reap(until_none=True)
+        for folder in _COMMON_FOLDERS:
             for entry in os.scandir(folder):
                 if entry.path not in self.kept:
                     remove(entry.path)
-
-    def enter(self) -> None:
-        """Gives this forked process the files that programs see."""
-        if self.mounts is not None:
-            _check(_LIBC.setns(self.mounts, _CLONE_NEWNS), "setns")
 
     def drop_rights(self) -> None:
         """Gives this forked process the user of programs, and no rights."""
@@ -553,9 +524,14 @@ class Box:
         else:
             header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
             _check(_LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")  # it has some if it is in a user namespace
-        _prctl(_PR_SET_DUMPABLE, 1)  # so that the supervisor sees its open files
-        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which resets this attribute
+        prctl(_PR_SET_DUMPABLE, 1)  # so that the supervisor sees its open files
+        prctl(_PR_SET_NO_NEW_PRIVS, 1)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which resets this attribute
+
+
+def _is_apart() -> bool:
+    """True if programs have namespaces, and with them a /tmp of their own: this process is the first one of its namespace."""
+    return os.getpid() == 1
 
 
 def _works(function: Callable[..., Any], *args: Any) -> bool:
@@ -569,11 +545,10 @@ def _works(function: Callable[..., Any], *args: Any) -> bool:
     os._exit(1)
 
 
-def _enter_namespaces(memory: int, uid: int | None) -> tuple[int, socket.socket, int]:
-    """Moves this process to namespaces of its own, without network, and with a /tmp of at most ``memory`` bytes.
+def _enter_namespaces(memory: int, uid: int | None) -> None:
+    """Goes on in a fork, the first process of namespaces without network, and with a /tmp of at most ``memory`` bytes.
 
-    Returns the pid of the first process of a new PID namespace, in which all later forks of this process are; the socket to it; and
-    a file descriptor of its mounts, among them a /proc that shows this namespace only. ``uid`` is another user for untrusted code.
+    This process itself only waits for the end of the fork. ``uid`` is another user for untrusted code.
 
     Raises:
         OSError: the kernel forbids it, or another user cannot read the interpreter.
@@ -587,8 +562,11 @@ def _enter_namespaces(memory: int, uid: int | None) -> tuple[int, socket.socket,
             _map_users(os.getppid(), 1 if uid is None else 1 << 16)
             os._exit(0)
         os._exit(1)
-    _check(_LIBC.unshare(_NAMESPACES), "unshare")
-    os.write(go_on, b"g")
+    os.close(wait)
+    try:
+        _check(_LIBC.unshare(_NAMESPACES), "unshare")
+    finally:
+        os.close(go_on)
     if os.waitpid(helper, 0)[1]:
         raise OSError("users cannot be mapped")
     with open("/proc/sys/user/max_user_namespaces", "w") as file:
@@ -599,15 +577,11 @@ def _enter_namespaces(memory: int, uid: int | None) -> tuple[int, socket.socket,
     if uid is not None:
         for folder in _closed_folders():
             _cover(folder, "mode=0755,size=1m")
-    ours, theirs = socket.socketpair()
-    init = os.fork()
-    if init == 0:
-        ours.close()
-        _run_init(theirs)
-    theirs.close()
-    if ours.recv(1) != b"r":
-        raise OSError("the first process of the namespace has ended")
-    return init, ours, os.open(f"/proc/{init}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    first = os.fork()
+    if first:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _mount("proc", "/proc", "proc", _MS_NOSUID_NODEV)
 
 
 def _map_users(pid: int, count: int) -> None:
@@ -618,25 +592,6 @@ def _map_users(pid: int, count: int) -> None:
     for name, first in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
         with open(f"/proc/{pid}/{name}", "w") as file:
             file.write(f"{first} {first} {count}")
-
-
-def _run_init(channel: socket.socket) -> NoReturn:
-    """Body of the first process of a PID namespace. Kills all other processes of the namespace on each request."""
-    try:
-        os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _check(_LIBC.unshare(_CLONE_NEWNS), "unshare")
-        _mount("proc", "/proc", "proc", _MS_NOSUID_NODEV)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the orphans of programs
-        channel.sendall(b"r")
-        while channel.recv(1):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)  # all processes of the namespace but this one, in one step
-            while sum(name.isdigit() for name in os.listdir("/proc")) > 1:
-                time.sleep(0.0005)
-            channel.sendall(b"s")
-    finally:
-        os._exit(0)
 
 
 def _closed_folders() -> list[str]:
@@ -726,8 +681,15 @@ def remove(folder: str) -> None:
                     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Calls prctl of Linux."""
     _LIBC.prctl(option, value, 0, 0, 0)
+
+
+def be_killed_first() -> None:
+    """Has the kernel, out of memory, kill this process before the trainer process."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
@@ -745,7 +707,6 @@ def _check(result: int, call: str) -> None:
 
 
 def _run_child(
-    control: socket.socket,
     request: dict[str, Any],
     box: Box,
     judge: Callable[..., Any] | None,
@@ -757,8 +718,7 @@ def _run_child(
     try:
         try:
             os.setsid()
-            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                file.write("1000")  # out of memory, the kernel kills this process before the trainer process
+            be_killed_first()
             report = _prepare(request, box, folder, output, report)
             signal.signal(signal.SIGINT, signal.default_int_handler)
         except BaseException as error:
@@ -783,7 +743,6 @@ def _prepare(request: dict[str, Any], box: Box, folder: str, output: int, report
 
     Returns the new file descriptor of the pipe ``report``. Closes all other pipes and files.
     """
-    box.enter()
     os.chdir(folder)
     with open("stdin", "wb") as file:
         given = request["case"]["given"] if request["case"]["kind"] == "stdin" else ""
@@ -839,7 +798,7 @@ def run_program(request: dict[str, Any], judge: Callable[..., Any] | None) -> by
     except MemoryError:
         return _report("memory", "MemoryError")
     except BaseException as error:
-        return _report("error", _describe(error))
+        return _report("error", describe(error))
 
 
 def _report(verdict: str, reason: str, value: Any = None) -> bytes:
@@ -859,7 +818,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Returns the type and text of ``error``, cut to 500 characters."""
     try:
         return f"{type(error).__name__}: {error}"[:500]

@@ -12,19 +12,18 @@ import os
 import pickle
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rl_accel.reward import program_process
-from rl_accel.reward.graders import SandboxError
+from rl_accel.reward.graders import Peer, Pool, SandboxError, finished
 from rl_accel.reward.limited_executor import ExecutionResult, LimitedExecutor, Limits, gather_until
-from rl_accel.reward.program_process import OUTPUT_KEPT, REPORT_BYTES, SIZE, WAITED_FACTOR
+from rl_accel.reward.program_process import OUTPUT_KEPT, REPORT_BYTES, WAITED_FACTOR
 
 logger = logging.getLogger("rl_accel")
 
@@ -34,7 +33,6 @@ _LOST = (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ValueError)
 _GRACE_SECONDS = 10.0
 """Seconds after the longest time of a program by which its supervisor must have answered. Chosen by hand."""
 _START_SECONDS = 60.0
-_END_SECONDS = 8.0
 _MOST_ANSWER_BYTES = 8 * (REPORT_BYTES + OUTPUT_KEPT)  # JSON in JSON: a character may take six
 _LONG_ANSWER_BYTES = 1 << 16
 """Size in bytes above which an answer is read in a thread, not on the event loop."""
@@ -72,26 +70,15 @@ class Case:
 
 
 @dataclass(eq=False)
-class _Supervisor:
-    """Client of a supervisor: the process itself (or bubblewrap, which runs it) and this process's end of the socket to it."""
+class _Supervisor(Peer):
+    """Supervisor, or bubblewrap, which runs it."""
 
-    process: "subprocess.Popen[bytes]"
-    channel: socket.socket
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    answer: "asyncio.Future[dict[str, Any]] | None" = field(default=None, init=False)
-
-    def send(self, message: dict[str, Any]) -> None:
-        data = pickle.dumps(message)
-        self.writer.write(SIZE.pack(len(data)) + data)
+    answer: "asyncio.Future[dict[str, Any]] | None" = None
 
     async def read(self) -> dict[str, Any]:
         """Returns the next message. Raises an exception of :data:`_LOST` if it is too long or no JSON object."""
-        (size,) = SIZE.unpack(await self.reader.readexactly(SIZE.size))
-        if size > _MOST_ANSWER_BYTES:
-            raise ValueError(f"a supervisor sent {size} bytes")
-        data = await self.reader.readexactly(size)
-        message = await asyncio.to_thread(json.loads, data) if size > _LONG_ANSWER_BYTES else json.loads(data)
+        data = await self.receive(_MOST_ANSWER_BYTES)
+        message = await asyncio.to_thread(json.loads, data) if len(data) > _LONG_ANSWER_BYTES else json.loads(data)
         if not isinstance(message, dict):
             raise ValueError("a supervisor sent no JSON object")
         return message
@@ -101,19 +88,19 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         began = loop.time()
         times = (limits.wall, limits.cpu)
-        self.send(request)
+        self.send(pickle.dumps(request))
         self.answer = asyncio.ensure_future(self.read())
         while not (await asyncio.wait({self.answer}, timeout=limits.check_seconds))[0]:
             if loop.time() > began + WAITED_FACTOR * times[0] + _GRACE_SECONDS:
                 raise TimeoutError
             if (changed := limits.times()) != times:
                 times = changed
-                self.send({"wall": times[0], "cpu": times[1]})
+                self.send(pickle.dumps({"wall": times[0], "cpu": times[1]}))
         return self.answer.result()
 
     async def stop(self) -> bool:
         """Stops the running program. Returns whether the supervisor can go on."""
-        self.send({"stop": True})
+        self.send(pickle.dumps({"stop": True}))
         with contextlib.suppress(*_LOST):
             if self.answer:
                 await asyncio.wait_for(asyncio.shield(self.answer), _GRACE_SECONDS)
@@ -122,22 +109,13 @@ class _Supervisor:
 
     async def end(self) -> None:
         """Ends the supervisor and its program."""
-        with contextlib.suppress(OSError):
-            self.channel.shutdown(socket.SHUT_RDWR)  # close() would not suffice, because a fork may hold the socket too
-        try:
-            await asyncio.wait_for(asyncio.to_thread(self.process.wait), _END_SECONDS)
-        except TimeoutError:
-            self.process.kill()
-            await asyncio.to_thread(self.process.wait)
+        await super().end()
         if self.answer:
             with contextlib.suppress(*_LOST):
                 await self.answer
-        self.writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self.writer.wait_closed()
 
 
-class Sandbox:
+class Sandbox(Pool[_Supervisor]):
     """Pool of supervisors for untrusted programs. Each program runs in a newly forked process. Use it from one event loop.
 
     SECURITY.md says what each isolation guarantees. A warning lists what is not protected from programs: network, processes or
@@ -149,9 +127,6 @@ class Sandbox:
         judge: "" to run programs, or "/path/file.py:function": a function that itself executes the programs that it gets, such as
             verl's grading code. It runs like a program, with limits and without rights.
 
-    Attributes:
-        deaths: number of supervisors that died, or that were killed because they did not answer.
-
     Raises:
         SandboxError: ``isolation`` is "bubblewrap", and bubblewrap does not work on this machine.
         ValueError: ``workers`` is below 1, or ``isolation`` is unknown.
@@ -161,13 +136,10 @@ class Sandbox:
         size = len(os.sched_getaffinity(0)) if workers is None else workers
         if size < 1:
             raise ValueError(f"workers must be at least 1, found {workers!r}")
-        self.deaths = 0
+        super().__init__()
         self._isolation = _choose_isolation(isolation)
         self._judge = judge
         self._slots = asyncio.Semaphore(size)
-        self._idle: list[_Supervisor] = []
-        self._all: set[_Supervisor] = set()
-        self._closed = False
         self._warned = False
 
     async def run(self, code: str, case: Case, limits: Limits | None = None) -> ExecutionResult:
@@ -198,7 +170,7 @@ class Sandbox:
                     can_go_on = True
                     return await _result_of(answer)
                 except asyncio.CancelledError:
-                    can_go_on = await _finished(supervisor.stop())
+                    can_go_on = await finished(supervisor.stop())
                     raise
                 except _LOST as error:
                     if self._closed:
@@ -209,44 +181,39 @@ class Sandbox:
                     if can_go_on and not self._closed:
                         self._idle.append(supervisor)
                     else:
-                        await _finished(self._end(supervisor))
+                        await finished(self._end(supervisor))
         return ExecutionResult("killed", reason="two supervisors died while running it")
 
     async def _take(self, memory: int) -> _Supervisor:
         while self._idle:
             supervisor = self._idle.pop()
-            if supervisor.process.poll() is None and not supervisor.reader.at_eof():
+            if supervisor.host and supervisor.host.poll() is None and not supervisor.reader.at_eof():
                 return supervisor
             self.deaths += 1  # it died while idle: no program is to blame
             await self._end(supervisor)
         if self._closed:
             raise SandboxError("the sandbox is closed")
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-I", program_process.__file__, str(theirs.fileno())]
+        command = [sys.executable, "-I", program_process.__file__]
         if self._isolation == "bubblewrap":
             command = [*_bubblewrap(memory, self._judge), *command]
         libraries = os.environ.get("LD_LIBRARY_PATH", "")
-        with theirs:
-            process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "LD_LIBRARY_PATH": libraries},
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        supervisor = _Supervisor(process, ours, *await asyncio.open_connection(sock=ours))
+        supervisor = await _Supervisor.start(
+            command,
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "LD_LIBRARY_PATH": libraries},
+            cwd="/",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         self._all.add(supervisor)
         try:
             folder = _temporary_folder()
-            supervisor.send({"isolation": self._isolation, "judge": self._judge, "memory": memory, "folder": folder})
+            start = {"isolation": self._isolation, "judge": self._judge, "memory": memory, "folder": folder}
+            supervisor.send(pickle.dumps(start))
             ready = await asyncio.wait_for(supervisor.read(), _START_SECONDS)
             if ready["problem"]:
                 raise SandboxError(ready["problem"])
         except BaseException as error:
-            await _finished(self._end(supervisor))
+            await finished(self._end(supervisor))
             if isinstance(error, _LOST):
                 raise SandboxError(f"a supervisor of programs cannot be started: {error!r}") from error
             raise
@@ -261,27 +228,6 @@ class Sandbox:
         while self._all:
             await asyncio.gather(*map(self._end, list(self._all)), return_exceptions=True)
         self._idle.clear()
-
-    def abandon(self) -> None:
-        """Shuts down the sockets of all supervisors, so that they end by themselves. For a closed event loop."""
-        for supervisor in self._all:
-            with contextlib.suppress(OSError):
-                supervisor.channel.shutdown(socket.SHUT_RDWR)
-
-    async def _end(self, supervisor: _Supervisor) -> None:
-        try:
-            await supervisor.end()
-        finally:
-            self._all.discard(supervisor)
-
-
-async def _finished(work: Any) -> Any:
-    """Awaits ``work`` to its end, even if this task is cancelled again."""
-    task = asyncio.ensure_future(work)
-    while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(task)
-    return task.result()
 
 
 async def _result_of(answer: dict[str, Any]) -> ExecutionResult:

@@ -50,7 +50,7 @@ def test_what_one_learns_the_others_know_after_an_exchange():
 
 def test_an_answer_holds_what_has_changed_lately_or_all(monkeypatch):
     store, one = store_with_a()
-    monkeypatch.setattr(adaptive_timeout, "RECENT_SECONDS", -1.0)
+    monkeypatch.setattr(adaptive_timeout, "RECENT_ANCHORS", 0)
     assert store.exchange("other", LocalAnchors().message(False)).anchors == {}
     assert store.exchange("other", LocalAnchors().message(False), everything=True).anchors == {"a": (1.0, 0.5, 1)}
     assert one.message(everything=False).anchors == {}

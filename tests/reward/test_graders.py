@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import requests
 
-from rl_accel.reward import grader_process
 from rl_accel.reward import graders as graders_module
+from rl_accel.reward import program_process
 from rl_accel.reward.graders import Graders, SandboxError
 from rl_accel.reward.limited_executor import Limits
 
@@ -130,10 +130,10 @@ async def test_a_process_waits_for_the_rest_of_a_message_where_the_user_has_set_
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.setblocking(False)
-        data = grader_process.encode({"a": 1})
+        data = program_process.frame(b"12")
         ours.sendall(data[:-1])
         threading.Timer(0.2, ours.sendall, [data[-1:]]).start()
-        assert grader_process.Channel(theirs).receive() == {"a": 1}
+        assert program_process.Channel(theirs).receive() == b"12"
 
 
 async def test_a_grader_whose_import_ends_its_process_is_named_even_if_a_child_lives_on(tmp_path, closed_later):
@@ -385,14 +385,14 @@ async def test_a_pool_that_lost_processes_while_others_started_has_all_of_them_a
     (tmp_path / "one more").touch()
     calls = (pool.call({"code": code.format(str(tmp_path))}, Limits(wall=300)) for _ in range(6))
     assert [result.value for result in await asyncio.gather(*calls)] == [1] * 6
-    assert len(pool._processes) == 6
+    assert len(pool._serving) == 6
 
 
 async def test_closing_while_a_process_starts_says_that_and_not_that_it_took_long(tmp_path, closed_later, caplog):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
     pool = closed_later(Graders(f"{tmp_path}/slow.py:compute", 1))
     call = asyncio.create_task(pool.call({}))
-    while not pool._starting:
+    while not pool._all:
         await asyncio.sleep(0.01)
     await pool.close()
     with pytest.raises(SandboxError, match="the graders are closed"):

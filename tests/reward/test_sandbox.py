@@ -266,7 +266,7 @@ async def test_a_program_that_the_kernel_stopped_for_its_processor_time_has_time
     sandbox = closed_later(Sandbox(1, "process"))
     task = asyncio.create_task(sandbox.run("while True: pass", Case("stdin", ""), Limits(wall=60, cpu=0.5)))
     (program,) = await processes.executing()
-    (supervisor,) = processes.workers()
+    supervisor = psutil.Process(program).parent()
     supervisor.suspend()
     await processes.eventually(lambda: not processes.is_alive(program))
     supervisor.resume()

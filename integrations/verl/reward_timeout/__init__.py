@@ -6,15 +6,10 @@ and runs the reward function, the user's or verl's own (``code_rewards``), withi
 trainer's log through the anchor store, which shares the durations of correct executions between processes.
 """
 
-import ast
-import contextlib
 import functools
-import importlib.util
-import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rl_accel.errors import ConfigError, refuse
@@ -85,42 +80,6 @@ def _check(run: VerlRun) -> None:
 
         if name not in REWARD_MANAGER:
             _refuse(f"{_REWARD}.name", f"one of {', '.join(REWARD_MANAGER)}", name)
-        path, class_name = "", REWARD_MANAGER[name].__name__
-        with contextlib.suppress(TypeError):  # a class that was not read from a file
-            path = inspect.getfile(REWARD_MANAGER[name])
-    else:
-        path, class_name = run.get(f"{_REWARD}.module.path") or "", name
-    if name != MANAGER and _never_awaits(path, class_name):
-        _refuse(f"{_REWARD}.name", "a manager that awaits its compute_score, as verl's do", f"{name} of {path}")
-
-
-def _never_awaits(path: str, name: str) -> bool:
-    """Returns True if a user's reward manager certainly never awaits ``compute_score``, which is async with this feature.
-
-    Reads the source code of class ``name`` in ``path`` (a file, or ``pkg://`` and a module) without importing the module. True if
-    ``run_single`` and the methods that it calls use ``compute_score``, and await only each other and calls in threads.
-    """
-    try:
-        module = path.removeprefix("pkg://").replace("/", ".")
-        spec = importlib.util.find_spec(module) if path.startswith("pkg://") else None
-        tree = ast.parse(Path((spec and spec.origin) or path.removeprefix("file://")).read_text())
-    except (ImportError, OSError, SyntaxError, ValueError):
-        return False
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    methods = {node.name: node for definition in classes for node in definition.body if isinstance(node, functions)}
-    nodes: list[ast.AST] = []
-    reached: set[str] = set()
-    attributes = {"run_single"}
-    while new := attributes & methods.keys() - reached:
-        reached |= new
-        nodes += [node for method in new for node in ast.walk(methods[method])]
-        attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    awaited = [node.value for node in nodes if isinstance(node, ast.Await)]
-    calls = [ast.unparse(value.func) for value in awaited if isinstance(value, ast.Call)]  # "self.loop.run_in_executor"
-    harmless = {"run_in_executor", "to_thread", *reached}
-    is_harmless = len(calls) == len(awaited) and all(call.rpartition(".")[2] in harmless for call in calls)
-    return "compute_score" in attributes and is_harmless
 
 
 def _observer(_flags: RewardTimeoutFlags) -> Observer:
