@@ -73,7 +73,6 @@ _MS_NOSUID_NODEV = (1 << 1) | (1 << 2)
 _MS_BIND_REC = (1 << 12) | (1 << 14)
 _MS_REC_PRIVATE = (1 << 14) | (1 << 18)
 _CAPABILITIES_V3 = 0x20080522
-_NEEDED_CAPABILITIES = (0, 1, 5, 6, 7)  # chown, override permissions, kill, setgid, setuid
 
 
 # --- processes, as /proc shows them
@@ -489,7 +488,7 @@ class Box:
                 shared.append("files")
         if uid is None:
             prctl(_PR_SET_DUMPABLE, 0)  # a program of the same user cannot attach to this process
-        folder = tempfile.mkdtemp(prefix="rl-accel-sandbox-", dir="/tmp" if _is_apart() else start["folder"])
+        folder = tempfile.mkdtemp(prefix="rl-accel-sandbox-", dir="/tmp")
         os.chmod(folder, 0o711)
         return cls(folder, shared, uid, frozenset(entry.path for each in _COMMON_FOLDERS for entry in os.scandir(each)))
 
@@ -518,9 +517,7 @@ class Box:
     def drop_rights(self) -> None:
         """Gives this forked process the user of programs, and no rights."""
         if self.uid is not None:
-            os.setgroups([])
-            os.setresgid(self.uid, self.uid, self.uid)
-            os.setresuid(self.uid, self.uid, self.uid)
+            _become(self.uid)
         else:
             header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
             _check(_LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")  # it has some if it is in a user namespace
@@ -635,14 +632,13 @@ def _may_become(uid: int) -> bool:
     with contextlib.suppress(KeyError):
         pwd.getpwuid(uid)
         return False
-    # in a container, root may lack capabilities or mapped user ids
-    with open("/proc/self/status") as file:
-        effective = re.search(r"^CapEff:\s*(\w+)", file.read(), re.MULTILINE)
-    held = int(effective[1], 16) if effective else 0
-    with open("/proc/self/uid_map") as file:
-        mapped = [[int(word) for word in line.split()] for line in file]
-    has_capabilities = all(held >> bit & 1 for bit in _NEEDED_CAPABILITIES)
-    return has_capabilities and any(first <= uid < first + count for first, _, count in mapped)
+    return _works(_become, uid)  # in a container, root may lack capabilities or mapped user ids
+
+
+def _become(uid: int) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
 
 
 def _reap(until_none: bool = False) -> None:

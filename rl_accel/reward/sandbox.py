@@ -14,10 +14,8 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rl_accel.reward import program_process
@@ -206,8 +204,7 @@ class Sandbox(Pool[_Supervisor]):
         )
         self._all.add(supervisor)
         try:
-            folder = _temporary_folder()
-            start = {"isolation": self._isolation, "judge": self._judge, "memory": memory, "folder": folder}
+            start = {"isolation": self._isolation, "judge": self._judge, "memory": memory}
             supervisor.send(pickle.dumps(start))
             ready = await asyncio.wait_for(supervisor.read(), _START_SECONDS)
             if ready["problem"]:
@@ -293,13 +290,6 @@ def _bubblewrap(memory: int, judge: str) -> list[str]:
         *("--unshare-all", "--unshare-user", *no_namespaces, "--uid", "1000", "--gid", "1000", "--as-pid-1"),
         *("--die-with-parent", "--new-session", "--"),
     ]
-
-
-def _temporary_folder() -> str:
-    """Returns Python's folder for temporary files, or /tmp if programs under test could not enter that folder."""
-    folder = Path(tempfile.gettempdir()).resolve()
-    is_closed = os.geteuid() == 0 and not all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
-    return "/tmp" if is_closed else str(folder)
 
 
 async def execute_program(

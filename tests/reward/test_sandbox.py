@@ -382,21 +382,27 @@ async def test_closing_stops_what_runs(processes):
 
 OWNER = """
 import asyncio
+from rl_accel.reward.graders import Graders
 from rl_accel.reward.sandbox import Case, Limits, Sandbox
 
 async def main():
-    sandbox = Sandbox(2, {isolation!r})
-    await asyncio.gather(*(sandbox.run({code!r}, Case("stdin", ""), Limits(wall=600)) for _ in range(3)))
+    sandbox, graders = Sandbox(2, {isolation!r}), Graders({grader!r}, 1)
+    hung = graders.call({{"path": {path!r}, "seconds": 600.0}}, Limits(wall=600))
+    await asyncio.gather(hung, *(sandbox.run({code!r}, Case("stdin", ""), Limits(wall=600)) for _ in range(3)))
 
 asyncio.run(main())
 """
 
 
-async def test_all_ends_with_a_trainer_that_is_killed(isolation, processes):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER.format(isolation=isolation, code=DAEMONS + SLEEPS)])
+async def test_all_ends_with_a_reward_worker_that_is_killed(isolation, processes, tmp_path):
+    grader = f"{Path(__file__).with_name('graders_under_test.py')}:leave_daemon"
+    daemon = tmp_path / "daemon"
+    code = OWNER.format(isolation=isolation, code=DAEMONS + SLEEPS, grader=grader, path=str(daemon))
+    owner = subprocess.Popen([sys.executable, "-c", code])
     try:
-        # of two workers each: the supervisor (perhaps with bubblewrap), the program, its two daemons and the first process
-        everyone = await processes.eventually(lambda: len(below := processes.below(owner.pid)) >= 2 * 5 and below)
+        # twice a supervisor, a program and its two daemons; the grader's host, its process and the daemon of the call
+        await processes.eventually(lambda: daemon.exists() and len(processes.below(owner.pid)) >= 2 * 4 + 3)
+        everyone = processes.below(owner.pid)
     finally:
         owner.kill()
         owner.wait()
@@ -447,6 +453,29 @@ def test_an_interpreter_that_no_other_user_may_read_is_named(tmp_path):
     assert f"cannot read {tmp_path}/closed: `chmod -R o+rX {tmp_path}/closed` lets it" in said
 
 
+BUFFERS = """
+import socket
+held, pairs = 0, [socket.socketpair() for _ in range(100)]
+for one in (end for pair in pairs for end in pair):
+    one.setblocking(False)
+    try:
+        while True: held += one.send(bytes(1 << 16))
+    except BlockingIOError: pass
+print(held > (30 << 20))
+"""
+
+
+def test_what_no_counter_shows_and_no_level_protects_from(tmp_path, isolation):
+    """SECURITY.md says so. If one of these fails, the page promises too little."""
+    limits = Limits(wall=60.0, cpu=60.0, memory=28 << 20)
+    assert run(BUFFERS, Case("stdin", "", "True"), limits, isolation).verdict == "passed"
+    for folder in reversed([tmp_path, *tmp_path.parents][:3]):
+        folder.chmod(0o777)
+    result = run(f"open({str(tmp_path / 'left')!r}, 'w')\nprint(1)", PRINT, isolation=isolation)
+    is_hidden = isolation == "bubblewrap" or "processes" not in shared()
+    assert result.verdict == ("error" if is_hidden else "passed"), "below /tmp, which is the programs' own"
+
+
 WITHOUT_NAMESPACES = """
 import asyncio, psutil
 from rl_accel.reward.sandbox import Case, Limits, Sandbox
@@ -466,17 +495,47 @@ asyncio.run(main())
 """
 
 
-def test_without_namespaces_limits_and_kills_hold_and_what_is_shared_is_said():
+AS_ROOT_OF_MANY_USERS = """
+import ctypes, os, sys
+from rl_accel.reward import program_process
+
+wait, go_on = os.pipe()
+helper = os.fork()
+if helper == 0:
+    os.read(wait, 1)
+    program_process._map_users(os.getppid(), 1 << 16)
+    os._exit(0)
+assert ctypes.CDLL(None).unshare(1 << 28 | 1 << 17) == 0
+os.write(go_on, b"g")
+os.waitpid(helper, 0)
+program_process._mount("none", "/", None, program_process._MS_REC_PRIVATE)
+for folder in program_process._closed_folders():  # such as /root, if the interpreter lies there
+    program_process._cover(folder, "mode=0755,size=1m")
+open("/proc/sys/user/max_user_namespaces", "w").write("0")
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("user", ["root of a container", "other user"])
+def test_without_namespaces_limits_and_kills_hold_and_what_is_shared_is_said(user):
     """In a user namespace that may make no others, as in many containers."""
+    if user == "root of a container" and not AS_ROOT:
+        pytest.skip("only root can map other users")
     fills = "x = []\nwhile True: x.append(bytearray(16 << 20))"
     codes = [DAEMONS + "print(1)", f"import time\n{SLEEP}", fills, "import os\nwhile True: os.fork()", "print(1)"]
+    codes.append("import os\nassert os.getuid() == 60600\ntry: open('/etc/shadow')\nexcept PermissionError: print(1)")
+    program = WITHOUT_NAMESPACES.format(codes=codes)
     shell = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
-    command = ["unshare", "-Ur", "sh", "-c", shell, sys.executable, WITHOUT_NAMESPACES.format(codes=codes)]
+    command = ["unshare", "-Ur", "sh", "-c", shell, sys.executable, program]
+    if user == "root of a container":
+        command = [sys.executable, "-c", AS_ROOT_OF_MANY_USERS, program]
     done = subprocess.run(command, capture_output=True, text=True)
     if "unshare" in done.stderr or "max_user_namespaces" in done.stderr:
         pytest.skip(f"no user namespace can be made here: {done.stderr}")
     *verdicts, left = done.stdout.split()
-    assert verdicts[:3] + verdicts[4:] == ["passed", "timeout", "memory", "passed"], done
+    assert verdicts[:3] + verdicts[4:5] == ["passed", "timeout", "memory", "passed"], done
     assert verdicts[3] in ("killed", "error", "timeout")
+    assert verdicts[5] == ("passed" if user == "root of a container" else "error")
     assert left == "0"
-    assert "untrusted programs share this user's network and processes and files" in done.stderr
+    files = "" if user == "root of a container" else " and files"
+    assert f"untrusted programs share this user's network and processes{files}\n" in done.stderr

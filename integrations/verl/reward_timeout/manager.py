@@ -116,8 +116,6 @@ class RewardTimeoutManager(RewardManagerBase):
         self._deaths = 0
         # Counts responses that the manager has scored without the reward function; None once that has been called.
         self._uncalled: Iterator[int] | None = itertools.count(1)
-        if not (self._is_verls_own or self._awaits):
-            self._function.warm_up()  # verl's own function may score only code, which other processes run
 
     def _executor_of_functions(self) -> LimitedExecutor:
         full = self._flags.maximum
