@@ -3,33 +3,26 @@
 import contextlib
 import importlib
 import json
-import math
 import shlex
-import statistics
 import sys
-import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from rl_accel.console import refuse_idle_options, wide_console
 from rl_accel.errors import RecipeError, RlAccelError
 from rl_accel.files import write_atomically
 from rl_accel.lab.ab import launch as launching
 from rl_accel.lab.ab import report
+from rl_accel.lab.ab.progress import ProgressView
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs, prepare_command, save
 from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, only_writer, prepare, run_all
 from rl_accel.runtime import is_installed
 
 _MANIFEST = "ab.json"
-_PLAIN_EVERY_S = 15.0
-"""Minimum seconds between two progress lines if the output goes to a file or a pipe, so that an hour is a page of lines."""
 
 
 def _names(_context: Any, _parameter: Any, value: str | None) -> list[str] | None:
@@ -197,7 +190,7 @@ def _run_plans(
         if stop:
             return 128 + stop.signals[0]
         view = ProgressView(console, chosen, spec.metrics.reward)
-        with view.bars:
+        with view.line:
             results = run_all(chosen, view, stop, resume)
         for result in results:
             if result.status in ("failed", "timeout"):
@@ -232,79 +225,3 @@ def _report(spec: Recipe, file: Path, out: Path, results: list[RunResult], asked
     report.show(summary, console)
     console.print(f"Report: {out / 'report.html'}", soft_wrap=True)
     return 0 if summary["ok"] else 1
-
-
-class ProgressView:
-    """Progress display of ``rl-accel ab``: progress bars on a terminal (the context manager ``bars``), else plain lines."""
-
-    def __init__(self, console: Console, plans: Sequence[RunPlan], reward: str) -> None:
-        self._console = console
-        self._reward = reward
-        self._to_run = [plan.name for plan in plans]
-        self._width = max(map(len, self._to_run), default=0)
-        self._durations: list[float] = []
-        self._name = ""
-        self._task: TaskID | None = None
-        self._steps = 0
-        """Number of logged steps of the current run."""
-        self._began = self._first_step = self._last_line = 0.0
-        self.bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-
-    def started(self, plan: RunPlan) -> None:
-        self._name = plan.name
-        self._began = time.monotonic()
-        self._steps = 0
-        self._task = self.bars.add_task(plan.name.ljust(self._width), total=plan.steps, note="starting the trainer")
-        self._plain(f"{plan.name}: starting, {plan.steps} steps, log {plan.directory / 'train.log'}", always=True)
-
-    def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None:
-        if step < 1 or self._task is None:
-            return
-        now = time.monotonic()
-        self._steps += 1
-        note = f"reward {metrics.get(self._reward, math.nan):.4g}"
-        if self._steps == 1:
-            self._first_step = now
-        else:
-            step_s = (now - self._first_step) / (self._steps - 1)
-            this_run = self._first_step - self._began + (plan.steps - 1) * step_s
-            later_runs = (len(self._to_run) - 1) * statistics.mean(self._durations or [this_run])
-            time_left = timedelta(seconds=round((plan.steps - step) * step_s + later_runs))
-            note += f" | {step_s:.2f} s/step | {time_left} left"
-        self.bars.update(self._task, completed=step, note=note)
-        self._plain(f"{plan.name}: step {step}/{plan.steps} | {note}", always=step >= plan.steps)
-
-    def tick(self) -> None:
-        if self._task is not None and not self._steps:
-            note = f"waiting for Ray and the trainer, {time.monotonic() - self._began:.0f} s"
-            self.bars.update(self._task, note=note)
-            self._plain(f"{self._name}: {note}")
-
-    def ended(self, plan: RunPlan, result: RunResult) -> None:
-        self._to_run.remove(plan.name)
-        self._durations.append(result.seconds)
-        if self._task is None:
-            status = "kept from an earlier call"
-        else:
-            status = result.status
-            colour = "green" if status == "done" else "red"
-            self.bars.update(self._task, note=f"[{colour}]{status}[/], {result.seconds:.0f} s")
-        text = f"{plan.name}: {status}, {result.message}, {result.seconds:.0f} s"
-        if result.first_step_at is not None:
-            text += f", of which {result.first_step_at:.0f} s until the first step had ended"
-        if self._task is None or not self._console.is_terminal:
-            self._console.print(text, soft_wrap=True)
-        self._task = None
-
-    def _plain(self, text: str, always: bool = False) -> None:
-        """Prints a progress line if the output is no terminal; unless ``always``, only every ``_PLAIN_EVERY_S`` seconds."""
-        if not self._console.is_terminal and (always or time.monotonic() - self._last_line > _PLAIN_EVERY_S):
-            self._last_line = time.monotonic()
-            self._console.print(text, soft_wrap=True)

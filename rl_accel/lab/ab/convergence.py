@@ -14,7 +14,6 @@ Arms whose curves are the same in every value are **identical**, whatever the nu
 A margin that is a share of the baseline's gain (last level minus first level) is that share of the mean gain of its runs.
 """
 
-import functools
 import itertools
 import math
 import re
@@ -76,15 +75,6 @@ def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> di
     return {axis: (x, values) for axis, x in positions_by_axis.items()}
 
 
-def _test(paired: bool, base: Array, other: Array, alternative: str = "two-sided") -> Any:
-    from scipy.stats import ttest_ind, ttest_rel
-
-    test = ttest_rel if paired else functools.partial(ttest_ind, equal_var=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # identical runs have no variance
-        return test(other, base, alternative=alternative)
-
-
 def decide(base: Array, other: Array, margin: float, paired: bool) -> str:
     """Tests whether two arms are equal or different in a metric. Returns ``EQUAL``, ``DIFFERENT`` or ``NOT_ENOUGH`` (no answer).
 
@@ -93,24 +83,28 @@ def decide(base: Array, other: Array, margin: float, paired: bool) -> str:
         margin: largest difference that counts as equal.
         paired: True if ``base`` and ``other`` have the same seeds in the same order (paired t tests instead of Welch's).
     """
-    if min(len(base), len(other)) < MIN_SEEDS or not margin > 0:
+    if not margin > 0:
         return NOT_ENOUGH
-    above_low = _test(paired, base - margin, other, "greater").pvalue
-    below_high = _test(paired, base + margin, other, "less").pvalue
-    p_outside = max(above_low, below_high)  # 1 - p is the probability for the opposite alternative
-    if p_outside <= ALPHA:
+    low, high = interval(base, other, paired, 1 - 2 * ALPHA)  # within the margin if both one-sided tests reject
+    if -margin <= low and high <= margin:
         return EQUAL
-    return DIFFERENT if p_outside >= 1 - ALPHA / 2 else NOT_ENOUGH
+    low, high = interval(base, other, paired)
+    return DIFFERENT if low >= margin or high <= -margin else NOT_ENOUGH
 
 
-def interval(base: Array, other: Array, paired: bool) -> tuple[float, float]:
-    """Returns the bounds of the 95% t confidence interval of mean(``other``) - mean(``base``), Welch's unless ``paired``.
+def interval(base: Array, other: Array, paired: bool, confidence: float = 1 - ALPHA) -> tuple[float, float]:
+    """Returns the bounds of the t confidence interval of mean(``other``) - mean(``base``), Welch's unless ``paired``.
 
     Both bounds are NaN if ``base`` or ``other`` has fewer than 3 runs.
     """
+    from scipy.stats import ttest_ind, ttest_rel
+
     if min(len(base), len(other)) < MIN_SEEDS:
         return math.nan, math.nan
-    bounds = _test(paired, base, other).confidence_interval(1 - ALPHA)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # identical runs have no variance
+        test = ttest_rel(other, base) if paired else ttest_ind(other, base, equal_var=False)
+        bounds = test.confidence_interval(confidence)
     return float(bounds.low), float(bounds.high)
 
 

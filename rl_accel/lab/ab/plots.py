@@ -1,17 +1,13 @@
-"""Plots of an A/B report: reward curves, step times, and plots about rollouts."""
+"""Plots of an A/B report: curves of reward and validation, and seconds of each step."""
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rl_accel.lab.ab.convergence import AXES
-from rl_accel.lab.ab.stats import ALL
 
 _ARM_COLOURS = ("#8d99ae", "#1d6fd1", "#e07a1f", "#2a9d5c", "#b5498f", "#7a5c3e")
-_KIND_MARKS = {"short": "o", "long": "s", "final": "^", ALL: "."}
 
 
 def write_plots(summary: dict[str, Any], out: Path) -> list[Path]:
@@ -19,12 +15,10 @@ def write_plots(summary: dict[str, Any], out: Path) -> list[Path]:
 
     ``summary`` is the content of ``summary.json``. A plot without data is skipped.
     """
-    pictures = {"reward.png": _reward, "step_time.png": _step_time}
-    about_rollouts = {"rollout_seconds.png": _rollout_seconds, "queue.png": _queue, "lengths.png": _lengths}
     written = []
-    for name, make in {**pictures, **about_rollouts}.items():
+    for name, make in {"reward.png": _reward, "step_time.png": _step_time}.items():
         (out / name).unlink(missing_ok=True)
-        figure = make(summary) if name in pictures or summary["rollout"] else None
+        figure = make(summary)
         if figure is not None:
             lines = figure.axes[0].get_legend_handles_labels()
             figure.legend(*lines, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
@@ -100,49 +94,3 @@ def _step_time(summary: dict[str, Any]) -> Any:
         axes.axvspan(limits[0], first - 0.5, color="#000000", alpha=0.06, lw=0, label="warm-up, not counted")
         axes.set_xlim(limits)
     return figure
-
-
-def _rollout_seconds(summary: dict[str, Any]) -> Any:
-    """Plots the rollout seconds of each step, for the first seed of each arm. Markers show the kind of tail batching's round."""
-    figure, ((axes,),) = _figure()
-    for arm, colour, series in _first_seed(summary):
-        axes.plot(series["steps"], series["seconds"], color=colour, lw=1, label=arm)
-        for kind, mark in _KIND_MARKS.items():
-            chosen = [index for index, kind_of_step in enumerate(series["kind"]) if kind_of_step == kind]
-            points = ([series[name][index] for index in chosen] for name in ("steps", "seconds"))
-            axes.plot(*points, mark, color=colour, ms=5 if kind != ALL else 3)
-    marks = "circle: short round, square: long, triangle: final, dot: waits for all"
-    axes.set(title=f"Rollout seconds ({marks})", xlabel="training step", ylabel="seconds", ylim=(0, None))
-    return figure if axes.lines else None
-
-
-def _queue(summary: dict[str, Any]) -> Any:
-    """Plots the number of prompts in tail batching's queue, for the first seed of each arm."""
-    figure, ((axes,),) = _figure()
-    for arm, colour, series in _first_seed(summary):
-        if any(value is not None for value in series["queue"]):
-            axes.step(series["steps"], series["queue"], where="post", color=colour, label=arm)
-    axes.set(title="Prompts that wait for a long round", xlabel="training step", ylabel="prompts")
-    return figure if axes.lines else None
-
-
-def _lengths(summary: dict[str, Any]) -> Any:
-    """Plots the distribution of the lengths of trained responses, which shows whether tail batching prefers some lengths."""
-    figure, ((whole, tail),) = _figure(columns=2)
-    for row in summary["rollout"]["arms"]:
-        if row["lengths"]:
-            for axes in (whole, tail):
-                style = {"color": _arms(summary)[row["arm"]], "label": row["arm"], "lw": 1.5}
-                axes.plot(row["lengths"]["quantiles"], np.linspace(0, 1, 101), **style)
-    labels = {"xlabel": "characters", "ylabel": "share of responses"}
-    whole.set_xscale("symlog", linthresh=10)
-    whole.set(title="Lengths of all responses trained on", **labels)
-    tail.set(title="The longest tenth", ylim=(0.9, 1.002), **labels)
-    return figure if whole.lines else None
-
-
-def _first_seed(summary: dict[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Returns a tuple per arm: name, colour, and :func:`~rl_accel.lab.ab.stats.series` of the arm's first run."""
-    series = summary["rollout"]["series"]
-    names = {run["arm"]: run["name"] for run in reversed(summary["runs"]) if run["name"] in series}
-    return [(arm, colour, series[names[arm]]) for arm, colour in _arms(summary).items() if arm in names]

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
 from rl_accel.errors import RlAccelError
 from rl_accel.files import write_atomically
 from rl_accel.lab.ab import supervisor
+from rl_accel.lab.ab.progress import ProgressView
 from rl_accel.lab.ab.recipe import RunPlan
 from rl_accel.processes import become_subreaper, descendants, end_all, heeded
 from rl_accel.runtime import FLAG_VARIABLES
@@ -66,15 +66,6 @@ class RunResult:
     def is_of(self, plan: RunPlan) -> bool:
         """Returns whether this result belongs to ``plan``: same command, environment and number of steps."""
         return (self.command, self.env, self.steps_wanted) == (list(plan.command), dict(plan.env), plan.steps)
-
-
-class ProgressDisplay(Protocol):
-    """Progress display, which :func:`run_all` calls between and during runs."""
-
-    def started(self, plan: RunPlan) -> None: ...
-    def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None: ...
-    def tick(self) -> None: ...
-    def ended(self, plan: RunPlan, result: RunResult) -> None: ...
 
 
 class GrowingLog:
@@ -142,7 +133,7 @@ def only_writer(plan: RunPlan) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def run_all(plans: Sequence[RunPlan], watcher: ProgressDisplay, stop: Stop, resume: bool = False) -> list[RunResult]:
+def run_all(plans: Sequence[RunPlan], watcher: ProgressView, stop: Stop, resume: bool = False) -> list[RunResult]:
     """Runs all plans one after the other, also after one has failed. Returns the results, in the order of the plans.
 
     After a stop signal, the remaining plans are skipped and have no result. With ``resume``, a run that was completed earlier with
@@ -151,17 +142,19 @@ def run_all(plans: Sequence[RunPlan], watcher: ProgressDisplay, stop: Stop, resu
     results = []
     for plan in plans:
         result = load_result(plan.directory) if resume else None
+        status = "kept from an earlier call"
         if result is None or result.status != "done" or not result.is_of(plan):
             if stop:
                 break
             watcher.started(plan)
             result = run_one(plan, watcher, stop)
-        watcher.ended(plan, result)
+            status = f"{result.status}, {result.message}"
+        watcher.ended(plan, status, result.seconds, result.first_step_at)
         results.append(result)
     return results
 
 
-def run_one(plan: RunPlan, watcher: ProgressDisplay, stop: Stop) -> RunResult:
+def run_one(plan: RunPlan, watcher: ProgressView, stop: Stop) -> RunResult:
     """Runs one plan in ``plan.directory``, whose old content is deleted first.
 
     Writes train.log, metrics.jsonl and run.json into this folder, and copies Ray's logs into it if the run fails.
@@ -181,7 +174,7 @@ def run_one(plan: RunPlan, watcher: ProgressDisplay, stop: Stop) -> RunResult:
                 result.steps_done = max(result.steps_done, step)
                 result.first_step_at = result.first_step_at or time.monotonic() - start
             watcher.step(plan, step, values)
-        watcher.tick()
+        watcher.tick(plan)
         return plan.timeout_s is not None and time.monotonic() - start > plan.timeout_s
 
     # a run joins a running Ray cluster only if its plan sets RAY_ADDRESS

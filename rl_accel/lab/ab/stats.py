@@ -222,35 +222,20 @@ def differences(base: RunData, other: RunData) -> dict[str, Any]:
     - ``metrics_compared``: number of compared metrics.
     - ``identical_phases``: phases (see ``_PHASES``) whose metrics never differ.
     - ``rows``: one row per metric that differs, sorted by the first step with a difference, then by phase. ``step``, ``baseline``
-      and ``arm`` are this step and the two values (None if missing). ``abs`` and ``rel`` are their difference, absolute and
-      relative to the larger value. ``max_abs`` is the largest difference at any step.
+      and ``arm`` are this step and the two values (None if missing). ``abs`` is their absolute difference.
     """
     rows: list[dict[str, Any]] = []
     steps = sorted(base.steps.keys() & other.steps.keys())
     metrics = sorted(compared(set().union(*(run.steps[step] for run in (base, other) for step in steps))))
     for name in metrics:
-        values = [(step, base.steps[step].get(name), other.steps[step].get(name)) for step in steps]
-        differing = [(step, a, b) for step, a, b in values if not same(a, b)]
-        if not differing:
+        values = ((step, base.steps[step].get(name), other.steps[step].get(name)) for step in steps)
+        first = next((found for found in values if not same(*found[1:])), None)
+        if first is None:
             continue
-        step, a, b = differing[0]
+        step, a, b = first
         gap = None if a is None or b is None else abs(a - b)
-        scale = max(abs(a or 0.0), abs(b or 0.0))
-        gaps = [abs(x - y) for _, x, y in differing if x is not None and y is not None and math.isfinite(x - y)]
-        rows.append(
-            {
-                "metric": name,
-                "phase": phase(name),
-                "step": step,
-                "baseline": a,
-                "arm": b,
-                "abs": gap,
-                "rel": gap / scale if gap is not None and scale > 0 else None,
-                "max_abs": max(gaps, default=None),
-                "steps_compared": sum((a, b) != (None, None) for _, a, b in values),
-                "steps_differing": len(differing),
-            }
-        )
+        row = {"metric": name, "phase": phase(name), "step": step, "baseline": a, "arm": b, "abs": gap}
+        rows.append(row)
     order = list(_PHASES)
     rows.sort(key=lambda row: (row["step"], order.index(row["phase"]), row["metric"]))
     identical = {phase(name) for name in metrics} - {row["phase"] for row in rows} - {OTHER}
@@ -300,11 +285,10 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
 
     - ``ledgers[]``: result of :func:`ledger_counts` for each run with a ledger (tail batching's log of trained prompts).
     - ``without_ledger[]``: names of the runs with tail batching but without a ledger.
-    - ``series{run: {...}}``: results of :func:`series`.
     - ``arms[]``: a row per arm. ``seconds`` is the mean rollout time of the measured steps. ``kinds{kind: {steps, seconds}}`` has
       the number of steps and the mean rollout time of each kind (:func:`kind_of`). ``ratio``, ``low`` and ``high`` are the speedup
-      over the baseline (:func:`ratio`). ``lost`` is the largest logged number of lost prompts. ``lengths`` is a
-      :func:`length_distribution`. The other keys are those of :func:`_token_statistics`.
+      over the baseline (:func:`ratio`). ``wasted`` is the share of generated tokens that were not trained on, and ``lost`` the
+      largest number of lost prompts in a step; both are None if no run logged them.
     """
     rows = []
     kinds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
@@ -318,9 +302,8 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
             "seconds": float(np.mean(seconds[arm])) if seconds[arm] else None,
             "kinds": {kind: {"steps": len(s), "seconds": float(np.mean(s))} for kind, s in of_kinds},
             **ratio(base, seconds[arm], np.mean, paired=False),
-            **_token_statistics(runs_of_arm),
+            "wasted": _wasted_share(runs_of_arm),
             "lost": max(_values_of(runs_of_arm, _LOST), default=None),
-            "lengths": length_distribution(file for run in runs_of_arm for file in run.files("rollouts/*.jsonl")),
         }
         rows.append(row)
     ledgers = {run.name: file for run in runs for file in run.files(LEDGER)}
@@ -331,7 +314,6 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
             {"run": run.name, **ledger_counts(ledgers[run.name], run.batch_size)} for run in runs if run.name in ledgers
         ],
         "without_ledger": [name for name in in_rounds if name not in ledgers],
-        "series": {run.name: series(recipe, run) for run in runs},
     }
 
 
@@ -354,32 +336,11 @@ def _values_of(runs: Iterable[RunData], metric: str) -> list[float]:
     return [metrics[metric] for run in runs for metrics in run.steps.values() if metric in metrics]
 
 
-def _token_statistics(runs: Sequence[RunData]) -> dict[str, float | None]:
-    """Returns three statistics of the generated tokens. A value is None if no run logged the data.
-
-    - ``wasted``: share of the generated tokens that were not trained on.
-    - ``accepted``, ``cancelled``: mean length in tokens of trained responses, and of cancelled (cut off) responses. Both cover only
-      prompts that have both kinds of responses.
-    """
+def _wasted_share(runs: Sequence[RunData]) -> float | None:
+    """Returns the share of the generated tokens that were not trained on; None if no run logged them."""
     prefix = next((prefix for prefix in _PREFIXES if _values_of(runs, prefix + "tokens_generated")), METRICS_PREFIX)
     generated, wasted = (sum(_values_of(runs, prefix + name)) for name in ("tokens_generated", "tokens_wasted"))
-    numbers = {"wasted": wasted / generated if generated else None}
-    for kind in ("accepted", "cancelled"):
-        lengths = _values_of(runs, f"{METRICS_PREFIX}{kind}_tokens_mean")
-        numbers[kind] = float(np.mean(lengths)) if lengths else None
-    return numbers
-
-
-def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
-    """Returns the number of responses, their mean length, and 101 quantiles (0%, 1%, ..., 100%) of their lengths in characters.
-
-    Returns None without responses. ``files``: verl's dumps of responses (``trainer.rollout_data_dir``).
-    """
-    lengths = [len(entry["output"]) for file in files for entry in _read_json_lines(file) if "output" in entry]
-    if not lengths:
-        return None
-    quantiles: npt.NDArray[np.float64] = np.quantile(lengths, np.linspace(0, 1, 101))
-    return {"responses": len(lengths), "mean": float(np.mean(lengths)), "quantiles": quantiles.tolist()}
+    return wasted / generated if generated else None
 
 
 def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
@@ -453,16 +414,3 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
         )
     odd_steps = [entry.get("step") for entry in entries if batch not in (None, len(entry.get("trained", ())))]
     return {"epochs": epochs, "odd_steps": odd_steps}
-
-
-def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
-    """Returns four lists with an entry per training step: ``steps`` (number), ``kind`` (see :func:`kind_of`), ``seconds`` of the
-    rollout, and ``queue``, the number of prompts in tail batching's queue. Entries that were not logged are None.
-    """
-    steps = run.training_steps(recipe.metrics)
-    return {
-        "steps": list(steps),
-        "kind": [kind_of(metrics) for metrics in steps.values()],
-        "seconds": [metrics.get(recipe.metrics.stage_prefix + "gen") for metrics in steps.values()],
-        "queue": [metrics.get(METRICS_PREFIX + "queue_length") for metrics in steps.values()],
-    }

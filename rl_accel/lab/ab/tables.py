@@ -10,8 +10,7 @@ from rl_accel.lab.ab.convergence import AXES
 from rl_accel.lab.ab.stats import ALL, KINDS
 from rl_accel.telemetry.profile import format_seconds
 
-_ROLLOUT = {"wasted": ".1%"}
-_ROLLOUT |= dict.fromkeys(("lost", "accepted", "cancelled"), ".0f")
+_ROLLOUT = {"wasted": ".1%", "lost": ".0f"}
 _EPOCH = ("epoch", "prompts", "once", "again", "rejected", "failed", "missing")
 
 
@@ -64,12 +63,9 @@ def _rollouts(section: Mapping[str, Any]) -> Iterator[TextTable]:
         cells = [f"{format_seconds(part['seconds'])} x {part['steps']}" if part else "" for part in parts]
         cells += [cell_text(row[key], _ROLLOUT[key]) for key in used]
         rows.append([row["arm"], cell_text(row["seconds"], "s"), *_ratio(row), *cells])
-    columns = ["arm", "all steps", "ratio", "95% interval", *kinds, *(key.replace("_", " ") for key in used)]
-    notes = (
-        "all: rounds that wait for each response. wasted: share of generated tokens. lost: number of prompts.",
-        "accepted, cancelled: mean tokens of responses to the same prompts; the cancelled responses had not ended.",
-    )
-    yield TextTable("Mean rollout seconds a step", columns, rows, notes)
+    columns = ["arm", "all steps", "ratio", "95% interval", *kinds, *used]
+    note = "all: rounds that wait for each response. wasted: share of generated tokens. lost: number of prompts."
+    yield TextTable("Mean rollout seconds a step", columns, rows, [note])
     epochs = [(run["run"], epoch) for run in section["ledgers"] for epoch in run["epochs"]]
     counts = [[run, *(str(epoch[key]) for key in _EPOCH)] for run, epoch in epochs]
     yield TextTable("Every prompt of an epoch is trained once", ["run", *_EPOCH], counts)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rl_accel.lab.ab.cli import ProgressView
+from rl_accel.lab.ab.progress import ProgressView
 from rl_accel.lab.ab.recipe import RunPlan
-from rl_accel.lab.ab.runner import RunResult, only_writer
+from rl_accel.lab.ab.runner import only_writer
 
 
 def pids(out: Path) -> list[Path]:
@@ -98,15 +98,14 @@ def test_two_calls_for_one_folder_notice_each_other(recipe_file, call_ab, tmp_pa
 
 
 def test_waiting_for_the_trainer_is_said_and_is_no_training(monkeypatch):
-    monkeypatch.setattr("rl_accel.lab.ab.cli._PLAIN_EVERY_S", -1.0)
+    monkeypatch.setattr("rl_accel.lab.ab.progress._PLAIN_EVERY_S", -1.0)
     console = Console(record=True, file=io.StringIO(), width=200)
     plan = RunPlan("stock", 0, 8, Path("stock-seed0"), ())
     view = ProgressView(console, [plan], "critic/score/mean")
     view.started(plan)
-    view.tick()
+    view.tick(plan)
     view.step(plan, 1, {})
-    result = RunResult("stock", 0, 8, [], {}, "done", seconds=90.0, first_step_at=60.0)
-    view.ended(plan, result)
+    view.ended(plan, "done", 90.0, 60.0)
     text = console.export_text()
     assert "stock-seed0: waiting for Ray and the trainer, 0 s" in text
     assert "90 s, of which 60 s until the first step had ended" in text

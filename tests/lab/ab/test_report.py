@@ -104,9 +104,7 @@ def test_a_difference_is_listed_with_its_step_and_size(build, tmp_path):
     assert "parts at step 4 (0.4 and 0.5)" in verdict["text"]
     first = "2 of 3 training metrics differ somewhere, first actor/grad_norm at step 3 by 2.5e-01 (update)"
     assert first in verdict["text"]
-    text = (tmp_path / "report.html").read_text()
-    assert "first difference of each metric" in text
-    assert "1 of 6" in text
+    assert "first difference of each metric" in (tmp_path / "report.html").read_text()
 
 
 def test_several_seeds_and_arms_each_get_a_verdict(build):
@@ -137,13 +135,12 @@ def test_thin_data_still_make_a_report(build, tmp_path, runs):
     assert json.loads((tmp_path / "summary.json").read_text())["differences"] == []
 
 
-def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build, tmp_path):
+def test_a_report_about_rollouts_has_its_table_and_its_ledger(build, tmp_path):
     prefix = "rl_accel/tail_batching/"
-    ours = records(0.5, **{"timing_s/gen": 0.4, prefix + "short_round": 1.0, prefix + "queue_length": 2.0})
+    ours = records(0.5, **{"timing_s/gen": 0.4, prefix + "short_round": 1.0})
     for metrics in ours.values():
         metrics |= {prefix + "tokens_generated": 100.0, prefix + "tokens_wasted": 30.0}
     files = {"accelerated-seed0": {"tail_batching/ledger.jsonl": json.dumps({"step": 1, "trained": ["1:1", "1:2"]})}}
-    files["stock-seed0"] = {"rollouts/1.jsonl": json.dumps({"output": "abc"}) + "\n"}
     rollout = {"report": True, "faster": {"accelerated": 2.0}}
     summary = build({"stock-seed0": records(0.5), "accelerated-seed0": ours}, files=files, rollout=rollout)
     text = (tmp_path / "report.html").read_text()
@@ -151,9 +148,4 @@ def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build
     assert "2.50x" in text
     assert "30.0%" in text
     assert "Do the arms train the same?" not in text
-    for name in ("rollout_seconds", "queue", "reward", "lengths"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "Mean rollout seconds a step" in shown(summary)
-    (tmp_path / "stock-seed0/rollouts/1.jsonl").unlink()
-    build({"stock-seed0": records(0.5)}, rollout={"report": True})
-    assert not (tmp_path / "lengths.png").exists(), "nothing was dumped"
