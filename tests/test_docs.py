@@ -166,7 +166,7 @@ def desk(tmp_path_factory) -> Path:
     desk = tmp_path_factory.mktemp("desk")
     for folder in ("examples", "tests"):
         (desk / folder).symlink_to(REPO / folder)
-    for folder in ("RUN_DIR", "RUN_A", "RUN_B", "FOLDER", "out/code", "out/first/stock-seed0"):
+    for folder in ("RUN_DIR", "RUN_A", "RUN_B", "FOLDER", "out/code", "out/gsm8k", "out/first/stock-seed0"):
         (desk / folder).mkdir(parents=True)
     for step in (1, 2):
         (desk / f"RUN_DIR/{step}.jsonl").write_text("")

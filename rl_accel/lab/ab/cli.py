@@ -15,7 +15,6 @@ from rich.console import Console
 from rl_accel.console import refuse_idle_options, wide_console
 from rl_accel.errors import RecipeError, RlAccelError
 from rl_accel.files import write_atomically
-from rl_accel.lab.ab import launch as launching
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.progress import ProgressView
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs, prepare_command, save
@@ -23,6 +22,8 @@ from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, onl
 from rl_accel.runtime import is_installed
 
 _MANIFEST = "ab.json"
+_PREPARE = "prepare"
+"""Value of ``--only`` that selects the recipe's prepare command instead of a run."""
 
 
 def _names(_context: Any, _parameter: Any, value: str | None) -> list[str] | None:
@@ -52,14 +53,9 @@ def _numbers(_context: Any, _parameter: Any, value: str | None) -> list[int] | N
 @click.option("--overwrite", is_flag=True, help="Discard the runs that DIR already holds.")
 @click.option("--dry-run", is_flag=True, help="Print the command of each run and stop.")
 @click.option(
-    "--launch",
-    type=click.Choice(launching.FORMS),
-    help="Print the commands that make each run a job of its own, for bash, and stop.",
-)
-@click.option(
     "--only",
     metavar="NAME",
-    help="Make only this run (such as stock-seed0) or only 'prepare', without a report. Used by the jobs of --launch.",
+    help="Make only this run (such as stock-seed0) or only 'prepare', without a report. For a run that is a job of its own.",
 )
 @click.option("--ray-address", help="Ray cluster that runs join (default: each starts one of its own).")
 @click.option(
@@ -85,14 +81,14 @@ def ab(recipe: Path | None, platform: str | None, report_only: Path | None, **op
             sys.exit(_rebuild(report_only.resolve(), recipe, platform, console))
         if recipe is None:
             raise click.UsageError("give RECIPE, or --report-only DIR")
-        sys.exit(_launch_or_run(recipe, platform, console, **options))
+        sys.exit(_run_or_print(recipe, platform, console, **options))
     except RecipeError:  # sets exit code 2, as all user errors do
         raise
     except (RlAccelError, OSError) as error:
         raise click.ClickException(str(error)) from error
 
 
-def _launch_or_run(
+def _run_or_print(
     recipe: Path,
     platform: str | None,
     console: Console,
@@ -102,33 +98,23 @@ def _launch_or_run(
     seeds: list[int] | None,
     steps: int | None,
     dry_run: bool,
-    launch: str | None,
     ray_address: str | None,
     **how_to_run: Any,
 ) -> int:
-    """Runs a recipe, or only prints commands (``dry_run``, ``launch``). Returns the exit code.
+    """Runs a recipe, or only prints its commands (``dry_run``). Returns the exit code.
 
     ``how_to_run``: the options ``--only``, ``--resume`` and ``--overwrite``.
     """
-    if launch or dry_run:
-        refuse_idle_options("where nothing runs", *how_to_run, *(["ray_address"] if launch else []))
+    if dry_run:
+        refuse_idle_options("with --dry-run", *how_to_run)
     spec = load(recipe, platform)
     if out is None:
         out = Path("out") / spec.name
-        if not launch:  # the output of --launch must be a pure shell script
-            console.print(f"Logs and report go to {out}; --out names another folder")
+        console.print(f"Logs and report go to {out}; --out names another folder")
     recipe = recipe.resolve()
     out = out.resolve()
     plans = plan_runs(spec, recipe.parent, out, arms=arms, seeds=seeds, steps=steps)
     plans = _without_missing_modules(plans, spec)
-    if launch:
-        options = {"--out": out, "--platform": platform, "--arms": arms, "--seeds": seeds, "--steps": steps}
-        call = ["rl-accel", "ab", str(recipe)]
-        for option, value in options.items():
-            if value is not None:
-                call += [option, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-        click.echo(launching.script(launch, spec, plans, call, out))
-        return 0
     if ray_address is not None:
         plans = [replace(plan, env={**plan.env, "RAY_ADDRESS": ray_address}) for plan in plans]
     if not dry_run:
@@ -164,8 +150,8 @@ def _run_plans(
     for module in ("scipy", "matplotlib", "jinja2"):
         importlib.import_module(module)  # a missing module must fail before hours of training, not after
     chosen = plans if only is None else [plan for plan in plans if plan.name == only]
-    if not chosen and only != launching.PREPARE:
-        known = ", ".join([launching.PREPARE, *(plan.name for plan in plans)])
+    if not chosen and only != _PREPARE:
+        known = ", ".join([_PREPARE, *(plan.name for plan in plans)])
         raise click.UsageError(f"--only wants one of {known}, found {only!r}")
     existing_runs = [plan.name for plan in chosen if (plan.directory / "run.json").exists()]
     if existing_runs and not resume and not overwrite:
@@ -177,7 +163,7 @@ def _run_plans(
         for plan in chosen:
             locks.enter_context(only_writer(plan))
         command, env = prepare_command(spec, file.parent, out)
-        prepares = only in (None, launching.PREPARE)
+        prepares = only in (None, _PREPARE)
         if command and prepares:
             if not console.is_terminal:
                 console.print(f"preparing: {shlex.join(command)}", soft_wrap=True)

@@ -166,7 +166,7 @@ class Recipe:
     seed_overrides: list[str] = field(default_factory=list)
     """Overrides that pass the seed to the trainer, e.g. ["data.seed=${seed}"]."""
     nodes: int = 1
-    """Number of nodes per run, for the placeholder ``${nodes}``, ``rl-accel ab --launch`` and ``rl-accel doctor --recipe``."""
+    """Number of nodes per run, for the placeholder ``${nodes}``."""
     gpus: int = 1
     """Number of GPUs per node."""
     steps: int = 10

@@ -214,13 +214,34 @@ def test_dry_run_prints_the_commands_and_writes_nothing(recipe_file, call_ab, tm
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("options", "run"), [(["--dry-run"], "# {}"), (["--launch", "print"], "--only {}")])
-def test_an_arm_whose_module_is_absent_is_left_out_with_a_line(recipe_file, call_ab, tmp_path, options, run):
+def test_an_arm_whose_module_is_absent_is_left_out_with_a_line(recipe_file, call_ab, tmp_path):
     arms = {"stock": {}, "here": {"needs": "json"}, "absent": {"needs": "no_such_module"}}
-    output = call_ab(recipe_file(arms=arms), "--out", tmp_path / "out", *options)
+    output = call_ab(recipe_file(arms=arms), "--out", tmp_path / "out", "--dry-run")
     assert "arm absent is left out: there is no module no_such_module" in output
-    assert run.format("here-seed0") in output
-    assert run.format("absent-seed0") not in output
+    assert "# here-seed0" in output
+    assert "# absent-seed0" not in output
+
+
+@pytest.mark.slow
+def test_each_run_may_be_a_job_of_its_own_and_the_report_has_them_all(recipe_file, call_ab, tmp_path):
+    prepare = ["python", "-c", "open('prepared.txt', 'a').write('once ')"]
+    arms = {"stock": {}, "broken": {"overrides": ["fail_at=1"]}}
+    path = recipe_file(steps=1, prepare=prepare, arms=arms)
+    out = tmp_path / "out"
+    output = call_ab(path, "--out", out, "--only", "stock-seed7", code=None)
+    assert "--only wants one of prepare, stock-seed0, broken-seed0, found 'stock-seed7'" in " ".join(output.split())
+    call_ab(path, "--out", out, "--only", "prepare")
+    assert list(out.glob("*/run.json")) == []
+    call_ab(path, "--out", out, "--only", "broken-seed0", "--resume", code=1)
+    assert "1 of 2 runs were not started" in call_ab("--report-only", out, code=1)
+    job = (path, "--out", out, "--only", "stock-seed0", "--resume", "--ray-address", "10.0.0.1:6379")
+    call_ab(*job)
+    assert "kept from an earlier call" in call_ab(*job), "a job that is submitted again"
+    assert (path.parent / "prepared.txt").read_text() == "once "
+    call_ab("--report-only", out, code=1)
+    runs = {run["name"]: run for run in summary_of(out)["runs"]}
+    assert {name: run["status"] for name, run in runs.items()} == {"stock-seed0": "done", "broken-seed0": "failed"}
+    assert runs["stock-seed0"]["env"]["RAY_ADDRESS"] == "10.0.0.1:6379"
 
 
 @pytest.mark.parametrize(
