@@ -137,8 +137,7 @@ def _faster(recipe: Recipe, stages: Sequence[Any]) -> Check:
 
 def _largest(recipe: Recipe, stages: Sequence[Any], arm: str) -> str:
     """Returns a text with the three stages that take the most seconds of a step of ``arm``, which limit its speedup."""
-    average = recipe.metrics.average
-    seconds = {row["stage"]: row["arms"][arm][average] for row in stages if arm in row["arms"]}
+    seconds = {row["stage"]: row["arms"][arm]["mean"] for row in stages if arm in row["arms"]}
     del seconds[recipe.metrics.step]
     largest = sorted(seconds, key=lambda stage: -seconds[stage])[:3]
     return ", ".join(f"{stage} {seconds[stage]:.2f}" for stage in largest)

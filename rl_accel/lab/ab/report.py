@@ -164,17 +164,12 @@ def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
     """Returns the main conclusions of an A/B as sentences."""
     lines = []
     rows = {row["stage"]: row for row in summary["stages"]}
-    for arm in rows.get(recipe.metrics.step, {}).get("ratios", {}):
-        parts = []
-        for stage, label in ((recipe.metrics.step, "a step"), ("adv", "the advantage stage")):
-            ratio = rows.get(stage, {}).get("ratios", {}).get(arm)
-            if ratio and ratio["ratio"]:
-                base, seconds = (rows[stage]["arms"][name][recipe.metrics.average] for name in (recipe.baseline, arm))
-                parts.append(
-                    f"{label} takes {format_seconds(seconds)} instead of {format_seconds(base)} ({ratio['ratio']:.2f}x)"
-                )
-        if parts:
-            lines.append(f"{arm} against {recipe.baseline}: {', '.join(parts)}.")
+    step = rows.get(recipe.metrics.step, {})
+    for arm, ratio in step.get("ratios", {}).items():
+        if ratio["ratio"]:
+            base, seconds = (format_seconds(step["arms"][name]["mean"]) for name in (recipe.baseline, arm))
+            speedup = f"{ratio['ratio']:.2f}x"
+            lines.append(f"{arm} against {recipe.baseline}: a step takes {seconds} instead of {base} ({speedup}).")
     lines += _rollout_lines(summary["rollout"], recipe.baseline) if summary["rollout"] else []
     firsts = [row for row in summary["convergence"]["rows"] if "reach" in row and row["axis"] == "steps"]
     lines += [f"{sentence(row, recipe.baseline, recipe.metrics.margin)}." for row in firsts]

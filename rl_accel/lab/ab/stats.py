@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,12 +121,11 @@ def measured_steps(run: RunData, names: Metrics) -> list[int]:
 def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names: Metrics) -> list[dict[str, Any]]:
     """Returns one row per stage with the seconds of each arm, and with the speedup of each arm over the baseline.
 
-    A row is ``{"stage", "arms": {arm: {median, mean, steps}}, "ratios": {arm: {ratio, low, high, pairs, saved_s}}}``. The values
-    under ``ratios`` compare ``pairs`` pairs of steps, one of the baseline and one of the arm, with the same seed and step number.
-    ``saved_s`` is the difference of the average seconds. The other keys are those of :func:`ratio`.
+    A row is ``{"stage", "arms": {arm: {mean, steps}}, "ratios": {arm: {ratio, low, high, pairs, saved_s}}}``. The values under
+    ``ratios`` compare ``pairs`` pairs of steps, one of the baseline and one of the arm, with the same seed and step number.
+    ``saved_s`` is the difference of the mean seconds. The other keys are those of :func:`ratio`.
     """
     times = {run.name: _stage_times(run, names) for run in runs}
-    average = np.median if names.average == "median" else np.mean
     rows = []
     for stage in [*names.stages, OTHER, names.step]:
         seconds = {name: by_stage.get(stage, {}) for name, by_stage in times.items()}
@@ -134,14 +133,13 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
         for arm in arms:
             values = [value for run in runs if run.arm == arm for value in seconds[run.name].values()]
             if values:
-                numbers = {"median": float(np.median(values)), "mean": float(np.mean(values)), "steps": len(values)}
-                row["arms"][arm] = numbers
+                row["arms"][arm] = {"mean": float(np.mean(values)), "steps": len(values)}
             couples = [(seconds[a.name], seconds[b.name]) for a, b in pairs(runs, baseline) if b.arm == arm]
             both = [(a[step], b[step]) for a, b in couples for step in sorted(a.keys() & b.keys())]
             if both:
                 base, other = np.array(both).T
-                saved = float(average(base) - average(other))
-                row["ratios"][arm] = {**ratio(base, other, average, paired=True), "pairs": len(both), "saved_s": saved}
+                saved = float(base.mean() - other.mean())
+                row["ratios"][arm] = {**ratio(base, other, paired=True), "pairs": len(both), "saved_s": saved}
         if row["arms"]:
             rows.append(row)
     return rows
@@ -185,8 +183,8 @@ def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, Run
             yield base[run.seed], run
 
 
-def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
-    """Returns ``{"ratio", "low", "high"}``: ``average(base) / average(other)``, and the bounds of its 95% bootstrap interval.
+def ratio(base: npt.ArrayLike, other: npt.ArrayLike, paired: bool) -> dict[str, Any]:
+    """Returns ``{"ratio", "low", "high"}``: ``mean(base) / mean(other)``, and the bounds of its 95% bootstrap interval.
 
     The bounds are None if there are too few values (below 5 pairs if ``paired``, else below 2 on one side), if no value varies, or
     if a value of ``other`` is not above 0.
@@ -196,13 +194,13 @@ def ratio(base: npt.ArrayLike, other: npt.ArrayLike, average: Callable[..., Any]
     first = np.asarray(base, dtype=float)
     second = np.asarray(other, dtype=float)
     result: dict[str, Any] = {"ratio": None, "low": None, "high": None}
-    if len(first) and len(second) and average(second) > 0:
-        result["ratio"] = float(average(first) / average(second))
+    if len(first) and len(second) and second.mean() > 0:
+        result["ratio"] = float(first.mean() / second.mean())
     enough = min(len(first), len(second)) >= (_MIN_PAIRS if paired else 2)
     if enough and result["ratio"] and (second > 0).all() and np.ptp(first) + np.ptp(second) > 0:
         interval = bootstrap(
             (first, second),
-            lambda x, y, axis: average(x, axis=axis) / average(y, axis=axis),
+            lambda x, y, axis: x.mean(axis=axis) / y.mean(axis=axis),
             n_resamples=_RESAMPLES,
             paired=paired,
             method="percentile",
@@ -301,7 +299,7 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
             "arm": arm,
             "seconds": float(np.mean(seconds[arm])) if seconds[arm] else None,
             "kinds": {kind: {"steps": len(s), "seconds": float(np.mean(s))} for kind, s in of_kinds},
-            **ratio(base, seconds[arm], np.mean, paired=False),
+            **ratio(base, seconds[arm], paired=False),
             "wasted": _wasted_share(runs_of_arm),
             "lost": max(_values_of(runs_of_arm, _LOST), default=None),
         }
@@ -346,8 +344,8 @@ def _wasted_share(runs: Sequence[RunData]) -> float | None:
 def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
     """Returns statistics that show whether arms trained on different data, as statistic -> arm -> mean over the arm's runs.
 
-    Metrics count only at the steps that every run reached. Counts of prompts (from ledgers) and lengths of responses (from
-    telemetry) include all steps. Leaves out statistics without data.
+    Metrics count only at the steps that every run reached. Lengths of responses (from telemetry) include all steps. Leaves out
+    statistics without data.
     """
     end = min((max(run.steps) for run in runs), default=0)
     means: dict[str, dict[str, list[float]]] = {}
@@ -360,11 +358,6 @@ def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
         kept = [r for file in run.files(FILE_NAME) for step in read_kept(file).values() for r in step]
         if tokens := [r.tokens for r in kept if r.outcome == COMPLETED and r.tokens]:
             values |= {f"tokens of a response, p{q}": [float(np.percentile(tokens, q))] for q in (50, 90, 99)}
-        for epochs in (ledger_counts(file, None)["epochs"] for file in run.files(LEDGER)):
-            values |= {
-                f"prompts: {key}": [sum(epoch[key] for epoch in epochs)]
-                for key in ("once", "again", "rejected", "failed")
-            }
         for label, numbers in values.items():
             if numbers:
                 means.setdefault(label, {}).setdefault(run.arm, []).append(float(np.nanmean(numbers)))

@@ -37,18 +37,17 @@ def tables(summary: Mapping[str, Any]) -> list[TextTable]:
 
 def _stages(summary: Mapping[str, Any]) -> TextTable:
     baseline = summary["recipe"]["baseline"]
-    average = summary["recipe"]["metrics"]["average"]
     arms = [arm for arm in summary["recipe"]["arms"] if any(arm in row["arms"] for row in summary["stages"])]
     others = [arm for arm in arms if arm != baseline]
     rows = []
     for row in summary["stages"]:
-        cells = [cell_text(row["arms"].get(arm, {}).get(average), "s") for arm in arms]
+        cells = [cell_text(row["arms"].get(arm, {}).get("mean"), "s") for arm in arms]
         for ratio in (row["ratios"].get(arm, {}) for arm in others):
             cells += [*_ratio(ratio), cell_text(ratio.get("saved_s"), ".3f")]
         rows.append([row["stage"], *cells])
     names = [[f"{baseline}/{arm}" if len(others) > 1 else "ratio", "95% interval", "seconds saved"] for arm in others]
     spans = sorted({tuple(ends) for ends in summary["measured_steps"].values() if ends})
-    title = f"{average.capitalize()} time of each stage, steps {', '.join('{}-{}'.format(*ends) for ends in spans)}; "
+    title = f"Mean time of each stage, steps {', '.join('{}-{}'.format(*ends) for ends in spans)}; "
     title += f"at most {summary['recipe']['metrics']['warmup_steps']} steps of warm-up of each run are not counted"
     note = f"Ratios are {baseline} divided by the arm; intervals are noise between steps, not between machines."
     return TextTable(title, ["stage", *arms, *itertools.chain(*names)], rows, [note] if others else [])

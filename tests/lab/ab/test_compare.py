@@ -124,8 +124,11 @@ def test_what_changed_in_the_data_comes_from_metrics_telemetry_and_ledgers(call,
     assert data["share cut at the limit"] == {"stock": pytest.approx(0.1)}
     assert (data["rewards killed a step"], data["staleness, mean"]) == ({"tail": 2}, {"tail": 0.5})
     assert data["tokens of a response, p50"] == {"tail": 20}
-    assert [data[f"prompts: {key}"]["tail"] for key in ("once", "again", "rejected")] == [1, 1, 1]
-    assert summary["rollout"]["ledgers"][0]["run"] == "tail-seed0"
+    (ledger,) = summary["rollout"]["ledgers"]
+    assert (ledger["run"], [ledger["epochs"][0][key] for key in ("once", "again", "rejected")]) == (
+        "tail-seed0",
+        [1, 1, 1],
+    )
     assert "What changed in the data" in output
 
 
@@ -141,7 +144,7 @@ def test_slime_has_its_own_names(call, tmp_path):
     _, summary = call(*runs[0], "--against", *runs[1], "--batch-size", 4)
     (row,) = (row for row in summary["convergence"]["rows"] if row["axis"] == "prompts")
     assert (row["metric"], row["end"], row["answer"]) == ("rollout/raw_reward", 80, "identical")
-    stages = {row["stage"]: row["arms"]["stock"]["median"] for row in summary["stages"]}
+    stages = {row["stage"]: row["arms"]["stock"]["mean"] for row in summary["stages"]}
     assert stages == {"train_wait_time": 1.5, "train_time": 0.5, "other": 0, "step_time": 2.0}
 
 
@@ -210,7 +213,7 @@ def test_wrong_input_is_one_line_that_names_it(invoke, write, tmp_path, words, w
 @pytest.mark.slow
 def test_it_says_of_the_arms_of_an_ab_what_the_ab_said(recipe_file, call_ab, call, tmp_path):
     arms = {"stock": {"overrides": ["adv=0.4"]}, "accelerated": {"overrides": ["adv=0.1", "part_at=3"]}}
-    recipe = recipe_file(arms=arms, seeds=[0, 1, 2], metrics={"average": "mean", "warmup_steps": 1, "margin": "0.01"})
+    recipe = recipe_file(arms=arms, seeds=[0, 1, 2], metrics={"warmup_steps": 1, "margin": "0.01"})
     call_ab(recipe, "--out", tmp_path / "ab")
     said = json.loads((tmp_path / "ab" / "summary.json").read_text())
     runs = [[tmp_path / "ab" / f"{arm}-seed{seed}" for seed in range(3)] for arm in arms]
@@ -233,7 +236,7 @@ def test_a_step_without_finite_seconds_is_left_out(call, write, odd):
     log.write_text("\n".join(lines))
     output, summary = call(base, "--against", ours)
     (row,) = [row for row in summary["stages"] if row["stage"] == "step"]
-    assert row["arms"]["b"] == {"median": 6.0, "mean": 6.0, "steps": 57}
+    assert row["arms"]["b"] == {"mean": 6.0, "steps": 57}
     assert "minutes of training are not known of b-run0" in output
 
 

@@ -1,7 +1,6 @@
 """A recipe is checked before anything runs, and its errors name the key, what was wanted and the nearest known one; plans hold
 the exact command of each run."""
 
-import math
 import sys
 from pathlib import Path
 
@@ -63,7 +62,6 @@ def test_every_section_is_read_placeholders_stay_and_the_first_arm_is_the_baseli
         ({"seeds": [0, 1], "seed_overrides": []}, "seeds: several want seed_overrides"),
         ({"env": {"A": [1]}}, "env.A wants text, a number"),
         ({"metrics": {"warmup_steps": -1}}, "warmup_steps wants at least 0"),
-        ({"metrics": {"average": "mode"}}, "metrics.average wants one of median, mean, found 'mode'"),
         ({"checks": {"faster": {"adw": 2}}}, r"checks.faster wants some of .*, found adw \(did you mean adv\?\)"),
         (
             {"checks": {"same_training": {"stok": 2}}},
@@ -79,9 +77,6 @@ def test_every_section_is_read_placeholders_stay_and_the_first_arm_is_the_baseli
         ({"platforms": ["cpu"]}, r"platforms wants a mapping .* found \['cpu'\]"),
         ({"platforms": {"cpu": {"step": 3}}}, "step: Key 'step' not in 'Recipe'"),
         ({"platforms": {"cpu": 3}}, "each of its platforms is a mapping, found 3"),
-        ({"gpus": 0}, "gpus wants at least 1, found 0"),
-        ({"metrics": {"reach": math.nan}}, "metrics.reach wants finite numbers, found nan"),
-        ({"checks": {"faster": {"step": math.inf}}}, "checks.faster wants finite numbers"),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_the_key(recipe_file, changes, message):

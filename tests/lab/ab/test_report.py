@@ -72,7 +72,7 @@ def test_the_page_is_whole_and_loads_nothing_and_the_console_shows_stages_checks
     for name in ("reward", "step_time"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     text = shown(summary)
-    assert "Median time of each stage, steps 3-6; at most 2 steps of warm-up of each run" in text
+    assert "Mean time of each stage, steps 3-6; at most 2 steps of warm-up of each run" in text
     assert re.search(r"adv +\S +0\.5 s +\S +0\.1 s +\S +5\.00x", text)
     assert re.search(r"faster +\S +red", text)
     assert "Red checks: faster." in text
