@@ -167,7 +167,9 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
 
 
 def _arms_of(words: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the runs of each arm in ``words``, in which ``--against`` separates the arms. Names the arms by their first runs."""
+    """Returns the runs of each arm in ``words``, in which ``--against`` separates the arms. Names the arms by their first runs, and
+    by the paths of these if two names are equal.
+    """
     sides = [
         [",".join(starts_of(run)) for run in side]
         for is_word, side in itertools.groupby(words, "--against".__eq__)
@@ -177,12 +179,9 @@ def _arms_of(words: Sequence[str]) -> dict[str, list[str]]:
         first, second = [*(word for word in words if word != "--against"), "RUN", "RUN"][:2]
         raise click.UsageError(f"found no second arm: write {first} --against {second}, or name a YAML file of arms")
     firsts = [side[0] for side in sides]
-    own = list(map(_arm_name, firsts))
-    first_paths = [Path(starts_of(run)[0]) for run in firsts]
-    folders = [path.parent.name if path.is_file() else path.name for path in first_paths]
-    numbered = [f"{name}-{number}" for number, name in enumerate(own, 1)]
-    # several arms may get the same name, as folders of one W&B project do
-    names = next(names for names in (own, folders, numbered) if len(set(names)) == len(sides))
+    names = list(map(_arm_name, firsts))
+    if len(set(names)) < len(names):
+        names = firsts
     return dict(zip(names, sides, strict=True))
 
 
@@ -194,9 +193,9 @@ def _below(folder: Path, *starts: str) -> str:
 def _arm_name(run: str) -> str:
     """Returns a name for an arm, derived from the path of its first run: "tail" for ``logs/tail-seed1.jsonl``.
 
-    The name is the last part of the path, without seed, number and file suffix. Folders of W&B, and parts such as ``seed1.jsonl``
-    of which nothing is left, are skipped. If no part remains, the name is the path.
+    The name is the last part of the path, without seed, number and file suffix. Parts such as ``seed1.jsonl`` of which nothing is
+    left are skipped. If no part remains, the name is the path.
     """
-    own = r"^((offline-)?run-\d+_\d+-\w+|wandb|files)$|(?:(^|[-_.=]+)(seed|run)?[-_=]*\d+|[-_.=]*seed\d+)?(\.\w+)?$"
-    parts = (re.sub(own, "", part) for part in reversed(Path(starts_of(run)[0]).parts))
+    suffix = r"(?:(^|[-_.=]+)(seed|run)?[-_=]*\d+|[-_.=]*seed\d+)?(\.\w+)?$"
+    parts = (re.sub(suffix, "", part) for part in reversed(Path(starts_of(run)[0]).parts))
     return next(filter(None, parts), run)
