@@ -9,7 +9,6 @@ Both ends of the socket trust each other, so that messages are pickled.
 
 import _thread
 import contextlib
-import copyreg
 import fcntl
 import functools
 import gc
@@ -53,7 +52,6 @@ class Start:
 
     Attributes:
         target: "module:function" or "/path/file.py:function".
-        path: ``sys.path`` of the process.
         folder: working folder during the import; "" for the folder of the caller.
         in_thread: True to call the grader in a thread other than the main thread.
         environment: environment variables, in addition to those of the caller.
@@ -68,7 +66,6 @@ class Start:
     """
 
     target: str
-    path: list[str]
     folder: str
     in_thread: bool
     environment: dict[str, str]
@@ -304,7 +301,6 @@ def _find_grader(start: Start) -> tuple[Callable[..., Any], dict[str, Any]]:
 
     Raises any error of the import, and TypeError if the result is not callable.
     """
-    sys.path[:] = start.path
     sys.meta_path.insert(0, _AsInCaller(start.imported))
     os.environ.update(start.environment)
     if start.logging:
@@ -395,42 +391,19 @@ def _reseed() -> None:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Returns ``error`` pickled, with its traceback as a note. Replaces an error that is no Exception by a RuntimeError."""
-    try:
-        trace = "".join(traceback.format_exception(error))
-        # SystemExit would end the thread of the trainer process that raises it again
-        if not isinstance(error, Exception):
-            error = RuntimeError(describe(error))
-        error.add_note(f"In the process of the grader:\n{trace}")
-        if not _survives(error):  # the constructor takes other arguments than ``args``, or an attribute is a lock
-            copyreg.pickle(type(error), _with_text)
-        if _survives(error):
-            return dumps(error)
-    except BaseException:
-        pass  # even the text of the error may raise
-    return dumps(RuntimeError(describe(error)))
+    """Returns ``error`` pickled, with its traceback as a note.
 
-
-def _with_text(error: Exception) -> Any:
-    """Tells pickle how to restore an exception that it cannot restore by itself. For :mod:`copyreg`.
-
-    The restored exception has the same text. Its type is a subclass of the original one. Attributes that cannot be pickled are
-    dropped.
+    A RuntimeError with its type and text replaces an error that does not survive this, or that is no Exception: SystemExit would
+    end the thread of the trainer process that raises it again.
     """
-    kind = type(error)
-    text = str(error)
-    state = {name: value for name, value in vars(error).items() if _survives(value)}
-    copy = type(kind.__name__, (kind,), {"__str__": lambda _: text, "__module__": kind.__module__})
-    return kind.__new__, (copy, *filter(_survives, error.args)), state
-
-
-def _survives(value: Any) -> bool:
-    """Returns whether ``value`` can be pickled and unpickled; for an exception, also whether its text stays the same."""
-    try:
-        copy = pickle.loads(dumps(value))
-    except Exception:
-        return False
-    return not isinstance(value, Exception) or describe(copy) == describe(value)
+    replacement = RuntimeError(describe(error))
+    for sent in (error, replacement):
+        with contextlib.suppress(BaseException):  # even the text of the error may raise
+            sent.add_note(f"In the process of the grader:\n{''.join(traceback.format_exception(error))}")
+            copy = pickle.loads(data := dumps(sent))
+            if isinstance(copy, Exception) and str(copy) == str(sent):
+                return data
+    return dumps(RuntimeError(describe(error)))
 
 
 def _place_of(error: BaseException) -> str:

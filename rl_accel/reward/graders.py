@@ -310,9 +310,11 @@ class Graders(Pool[_Process]):
         self._target = target
         self._computing = self.size if computing is None else computing
         self._constants = dict(constants or {})
+        self._path = [
+            entry for entry in sys.path if isinstance(entry, str)
+        ]  # Python ignores others, such as a ``Path``
         self._start = Start(
             target=f"{where}:{name}",
-            path=[entry for entry in sys.path if isinstance(entry, str)],  # Python ignores others, such as a ``Path``
             folder=folder,
             in_thread=in_thread,
             environment=dict(environment or {}),
@@ -536,7 +538,7 @@ class Graders(Pool[_Process]):
             self.deaths += 1
             await self._end(self._template)
         if self._template is None:
-            command = [sys.executable, "-c", _HOST, repr(self._start.path), grader_process.__file__]
+            command = [sys.executable, "-c", _HOST, repr(self._path), grader_process.__file__]
             host = await _Process.start(command)
             host.send(encode(asdict(self._start)))
             self._start = replace(self._start, reseed=True)
