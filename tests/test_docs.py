@@ -22,7 +22,6 @@ import yaml
 import rl_accel
 from rl_accel.config import describe_flags, resolve
 from rl_accel.features import FEATURES
-from rl_accel.lab.ab.compare import load_arms
 from rl_accel.lab.ab.recipe import load
 from rl_accel.rollout.round_driver import METRICS_PREFIX, StepResult
 from rl_accel.rollout.tail_decisions import RoundMetrics
@@ -353,10 +352,6 @@ def test_snippets_run(run, tmp_path):
 
 @pytest.mark.parametrize("block", RECIPES, ids=lambda block: block.place)
 def test_a_recipe_in_a_page_is_one(block, tmp_path):
-    """A recipe has a command; arms for `rl-accel compare` are nothing but lists of runs."""
     path = tmp_path / "recipe.yaml"
     path.write_text(block.text)
-    if "command:" in block.text or "extends:" in block.text:
-        load(path)
-    else:
-        load_arms(path)
+    load(path)

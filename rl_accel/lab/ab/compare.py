@@ -1,6 +1,5 @@
 """The command ``rl-accel compare``: makes an A/B report from training runs that were launched elsewhere."""
 
-import glob
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -9,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
-from omegaconf import OmegaConf
 
 from rl_accel.console import finite, wide_console
-from rl_accel.errors import RecipeError, did_you_mean, one_line
+from rl_accel.errors import RecipeError, did_you_mean
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, RolloutSection, load, parse_margin
 from rl_accel.lab.ab.runner import RunResult, load_result
@@ -24,32 +21,6 @@ from rl_accel.telemetry.run_log import Logged
 
 SLIME = Metrics("rollout/raw_reward", "perf/", "step_time", ["train_wait_time", "train_time"])
 """Names of the metrics that slime logs: reward, step time, and the times of two stages (waiting and training) that fill a step."""
-
-
-def load_arms(path: Path) -> dict[str, list[str]]:
-    """Reads a YAML file that maps each arm (variant) to its runs, the baseline first. Returns the paths of each arm's runs.
-
-    A run in the file is a path or a glob pattern, relative to the folder of the file.
-
-    Raises:
-        RecipeError: the file cannot be read or has another form, or a path is empty.
-    """
-    try:
-        # an arm that occurs twice is an error here, unlike in yaml
-        arms: Any = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"cannot read {path}: {one_line(error)}") from error
-    lists = list(arms.values()) if isinstance(arms, dict) else []
-    if len(lists) < 2 or not all(isinstance(runs, list) and runs for runs in lists):
-        raise RecipeError(f"{path} wants two or more arms, the baseline first, each a list of runs, found {arms!r}")
-    folder = path.resolve().parent
-    paths = {}
-    for arm, runs in arms.items():
-        matches = (
-            sorted(glob.glob(_below(folder, run))) or [_below(folder, *starts_of(run))] for run in map(str, runs)
-        )
-        paths[str(arm)] = list(itertools.chain.from_iterable(matches))
-    return paths
 
 
 def gather(
@@ -116,7 +87,7 @@ def _seed_of(path: str) -> int | None:
 
 
 @click.command(context_settings={"ignore_unknown_options": True})  # otherwise click rejects --against
-@click.argument("words", nargs=-1, required=True, metavar="RUN... --against RUN...|FILE.yaml")
+@click.argument("words", nargs=-1, required=True, metavar="RUN... --against RUN... [--against RUN...]")
 @click.option(
     "--out", type=click.Path(path_type=Path), default="out/compare", show_default=True, help="Folder for the report."
 )
@@ -133,8 +104,7 @@ def _seed_of(path: str) -> int | None:
 )
 @click.option("--batch-size", type=click.IntRange(1), help="Prompts of a step, where the logs do not say.")
 def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: str | float | None) -> None:
-    """Compare runs that were launched elsewhere. Name the runs of a baseline and, after --against, the runs of another arm, or
-    name a YAML file of arms.
+    """Compare runs that were launched elsewhere. Name the runs of a baseline and, after each --against, the runs of another arm.
 
     A RUN is a folder or file of verl's file logger or TensorBoard, a FILE.csv exported from W&B, or a console log of verl or slime;
     paths joined by commas are one run that was started several times. Exit code 0: runs were compared, with any result; 2: an input
@@ -144,9 +114,9 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
         if word.startswith("-") and word != "--against":
             options = (name for option in click.get_current_context().command.params for name in option.opts)
             raise click.UsageError(f"No such option: {word}{did_you_mean(word, ('--against', *options))}")
-    is_file = len(words) == 1 and words[0].endswith((".yaml", ".yml"))
-    arms = load_arms(Path(words[0])) if is_file else _arms_of(words)
-    recipe, runs = gather(arms, {key: value for key, value in metrics.items() if value is not None}, batch_size)
+    recipe, runs = gather(
+        _arms_of(words), {key: value for key, value in metrics.items() if value is not None}, batch_size
+    )
     results = [
         RunResult(
             arm=run.arm,
@@ -177,17 +147,12 @@ def _arms_of(words: Sequence[str]) -> dict[str, list[str]]:
     ]
     if len(sides) < 2:
         first, second = [*(word for word in words if word != "--against"), "RUN", "RUN"][:2]
-        raise click.UsageError(f"found no second arm: write {first} --against {second}, or name a YAML file of arms")
+        raise click.UsageError(f"found no second arm: write {first} --against {second}")
     firsts = [side[0] for side in sides]
     names = list(map(_arm_name, firsts))
     if len(set(names)) < len(names):
         names = firsts
     return dict(zip(names, sides, strict=True))
-
-
-def _below(folder: Path, *starts: str) -> str:
-    """Joins by commas the paths of one run, which has a path for each of its ``starts``. Relative paths are below ``folder``."""
-    return ",".join(str(folder / Path(start).expanduser()) for start in starts)
 
 
 def _arm_name(run: str) -> str:
