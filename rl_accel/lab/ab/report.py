@@ -1,6 +1,6 @@
 """Report of an A/B: ``summary.json``, plots, a self-contained ``report.html``, and console output.
 
-``summary.json`` has all measurements and conclusions. Its schema ``rl_accel.ab/2`` has the keys ``schema, created, ok, headline[],
+``summary.json`` has all measurements and conclusions. Its schema ``rl_accel.ab/3`` has the keys ``schema, created, ok, headline[],
 recipe{}, environment{}, runs[], measured_steps{run: [first, last]}, stages[], rollout{}, convergence{}, data{name: {arm: mean}},
 differences[], checks[], curves{metric: {run: {steps, values}}}``. NaN is written as null.
 
@@ -38,7 +38,7 @@ from rl_accel.lab.ab.tables import tables
 from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.profile import format_seconds
 
-SCHEMA = "rl_accel.ab/2"
+SCHEMA = "rl_accel.ab/3"
 _BUSY = 2.0
 """Load average per CPU core at the start of a run above which the report warns not to trust the run's times. At 2, a
 process waits for a core as long as it runs."""

@@ -53,7 +53,7 @@ def test_arms_run_after_prepare_and_the_report_compares_them(recipe_file, start_
     assert "accelerated and stock, seed 0: critic/score/mean is identical in all 8 steps" in output
     assert f"Report: {tmp_path / 'out' / 'report.html'}" in output
     summary = summary_of(tmp_path / "out")
-    assert (summary["schema"], summary["ok"]) == ("rl_accel.ab/2", True)
+    assert (summary["schema"], summary["ok"]) == ("rl_accel.ab/3", True)
     done = [(run["name"], run["status"], run["steps_done"]) for run in summary["runs"]]
     assert done == [("stock-seed0", "done", 8), ("accelerated-seed0", "done", 8)]
     assert {check["status"] for check in summary["checks"]} == {"green"}

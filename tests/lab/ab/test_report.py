@@ -107,13 +107,6 @@ def test_a_difference_is_listed_with_its_step_and_size(build, tmp_path):
     assert "first difference of each metric" in (tmp_path / "report.html").read_text()
 
 
-def test_several_seeds_and_arms_each_get_a_verdict(build):
-    runs = {f"{arm}-seed{seed}": records(0.1) for seed in (0, 1) for arm in ("stock", "accelerated", "third")}
-    summary = build(runs, arms={"stock": {}, "accelerated": {}, "third": {}})
-    verdicts = [(verdict["arm"], verdict["seed"]) for verdict in summary["differences"]]
-    assert verdicts == [("accelerated", 0), ("third", 0), ("accelerated", 1), ("third", 1)]
-
-
 @pytest.mark.parametrize(
     "runs",
     [

@@ -131,14 +131,6 @@ def test_nan_equals_nan_a_missing_value_differs_and_steps_of_one_run_alone_are_n
     assert rows([1, 1], base=[1, 1, 1]) == []
 
 
-def test_curve_and_gain():
-    data = run("a", [(1, 1, 2)] * 10, r=[0, 0, 1, 1, 1, 1, 1, 1, 5, 7])
-    assert stats.curve(data, "r") == {"steps": list(range(1, 11)), "values": [0, 0, 1, 1, 1, 1, 1, 1, 5, 7]}
-    assert stats.gain(data, "r") == {"before": 0, "after": 6, "gain": 6}
-    assert stats.gain(data, "absent") is None
-    assert stats.gain(run("a", [(1, 1, 2)], r=[1]), "r") is None
-
-
 @pytest.mark.parametrize("is_v1", [False, True])
 def test_the_seconds_of_a_step_hold_its_validation_whether_verl_counts_it_in_the_step_or_not(is_v1):
     metrics = {"timing_s/gen": 5.0, "timing_s/testing": 4.0, "timing_s/step": 10.0}
