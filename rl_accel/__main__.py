@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import importlib
 import io
 import json
@@ -126,6 +127,7 @@ def doctor(as_json: bool, recipe: Path | None, platform: str | None) -> None:
     With --recipe, checks instead the packages, configuration, model and data that the recipe needs. The exit code is 1
     if something is missing, or if a feature cannot work with the installed framework.
     """
+    gc.disable()  # a quarter of the processor time of importing the frameworks; this process ends soon
     from rl_accel.doctor import as_text, diagnose
 
     if recipe is not None:

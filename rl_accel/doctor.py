@@ -20,7 +20,6 @@ from rl_accel.features import FEATURES, FLAG_READER, METRICS_LOGGER, Feature
 from rl_accel.integrations.slime.custom_config import require_checkout
 from rl_accel.patches.upstream import version_of
 from rl_accel.patches.verl.config_intake import require_adapters
-from rl_accel.patches.verl.verl_run import ENGINES
 from rl_accel.runtime import is_installed, switches_of
 from rl_accel.switch import Switch, SwitchState
 
@@ -119,16 +118,16 @@ def _check_plugin() -> Iterator[dict[str, str]]:
 
 def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:
     for framework, modules in feature.switches.items():
-        engine = ENGINES.get(feature.name, framework) if framework == "verl" else framework
-        if absent := [name for name in (framework, engine) if not is_installed(name)]:
+        needed = [framework, feature.engine] if framework == "verl" and feature.engine else [framework]
+        if absent := [name for name in needed if not is_installed(name)]:
             yield _check(feature.name, absent[0], "absent", f"{absent[0]} is not installed")
             continue
         adapters = None
         if framework == "verl" and feature.verl:
             adapters = _verdict(feature.name, f"verl.{feature.name}", lambda: require_adapters(feature))
             yield adapters
-            for what, problem in getattr(importlib.import_module(feature.verl), "find_problems", tuple)():
-                yield _check(feature.name, what, "cannot", problem)
+            for verdict, what, reason in getattr(importlib.import_module(feature.verl), "check_engine", tuple)():
+                yield _check(feature.name, what, verdict, reason)
         for switch in switches_of(*modules):
             if adapters and adapters["verdict"] == "cannot":
                 yield _check(feature.name, switch.name, "cannot", f"needs {adapters['switch']}")

@@ -83,6 +83,7 @@ class Feature(Generic[F]):
         verl: name of a module with a function ``wire(run, flags)``, which configures verl's extension points for the feature (see
             :mod:`rl_accel.patches.verl.config_intake`); "" for none.
         slime: changes to slime's arguments; None for none.
+        engine: package of the only rollout engine that the feature supports on verl; "" for all engines.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Feature(Generic[F]):
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     verl: str = ""
     slime: SlimeHooks | None = None
+    engine: str = ""
 
 
 @dataclass
@@ -153,6 +155,7 @@ FINAL_OUTPUT = Feature(
     name="final_output",
     flags=LosslessFlags,
     switches={"verl": ("rl_accel.patches.verl.final_output",)},
+    engine="vllm",
 )
 """Makes vLLM return a response to verl when the response is finished, not per token."""
 
@@ -355,6 +358,7 @@ DRAFTS = Feature(
     flags=DraftsFlags,
     switches={"verl": ("rl_accel.integrations.verl.drafts", "rl_accel.patches.verl.collective_rpc"), "slime": ()},
     verl="rl_accel.integrations.verl.drafts",
+    engine="vllm",
     slime=SlimeHooks(
         SLIME_DATA,
         # arguments of other speculative decoding algorithms

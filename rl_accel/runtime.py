@@ -333,8 +333,18 @@ def enable(*names: str, **features: Any) -> Status:
     flags: dict[str, Any] = dict.fromkeys(names, True) if names or features else {"auto": True}
     for name, value in features.items():
         flags[name] = {"enable": True, **value} if isinstance(value, Mapping) else value
+    _require_engines(_resolve({KEYWORDS: cfg.as_mapping(flags, KEYWORDS)}))
     RUNTIME.set_source(KEYWORDS, flags)
     return RUNTIME.status()
+
+
+def _require_engines(flags: cfg.Flags) -> None:
+    """Raises PatchRefused if ``flags`` ask by name for a feature whose only rollout engine is not installed."""
+    for feature in FEATURES:
+        frameworks = [framework for framework in feature.switches if is_installed(framework)]
+        is_needed = feature.engine and frameworks == ["verl"] and flags.requested(feature) == "by name"
+        if is_needed and not is_installed(feature.engine):
+            raise PatchRefused(f"{feature.name} was asked for, but {feature.engine} is not installed here")
 
 
 def disable() -> Status:

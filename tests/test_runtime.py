@@ -9,8 +9,8 @@ import pytest
 
 from rl_accel import __version__, doctor
 from rl_accel.__main__ import cli
-from rl_accel.errors import ConfigError
-from rl_accel.runtime import Runtime
+from rl_accel.errors import ConfigError, PatchRefused
+from rl_accel.runtime import Runtime, enable
 
 CHANGED_SIGNATURE = ("lam: torch.Tensor,\n", "lam: torch.Tensor,\n    new_argument=None,\n")
 CHANGED_RESULT = ("returns = advantages + values", "returns = advantages - values")
@@ -121,7 +121,7 @@ def test_a_bare_enable_is_automatic_and_explicit_names_are_exact(fake_verl, chec
 def test_new_settings_reach_an_applied_patch_and_wrong_ones_change_nothing(fake_verl, check):
     check(r"""
         import pytest, rl_accel
-        from rl_accel.errors import ConfigError
+        from rl_accel.errors import ConfigError, PatchRefused
         from verl.trainer.ppo import core_algos
         original = core_algos.compute_gae_advantage_return
         rl_accel.enable(gae=True)
@@ -215,6 +215,13 @@ def test_a_patch_that_is_not_for_this_version_leaves_the_rest_of_its_feature_on(
             rl_accel.enable(advantages=True)
         assert rl_accel.status()["advantages"].switches == ()
     """)
+
+
+def test_a_feature_whose_engine_is_absent_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("rl_accel.runtime.is_installed", lambda name: name == "verl")
+    for named in ({"final_output": True}, {"drafts": {"max_tokens": 4}}):
+        with pytest.raises(PatchRefused, match="was asked for, but vllm is not installed here"):
+            enable(**named)
 
 
 def test_doctor_shows_the_verl_that_is_imported(fake_verl, check, tmp_path):

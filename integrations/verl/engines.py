@@ -161,15 +161,16 @@ def read_servers(engine: EngineSupport, servers: Sequence[str]) -> Mapping[str, 
 
 
 @functools.cache
-def version_problem(package: str, version: str | None, tried: tuple[str, ...]) -> str | None:
+def version_problem(package: str, version: str | None, tried: tuple[str, ...], newest: str = "") -> str | None:
     """Returns the reason why ``version`` of an engine's ``package`` is refused; None if ``version`` is accepted.
 
-    ``tried`` are the tested versions, oldest first. A version between two tested ones is accepted with one warning.
+    ``tried`` are the tested versions, oldest first. ``newest`` is the newest version that is known to have the same interface; "":
+    the last tested one. A version between the first and the newest that was not tested is accepted with one warning.
     """
     if version is None:
         return "is not installed"
     found = Version(version)
-    if not Version(tried[0]) <= found <= Version(tried[-1]):
+    if not Version(tried[0]) <= found <= Version(newest or tried[-1]):
         age = "older" if found < Version(tried[0]) else "newer"
         return f"{version} is {age} than the versions that were tried ({', '.join(tried)})"
     if version not in tried:

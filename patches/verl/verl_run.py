@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rl_accel.errors import refuse
+from rl_accel.features import FEATURES
 from rl_accel.patches.verl.trials import gives_zero_advantages
 
 ON_POLICY = ("V1 sync", "V1 tail_batching")
@@ -27,8 +28,7 @@ TRAINERS = {
 }
 """Mapping from feature to the trainers that the feature supports, as values of :attr:`VerlRun.trainer`. "V1" stands for verl's V1
 trainer in any mode. Features that are not listed work with all trainers."""
-ENGINES = {"final_output": "vllm", "drafts": "vllm"}
-"""Mapping from feature to the only rollout engine that the feature supports. Features that are not listed work with all engines."""
+_ENGINES = {feature.name: feature.engine for feature in FEATURES if feature.engine}
 WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """verl's advantage estimators that call ``masked_whiten`` at the end. The feature ``advantages`` has no effect with others."""
 
@@ -174,8 +174,8 @@ class VerlRun:
             trainer = self.trainer if self.built is None else f"{self.trainer} ({type(self.built).__name__})"
             reason = "trainer.use_v1 = False" if self.get("trainer.use_v1") is False else ""
             refuse(flag, "the trainer", " or ".join(names), trainer, reason)
-        if feature in ENGINES and self.get(f"{ROLLOUT}.name") != ENGINES[feature]:
-            refuse(flag, f"{ROLLOUT}.name", ENGINES[feature], self.get(f"{ROLLOUT}.name"))
+        if feature in _ENGINES and self.get(f"{ROLLOUT}.name") != _ENGINES[feature]:
+            refuse(flag, f"{ROLLOUT}.name", _ENGINES[feature], self.get(f"{ROLLOUT}.name"))
 
     def require_chosen(self, flag: str, key: str, value: Any) -> None:
         """Raises ConfigError in the trainer process if ``key`` of verl's configuration is not ``value``, which a feature needs.

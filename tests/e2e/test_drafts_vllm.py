@@ -77,7 +77,7 @@ def test_seeds_of_requests_choose_the_tokens(generated):
 
 def test_the_doctor_warns_of_a_cpu_build_until_it_is_repaired(generated):
     before, after = generated["problems"]
-    assert [what for what, _ in before] == ["vllm.speculative_config"]
+    assert [what for _, what, _ in before] == ["vllm.speculative_config"]
     assert after == []
 
 

@@ -33,8 +33,10 @@ from rl_accel.telemetry import metrics
 logger = logging.getLogger("rl_accel")
 
 TRIED = ("0.24.0", "0.29.0")
-"""Tested versions of vLLM, oldest first. Versions outside this range are refused: vLLM's drafter interface is unstable, and 0.30.0
-fails with any speculative decoding on a CPU."""
+"""Tested versions of vLLM, oldest first."""
+NEWEST = "0.33.0"
+"""Newest version of vLLM whose source has the drafter interface of 0.29.0. Versions above are refused, because the interface is
+unstable."""
 ROUTER = Path(__file__).with_name("router.yaml")
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Full name of vLLM's executor that runs one device in the engine's own process. With verl's choice ``mp``, each decoding step
@@ -67,8 +69,8 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
     """
     get = run.get
     version = _vllm_version()
-    if reason := engines.version_problem("vLLM", version, TRIED):
-        _refuse("vLLM", f"{TRIED[0]} to {TRIED[-1]}", version, f"vLLM {reason}")
+    if reason := engines.version_problem("vLLM", version, TRIED, NEWEST):
+        _refuse("vLLM", f"{TRIED[0]} to {NEWEST}", version, f"vLLM {reason}")
     if get(f"{ROLLOUT}.mtp.enable"):
         run.require_off(_FLAG, f"{ROLLOUT}.mtp.enable_rollout", "an engine has one drafter")
     settings: dict[str, Any] = {
@@ -92,8 +94,22 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
         run.set(key, value)
 
 
-def find_problems() -> list[tuple[str, str]]:
-    """Returns known problems of speculative decoding in the installed vLLM, for ``rl-accel doctor``, as pairs (key, reason)."""
+def check_engine() -> list[tuple[str, str, str]]:
+    """Checks the version and the speculative decoding of the installed vLLM, for ``rl-accel doctor``.
+
+    Returns triples: verdict ("works" or "cannot"), what was checked, and reason.
+    """
+    version = _vllm_version()
+    if version is None:  # the CPU build has another name
+        return _find_problems()
+    if reason := engines.version_problem("vLLM", version, TRIED, NEWEST):
+        return [("cannot", f"vllm {version}", reason)]
+    if version not in TRIED:
+        return [("works", f"vllm {version}", "has the interface; not run here"), *_find_problems()]
+    return _find_problems()
+
+
+def _find_problems() -> list[tuple[str, str, str]]:
     try:
         from vllm import _custom_ops  # noqa: F401 (registers what the kernel calls)
         from vllm.utils.cpu_triton_utils import _expand_kernel_impl as expand
@@ -104,7 +120,7 @@ def find_problems() -> list[tuple[str, str]]:
         temperatures.zero_()
         expand(temperatures, torch.tensor([0.7]), torch.tensor([2]), 0, 1)
     reason = "vLLM divides logits of drafted tokens by uninitialised memory; the CPU platform repairs it"
-    return [] if temperatures.all() else [("vllm.speculative_config", reason)]
+    return [] if temperatures.all() else [("cannot", "vllm.speculative_config", reason)]
 
 
 def _vllm_version() -> str | None:

@@ -160,6 +160,7 @@ def _verl(plan: RunPlan, cpu: bool, prepared: bool) -> Iterator[Row]:
     except Exception as error:  # from hydra, verl or rl-accel: each message names the problem
         yield f"configuration of {plan.arm}", "wrong", one_line(error)[:400]
         return
+    yield from misleading_settings(VerlRun(config, in_driver=True))
     rollout = config.actor_rollout_ref.rollout
     model = config.actor_rollout_ref.model
     wanted = ["transfer_queue", *([] if rollout.name == "hf_cpu" else [rollout.name])]
@@ -170,6 +171,31 @@ def _verl(plan: RunPlan, cpu: bool, prepared: bool) -> Iterator[Row]:
     yield from _files("data", [config.data.train_files, config.data.val_files], prepared)
     path = Path(model.path).expanduser()
     yield from _model(str(model.path), prepared and plan.directory.parent in path.parents)
+
+
+def misleading_settings(run: VerlRun) -> Iterator[Row]:
+    """Yields settings that verl 0.9.1 accepts and that do not do what they say: a run would lose its progress, or never begin."""
+    actor = "actor_rollout_ref.actor"
+    strategy = run.get(f"{actor}.strategy")
+    saves = run.get("trainer.save_freq", -1) > 0
+    if run.get(f"{actor}.checkpoint.async_save") and strategy != "megatron" and saves and run.trainer != "fully_async":
+        why = "verl writes no latest_checkpointed_iteration.txt then, so that a resume begins at step 0: Megatron alone does"
+        yield f"{actor}.checkpoint.async_save with {strategy}", "wrong", why
+    if run.get(f"{actor}.use_prefix_grouper") and run.is_v1:
+        yield f"{actor}.use_prefix_grouper", "idle", "verl's V1 trainer does not read it"
+    queue = "transfer_queue.backend"
+    is_local = run.get("ray_kwargs.ray_init.address") is None and "RAY_ADDRESS" not in os.environ
+    if (
+        run.is_v1
+        and run.get(f"{queue}.storage_backend") == "SimpleStorage"
+        and is_local
+        and run.get("trainer.nnodes") == 1
+    ):
+        needed = run.get(f"{queue}.SimpleStorage.num_data_storage_units", 1) + 1  # and the controller
+        cpus = run.get("ray_kwargs.ray_init.num_cpus", os.cpu_count() or 1)
+        if needed > cpus:
+            why = f"TransferQueue takes {needed} CPUs, Ray has {cpus}: the run would wait for ever"
+            yield f"{queue}.SimpleStorage.num_data_storage_units", "wrong", why
 
 
 def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:

@@ -20,13 +20,13 @@ from vllm import LLM, SamplingParams
 from vllm.utils import cpu_triton_utils
 
 import rl_accel
-from rl_accel.integrations.verl.drafts import find_problems
+from rl_accel.integrations.verl.drafts import check_engine
 from rl_accel.lab.verl_cpu.vllm import accept_precision, correct_expansion
 
-PROBLEMS = [find_problems()]
+PROBLEMS = [check_engine()]
 correct_expansion(cpu_triton_utils)
 accept_precision(cpu_triton_utils)
-PROBLEMS.append(find_problems())
+PROBLEMS.append(check_engine())
 
 SAMPLES, SEEDED, TOKENS, WORDS = 20_000, 5_000, 5, 4
 PROMPTS = [[5 + i % 4, *range(10, 20), 9 + i % 4, 7] for i in range(8)]

@@ -347,18 +347,27 @@ def test_a_restart_whose_script_ignores_the_new_size_is_refused(configured, monk
         config_intake.in_driver(configured(given))
 
 
-@pytest.mark.parametrize("version", [None, "0.23.1", "0.30.0"])
+@pytest.mark.parametrize("version", [None, "0.23.1", "0.34.0"])
 def test_a_vllm_outside_of_what_was_tried_is_refused(configured, monkeypatch, version):
     monkeypatch.setattr(drafts, "_vllm_version", lambda: version)
-    with pytest.raises(ConfigError, match=rf"vLLM = 0\.24\.0 to 0\.29\.0, found {version}"):
+    with pytest.raises(ConfigError, match=rf"vLLM = 0\.24\.0 to 0\.33\.0, found {version}"):
         drafts.wire(VerlRun(configured({}), in_driver=True), DRAFTS)
 
 
-def test_a_vllm_between_two_that_were_tried_serves_with_one_warning(configured, monkeypatch, caplog):
-    monkeypatch.setattr(drafts, "_vllm_version", lambda: "0.27.1")
+@pytest.mark.parametrize("version", ["0.27.1", "0.33.0"])
+def test_a_vllm_with_the_same_interface_serves_with_one_warning(configured, monkeypatch, caplog, version):
+    monkeypatch.setattr(drafts, "_vllm_version", lambda: version)
     for _ in range(2):
         drafts.wire(VerlRun(configured({}), in_driver=True), DRAFTS)
-    assert caplog.messages == ["rl-accel: vLLM 0.27.1 was not tried; 0.24.0 and 0.29.0 were"]
+    assert caplog.messages == [f"rl-accel: vLLM {version} was not tried; 0.24.0 and 0.29.0 were"]
+    assert drafts.check_engine()[0] == ("works", f"vllm {version}", "has the interface; not run here")
+
+
+def test_the_doctor_refuses_a_vllm_that_drafts_do_not_know(monkeypatch):
+    monkeypatch.setattr(drafts, "_vllm_version", lambda: "0.34.0")
+    ((verdict, what, reason),) = drafts.check_engine()
+    assert (verdict, what) == ("cannot", "vllm 0.34.0")
+    assert "0.34.0 is newer than the versions that were tried" in reason
 
 
 def test_an_older_verl_is_refused():

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from rl_accel.integrations.slime.custom_config import check, make
 from rl_accel.lab.ab import preflight
 from rl_accel.lab.ab.recipe import load, plan_runs
+from rl_accel.patches.verl.verl_run import VerlRun
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 VERL = ("verl_gsm8k", "verl_dapo_math", "verl_code", "verl_async")
@@ -277,6 +278,31 @@ def test_doctor_asks_for_no_gpu_on_a_cpu_nor_a_model_to_check_a_critic_and_names
         code, rows = doctor("--recipe", wrong)
         verdict, why = rows["configuration of stock"]
         assert (code, verdict, key in why) == (1, "wrong", True)
+
+
+SAVES = ["trainer.save_freq=10", "actor_rollout_ref.actor.checkpoint.async_save=True"]
+GROUPER = ["actor_rollout_ref.actor.use_prefix_grouper=True"]
+SHORT = ["ray_kwargs.ray_init.num_cpus=8"]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["ray_kwargs.ray_init.num_cpus=9"], []),
+        (SHORT, [("num_data_storage_units", "wrong")]),
+        ([*SHORT, "trainer.nnodes=2"], []),
+        ([*SAVES, "ray_kwargs.ray_init.num_cpus=9"], [("async_save", "wrong")]),
+        ([*SAVES, "trainer.use_v1=False"], [("async_save", "wrong")]),
+        ([*SAVES, "actor_rollout_ref.actor.strategy=megatron", "trainer.nnodes=2"], []),
+        ([*GROUPER, "trainer.nnodes=2"], [("use_prefix_grouper", "idle")]),
+        ([*GROUPER, "trainer.use_v1=False"], []),
+    ],
+)
+def test_doctor_names_settings_that_do_not_do_what_they_say(given, wanted, verl, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    run = VerlRun.compose("verl.trainer.main_ppo", given)
+    rows = preflight.misleading_settings(run)
+    assert [(what.split(" ")[0].rpartition(".")[2], verdict) for what, verdict, _ in rows] == wanted
 
 
 def test_doctor_finds_a_model_in_the_cache_and_asks_no_hub_for_another(monkeypatch, tmp_path):
