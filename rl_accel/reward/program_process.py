@@ -778,7 +778,7 @@ def run_program(request: dict[str, Any], judge: Callable[..., Any] | None) -> by
     case = request["case"]
     try:
         if judge is not None:
-            return _report("done", "", _plain(judge(**case["arguments"])))
+            return _report("done", "", judge(**case["arguments"]), _plain)
         sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8", errors="surrogateescape")
         namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
         exec(compile(request["code"], "solution.py", "exec"), namespace)
@@ -797,21 +797,14 @@ def run_program(request: dict[str, Any], judge: Callable[..., Any] | None) -> by
         return _report("error", describe(error))
 
 
-def _report(verdict: str, reason: str, value: Any = None) -> bytes:
-    return json.dumps({"verdict": verdict, "reason": reason[:500], "value": value}).encode()
+def _report(verdict: str, reason: str, value: Any = None, default: Callable[[Any], Any] | None = None) -> bytes:
+    """Returns a report. ``default`` converts parts of ``value`` that JSON does not have. Without it, they raise TypeError."""
+    return json.dumps({"verdict": verdict, "reason": reason[:500], "value": value}, default=default).encode()
 
 
 def _plain(value: Any) -> Any:
-    """Converts ``value`` to numbers, text, lists and dicts. Raises TypeError if it has other parts."""
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(part) for part in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    return str(value)
+    """Converts a part of a judge's value, such as a number of numpy, for JSON."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def describe(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,12 +159,25 @@ async def test_calls_that_wait_run_at_once_and_draw_other_random_numbers(tmp_pat
     assert [result.value for result in await asyncio.gather(*calls)] == [1] * 6
 
 
-async def test_short_calls_that_wait_run_at_once_too_and_short_ones_that_compute_do_not(graders):
-    wait, compute = "time.sleep(0.05)", "start = time.process_time()\nwhile time.process_time() < start + 0.02: pass"
-    for code, several in ((wait, True), (compute, False)):
-        pool, text = graders("execute", 4, computing=1), f"import os, time\n{code}\nscore = os.getpid()"
-        results = await asyncio.gather(*(pool.call({"code": text}) for _ in range(40)))
-        assert (len({result.value for result in results}) > 1) is several
+@pytest.mark.parametrize(("busy", "several"), [(lambda _pid: 0.0, True), (lambda _pid: time.monotonic(), False)])
+async def test_short_calls_run_at_once_if_processes_mostly_wait(busy, several, graders, monkeypatch):
+    monkeypatch.setattr(graders_module, "busy_seconds", busy)
+    pool = graders("execute", 4, computing=1)
+    calls = (pool.call({"code": "import os, time\ntime.sleep(0.05)\nscore = os.getpid()"}) for _ in range(40))
+    results = await asyncio.gather(*calls)
+    assert (len({result.value for result in results}) > 1) is several
+
+
+async def test_a_process_is_busy_while_it_computes_or_has_no_processor(processes):
+    programs = [subprocess.Popen(command) for command in (["sh", "-c", "while :; do :; done"], ["sleep", "600"])]
+    try:
+        computes, sleeps = (program.pid for program in programs)
+        await processes.eventually(lambda: program_process.busy_seconds(computes) > 1.0)
+        assert program_process.busy_seconds(sleeps) < 0.5
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
 
 
 @pytest.mark.parametrize("target", ["threads_at_import:wait", "plain:wait"], ids=["spawned", "forked"])
