@@ -12,7 +12,6 @@ import pytest
 
 from rl_accel.errors import RlAccelError
 from rl_accel.lab.ab.compare import compare
-from rl_accel.lab.ab.runner import GrowingLog
 from rl_accel.plan.command import plan
 from rl_accel.plan.profile_report import profile
 from rl_accel.telemetry.logs import merged
@@ -49,18 +48,6 @@ def test_a_log_of_verl_lies_beside_other_lines_of_json_and_two_are_refused_by_na
     several = r"holds several runs, wanted one of .*other/metrics\.jsonl, .*project/run\.jsonl"
     with pytest.raises(RlAccelError, match=several):
         read(str(tmp_path))
-
-
-def test_a_log_that_grows_gives_each_complete_line_once_and_counts_lines_that_are_no_records(tmp_path):
-    log = GrowingLog(tmp_path / "m.jsonl")
-    assert log.read() == []
-    with log.path.open("wb", buffering=0) as file:
-        file.write(b'{"step": 1, "data": {"a": 1.5}}\n{"step": 2, "da')
-        assert [log.read(), log.read()] == [[(1, {"a": 1.5})], []]
-        file.write(b'ta": {"a": 2}}\n')
-        assert (log.read(), log.bad_lines) == ([(2, {"a": 2.0})], 0)
-        file.write(b'nonsense\n[1]\n{"step": 1}\n{"step": "x", "data": {}}\n{"step": 3, "data": {"a": 1}}\n')
-    assert (log.read(), log.bad_lines) == ([(3, {"a": 1.0})], 4)
 
 
 def test_several_starts_of_a_run_are_one_of_which_the_later_wins_and_a_late_validation_is_none(tmp_path):

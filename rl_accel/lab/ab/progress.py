@@ -34,8 +34,6 @@ class ProgressView:
         self._show(f"{plan.name}: starting, {plan.steps} steps, log {plan.directory / 'train.log'}", always=True)
 
     def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None:
-        if step < 1:
-            return
         now = time.monotonic()
         self._steps += 1
         text = f"{plan.name}: step {step}/{plan.steps} | reward {metrics.get(self._reward, math.nan):.4g}"

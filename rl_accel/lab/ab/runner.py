@@ -23,7 +23,7 @@ from rl_accel.lab.ab.progress import ProgressView
 from rl_accel.lab.ab.recipe import RunPlan
 from rl_accel.processes import become_subreaper, descendants, end_all, heeded
 from rl_accel.runtime import FLAG_VARIABLES
-from rl_accel.telemetry.logs import LogRecord, parse_log_line
+from rl_accel.telemetry.logs import read_log
 
 GRACE_S = 15.0
 """Seconds that a trainer may take to stop before it is killed. Ray itself gives its processes up to ten."""
@@ -66,27 +66,6 @@ class RunResult:
     def is_of(self, plan: RunPlan) -> bool:
         """Returns whether this result belongs to ``plan``: same command, environment and number of steps."""
         return (self.command, self.env, self.steps_wanted) == (list(plan.command), dict(plan.env), plan.steps)
-
-
-class GrowingLog:
-    """Incremental reader of the file that verl's ``file`` logger writes during a run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.bad_lines = 0
-        self._offset = 0
-
-    def read(self) -> list[LogRecord]:
-        """Returns the records in all lines that were completed since the last call; ``[]`` while the log does not exist."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            *lines, rest = file.read().split(b"\n")
-            self._offset = file.tell() - len(rest)
-        records = [parse_log_line(line) for line in lines]
-        self.bad_lines += records.count(None)
-        return [record for record in records if record is not None]
 
 
 @dataclass
@@ -165,20 +144,24 @@ def run_one(plan: RunPlan, watcher: ProgressView, stop: Stop) -> RunResult:
     result.started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     result.load_average = os.getloadavg()[0]
     _save(plan, result)
-    metrics = GrowingLog(plan.directory / "metrics.jsonl")
+    metrics = plan.directory / "metrics.jsonl"
+    bytes_read = 0
     start = time.monotonic()
 
     def follow() -> bool:
-        for step, values in metrics.read():
-            if step >= 1:  # step 0 is a validation before training
-                result.steps_done = max(result.steps_done, step)
-                result.first_step_at = result.first_step_at or time.monotonic() - start
-            watcher.step(plan, step, values)
+        nonlocal bytes_read
+        size = metrics.stat().st_size if metrics.exists() else 0
+        steps = read_log(metrics) if size > bytes_read else {}
+        bytes_read = size
+        for step in [step for step in steps if step > result.steps_done]:  # step 0 is a validation before training
+            result.steps_done = step
+            result.first_step_at = result.first_step_at or time.monotonic() - start
+            watcher.step(plan, step, steps[step])
         watcher.tick(plan)
         return plan.timeout_s is not None and time.monotonic() - start > plan.timeout_s
 
     # a run joins a running Ray cluster only if its plan sets RAY_ADDRESS
-    env = {"RAY_ADDRESS": None, **plan.env, "VERL_FILE_LOGGER_PATH": str(metrics.path), "PYTHONUNBUFFERED": "1"}
+    env = {"RAY_ADDRESS": None, **plan.env, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
     with ray_temp_dir() as ray_dir:
         env["RAY_TMPDIR"] = str(ray_dir)
         log = plan.directory / "train.log"
@@ -186,7 +169,7 @@ def run_one(plan: RunPlan, watcher: ProgressView, stop: Stop) -> RunResult:
         result.seconds = time.monotonic() - start
         follow()
         result.exit_code = outcome.exit_code
-        result.status, result.message = _verdict(outcome, result, metrics.bad_lines)
+        result.status, result.message = _verdict(outcome, result)
         if result.status == "failed":
             for logs in sorted(ray_dir.glob("**/session_2*/logs")):
                 with contextlib.suppress(OSError, shutil.Error):
@@ -285,11 +268,8 @@ def ray_temp_dir() -> Iterator[Path]:
     base = tempfile.gettempdir()  # paths of Ray's sockets may have at most 107 bytes
     if len(base) > 24 and os.access("/tmp", os.W_OK):
         base = "/tmp"
-    path = Path(tempfile.mkdtemp(prefix="rlab-", dir=base))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="rlab-", dir=base, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def load_result(directory: Path) -> RunResult | None:
@@ -325,7 +305,7 @@ def _end_of_log(log: Path, start: int = 0) -> str:
         return ""
 
 
-def _verdict(outcome: CommandExit, result: RunResult, bad_lines: int) -> tuple[str, str]:
+def _verdict(outcome: CommandExit, result: RunResult) -> tuple[str, str]:
     """Returns ``RunResult.status`` and ``RunResult.message`` of a run that has ended."""
     if outcome.reason == "stopped":
         return "interrupted", f"stopped at step {result.steps_done}"
@@ -337,8 +317,7 @@ def _verdict(outcome: CommandExit, result: RunResult, bad_lines: int) -> tuple[s
         return "failed", "no training step in metrics.jsonl: trainer.logger must include file"
     if result.steps_done < result.steps_wanted:
         return "failed", f"ended by itself at step {result.steps_done} of {result.steps_wanted}"
-    bad = f"; {bad_lines} unreadable lines in metrics.jsonl" if bad_lines else ""
-    return "done", f"{result.steps_done} steps{bad}"
+    return "done", f"{result.steps_done} steps"
 
 
 def _save(plan: RunPlan, result: RunResult) -> None:
