@@ -86,7 +86,7 @@ def _rows(recipe: Recipe, plans: Sequence[RunPlan], prepared: bool) -> Iterator[
         if MAINS.keys() & set(plan.command):
             yield from _verl(plan, cpu, prepared)
         elif any(word.endswith(_SLIME_MAINS) for word in plan.command):
-            yield from _slime(plan, recipe)
+            yield from _slime(plan)
         else:
             yield f"arm {plan.arm}", "unknown", f"no trainer that is known here: {plan.command[0]}"
 
@@ -198,7 +198,7 @@ def misleading_settings(run: VerlRun) -> Iterator[Row]:
             yield f"{queue}.SimpleStorage.num_data_storage_units", "wrong", why
 
 
-def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
+def _slime(plan: RunPlan) -> Iterator[Row]:
     at = next(n for n, word in enumerate(plan.command) if word.endswith(_SLIME_MAINS))
     root = Path(plan.command[at]).parent
     arguments = plan.command[at + 1 :]

@@ -84,7 +84,7 @@ class Metrics:
     """Names of the metrics that a run logs, and settings for comparing the metrics of two arms. The default names are verl's."""
 
     reward: str = "critic/score/mean"
-    """Metric shown as the reward curve and in the progress bar."""
+    """Metric shown as the reward curve and in the line of progress."""
     stage_prefix: str = "timing_s/"
     step: str = "step"
     """Name of the metric with the seconds of a whole step, without ``stage_prefix``: ``step`` for ``timing_s/step``."""

@@ -64,7 +64,7 @@ def build(
         # a run that failed early has no log, because verl creates the log late
         steps = {name: read_log(log) for name, log in logs.items() if log.exists()}
         runs = [RunData(r.arm, r.seed, steps[r.name], r.command, out / r.name) for r in results if steps.get(r.name)]
-    summary = summarise(recipe, recipe_file, out, results, asked=asked, runs=runs)
+    summary = summarise(recipe, recipe_file, results, asked=asked, runs=runs)
     (out / "summary.json").write_text(strict_json(summary))
     pictures = plots.write_plots(summary, out)
     tails = {r.name: last_lines(out / r.name / "train.log") for r in results if r.status in ("failed", "timeout")}
@@ -73,7 +73,7 @@ def build(
 
 
 def summarise(
-    recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunResult], asked: int, runs: Sequence[RunData]
+    recipe: Recipe, recipe_file: Path, results: Sequence[RunResult], asked: int, runs: Sequence[RunData]
 ) -> dict[str, Any]:
     """Computes the content of summary.json from the metrics of ``runs``. Arguments as in :func:`build`."""
     names = recipe.metrics

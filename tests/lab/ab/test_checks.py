@@ -12,7 +12,7 @@ def judge(make_runs, tmp_path):
     def check(name, arms, asked=None, status="done", **checks):
         recipe, results, runs = make_runs({f"{arm}-seed0": steps for arm, steps in arms.items()}, checks=checks)
         results[0].status = status
-        summary = report.summarise(recipe, tmp_path, tmp_path, results, asked or len(arms), runs)
+        summary = report.summarise(recipe, tmp_path, results, asked or len(arms), runs)
         return next((check for check in summary["checks"] if check["name"] == name), None)
 
     return check
@@ -101,5 +101,5 @@ def test_a_check_turns_green_red_or_skipped_or_is_left_out(judge, name, arms, ke
 def test_a_check_without_anything_to_judge_is_never_green(make_runs, tmp_path):
     """A comparison that is interrupted before its first step."""
     recipe, results, _ = make_runs({"stock-seed0": [STEP]}, checks={"reward_gain": 0.1})
-    checks = report.summarise(recipe, tmp_path, tmp_path, results, 2, [])["checks"]
+    checks = report.summarise(recipe, tmp_path, results, 2, [])["checks"]
     assert {check["name"] for check in checks if check["status"] == "skipped"} == {"rollout_probs_diff", "reward_gain"}

@@ -31,7 +31,7 @@ def summarise(make_runs, tmp_path):
     def make(runs, files=None, recipe=None, **wanted):
         keys = {"rollout": {"report": True, **wanted}, "metrics": {"warmup_steps": 0}, **(recipe or {})}
         its_recipe, results, data = make_runs(runs, files, **keys)
-        summary = report.summarise(its_recipe, tmp_path, tmp_path, results, len(runs), data)
+        summary = report.summarise(its_recipe, tmp_path, results, len(runs), data)
         reward = [row for row in summary["convergence"]["rows"] if row["axis"] == "steps"]
         return summary["rollout"] | {"reward": reward}, {check["name"]: check for check in summary["checks"]}
 
