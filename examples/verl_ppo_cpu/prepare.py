@@ -242,4 +242,8 @@ if __name__ == "__main__":
         "--limit", type=int, default=published_lengths.LIMIT, help="tokens of the longest response (published)"
     )
     args = parser.parse_args()
+    if args.lengths == "published" and args.limit < published_lengths.SMALLEST_LIMIT:
+        raise SystemExit(
+            f"--lengths published wants --limit of at least {published_lengths.SMALLEST_LIMIT}, found {args.limit}"
+        )
     prepare(args.folder, args.lengths, args.prompts, args.alike, args.limit)

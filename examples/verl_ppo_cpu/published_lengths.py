@@ -27,6 +27,8 @@ PROMPT_MARKS = string.ascii_uppercase[: len(MEANS)]
 RESPONSE_MARKS = string.ascii_uppercase[len(MEANS) : 2 * len(MEANS)]
 FROM_PROMPT = 0.5
 """Probability that the mark of a response is the mark of its prompt."""
+SMALLEST_LIMIT = 512
+"""Smallest limit that was tried. Below 436, the short rows of the training hold no response after a prompt of 15 tokens."""
 SHAPE = 2.5
 """Shape parameter of the Weibull distribution of response lengths with one mark. The standard deviation is 0.43 of the mean."""
 NEVER = 1e-5

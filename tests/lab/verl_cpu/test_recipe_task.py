@@ -1,4 +1,4 @@
-"""Tests the reward of examples/verl_ppo_cpu. Tests that run the recipe cover prepare.py."""
+"""Tests the reward of examples/verl_ppo_cpu, and what prepare.py refuses. Tests that run the recipe cover the rest."""
 
 import runpy
 
@@ -20,3 +20,11 @@ def test_the_reward_is_the_share_of_the_kind_that_was_asked_for(repo):
         assert score("", response, kind) == share, response
     with pytest.raises(ValueError, match="digits, letters, found 'vowels'"):
         score("", "a", "vowels")
+
+
+def test_a_limit_too_small_for_a_response_is_refused_in_one_line(repo, tmp_path, monkeypatch):
+    folder = repo / "examples" / "verl_ppo_cpu"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr("sys.argv", ["prepare.py", str(tmp_path), "--lengths", "published", "--limit", "256"])
+    with pytest.raises(SystemExit, match=r"^--lengths published wants --limit of at least 512, found 256$"):
+        runpy.run_path(str(folder / "prepare.py"), run_name="__main__")
