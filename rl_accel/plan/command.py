@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +112,27 @@ def plan(run_dir: Path | None, lengths: str | None, **given: Any) -> None:
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task("draws", total=draws * (len(options) + 1))
         answers = answer(setup, options, draws, rounds, lambda: bars.advance(task))
-    result = Plan(setup, fit, answers, f"{draws} draws of {rounds} rollouts.")
-    if run is not None:
-        result = replace(result, advice=levers(run), preemptions=run.numbers.get("preemptions", 0.0))
+    basis = [f"{draws} draws of {rounds} rollouts.", *basis_lines(setup, fit)]
+    preemptions = run.numbers.get("preemptions", 0.0) if run else 0.0
+    conclusions = [*conclusion_lines(setup, fit, answers, preemptions), *(levers(run) if run else ())]
     table = Table(*_COLUMNS, title="What it would do to a step")
     for row in answers:
         table.add_row(*(cell(row) for cell in _COLUMNS.values()))
-    say(console, *result.basis())
+    say(console, *basis)
     console.print(table)
-    say(console, *result.conclusions())
+    say(console, *conclusions)
     path = (given["out"] or (run.output_folder if run else Path())) / "plan.json"
-    write_atomically(path, strict_json(result.summary()))
+    stock, *others = map(_row, answers)
+    summary = {
+        "schema": SCHEMA,
+        "basis": basis,
+        "engine": asdict(setup.engine),
+        "stages": dict(setup.stages),
+        "stock": stock,
+        "answers": others,
+        "conclusions": conclusions,
+    }
+    write_atomically(path, strict_json(summary))
     say(console, f"Written: {path}")
 
 
@@ -157,84 +167,53 @@ def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
     )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Results of ``rl-accel plan``.
+def basis_lines(setup: Setup, fit: Fit | None) -> Iterator[str]:
+    """Yields sentences about the inputs of the plan: batch size, response lengths and engine speed."""
+    tokens = setup.workload.tokens
+    replicas = "1 replica" if setup.replicas == 1 else f"{setup.replicas} replicas"
+    yield f"{setup.prompts} prompts of {setup.responses} responses on {replicas}."
+    half, most, longest = (f"{int(tokens[int(share * (len(tokens) - 1))]):,}" for share in (0.5, 0.9, 1))
+    lengths = f"mean {tokens.mean():,.0f} tokens, median {half}, nine in ten below {most}, the longest {longest}"
+    alike = f"intraclass correlation within a prompt {setup.workload.alike:.2f}"
+    yield f"Lengths: {lengths}; {alike}. From {setup.workload.source}."
+    steps = ", ".join(f"{format_seconds(s)} with {n:,}" for n, s in sorted(setup.engine.step_seconds.items()))
+    yield f"A decoding step takes {steps} running requests."
+    if fit is not None:
+        yield f"Fitted to {fit.responses:,} responses, error {fit.error:.1%} of their seconds."
+    if not setup.stages:
+        yield "A step is its rollout here: --other-seconds says what else it does."
 
-    Attributes:
-        setup: the run that was simulated.
-        fit: fit of the engine model to the run's telemetry; None without telemetry.
-        answers: prediction for the unchanged run, then one per option (a feature or an alternative).
-        drawn: sentence that tells the numbers of random draws and rollouts.
-        advice: sentences with advice on verl's own settings.
-        preemptions: measured number of preemptions per step by the rollout engines; 0 if unknown.
+
+def conclusion_lines(setup: Setup, fit: Fit | None, answers: Sequence[Answer], preemptions: float) -> Iterator[str]:
+    """Yields sentences for the end of the output: best feature, useless features, and warnings.
+
+    ``answers`` are those of the unchanged run and of each option. ``preemptions`` is the measured number per step; 0 if unknown.
     """
+    stock, *priced = answers
+    if fit is not None and fit.error > FIT_LIMIT:
+        why = "--slots and --cache-tokens say how many requests run at once and what they may take"
+        yield f"Do not trust this plan: the fitted engine is {fit.error:.0%} off for a response; {why}."
+    if preemptions and setup.engine.cache_tokens == math.inf:
+        how = "--cache-tokens, which vLLM logs as the size of its KV cache, has them preempt here as well"
+        yield f"The engines preempted {preemptions:,.0f} requests a step: {how}."
+    best = best_of(priced)
+    if best is None:
+        yield NOTHING_HELPS
+    else:
+        before, after = (format_seconds(answer.outcome.step_seconds) for answer in (stock, best))
+        ratio = f"{best.ratio.mean:.2f} times less, {best.ratio.low:.2f} to {best.ratio.high:.2f}"
+        yield f"Best of the pack: {best.option.name}. A step of {before} would take {after} ({ratio})."
+        yield f"Set {best.option.how}"
+        if best.more_memory > 0.05:
+            yield f"It needs {best.more_memory:.0%} more key-value cache at its peak than stock."
+    if none := [answer.option.name for answer in priced if answer.option.ours and answer.is_nothing]:
+        yield f"Nothing to gain from: {', '.join(none)}."
 
-    setup: Setup
-    fit: Fit | None
-    answers: Sequence[Answer]
-    drawn: str
-    advice: Sequence[str] = ()
-    preemptions: float = 0.0
 
-    def basis(self) -> Iterator[str]:
-        """Yields sentences about the inputs of the plan: batch size, response lengths and engine speed."""
-        setup = self.setup
-        tokens = setup.workload.tokens
-        yield self.drawn
-        replicas = "1 replica" if setup.replicas == 1 else f"{setup.replicas} replicas"
-        yield f"{setup.prompts} prompts of {setup.responses} responses on {replicas}."
-        half, most, longest = (f"{int(tokens[int(share * (len(tokens) - 1))]):,}" for share in (0.5, 0.9, 1))
-        lengths = f"mean {tokens.mean():,.0f} tokens, median {half}, nine in ten below {most}, the longest {longest}"
-        alike = f"intraclass correlation within a prompt {setup.workload.alike:.2f}"
-        yield f"Lengths: {lengths}; {alike}. From {setup.workload.source}."
-        steps = ", ".join(f"{format_seconds(s)} with {n:,}" for n, s in sorted(setup.engine.step_seconds.items()))
-        yield f"A decoding step takes {steps} running requests."
-        if self.fit is not None:
-            yield f"Fitted to {self.fit.responses:,} responses, error {self.fit.error:.1%} of their seconds."
-        if not setup.stages:
-            yield "A step is its rollout here: --other-seconds says what else it does."
-
-    def conclusions(self) -> Iterator[str]:
-        """Yields sentences for the end of the output: best feature, useless features, and warnings."""
-        stock, *priced = self.answers
-        if self.fit is not None and self.fit.error > FIT_LIMIT:
-            why = "--slots and --cache-tokens say how many requests run at once and what they may take"
-            yield f"Do not trust this plan: the fitted engine is {self.fit.error:.0%} off for a response; {why}."
-        if self.preemptions and self.setup.engine.cache_tokens == math.inf:
-            how = "--cache-tokens, which vLLM logs as the size of its KV cache, has them preempt here as well"
-            yield f"The engines preempted {self.preemptions:,.0f} requests a step: {how}."
-        best = best_of(priced)
-        if best is None:
-            yield NOTHING_HELPS
-        else:
-            before, after = (format_seconds(answer.outcome.step_seconds) for answer in (stock, best))
-            ratio = f"{best.ratio.mean:.2f} times less, {best.ratio.low:.2f} to {best.ratio.high:.2f}"
-            yield f"Best of the pack: {best.option.name}. A step of {before} would take {after} ({ratio})."
-            yield f"Set {best.option.how}"
-            if best.more_memory > 0.05:
-                yield f"It needs {best.more_memory:.0%} more key-value cache at its peak than stock."
-        if none := [answer.option.name for answer in priced if answer.option.ours and answer.is_nothing]:
-            yield f"Nothing to gain from: {', '.join(none)}."
-        yield from self.advice
-
-    def summary(self) -> dict[str, Any]:
-        """Returns the content of ``plan.json`` as a dictionary."""
-
-        def row(answer: Answer) -> dict[str, Any]:
-            option = answer.option
-            names = {"name": option.name, "set": option.how, "ours": option.ours, "cost": option.cost}
-            ratio = {"ratio": answer.ratio.mean, "low": answer.ratio.low, "high": answer.ratio.high}
-            more = {"more_memory": answer.more_memory, "nothing": answer.is_nothing}
-            return {**names, **asdict(answer.outcome), **ratio, **more}
-
-        stock, *answers = map(row, self.answers)
-        return {
-            "schema": SCHEMA,
-            "basis": list(self.basis()),
-            "engine": asdict(self.setup.engine),
-            "stages": dict(self.setup.stages),
-            "stock": stock,
-            "answers": answers,
-            "conclusions": list(self.conclusions()),
-        }
+def _row(answer: Answer) -> dict[str, Any]:
+    """Returns the content of ``plan.json`` for one answer."""
+    option = answer.option
+    names = {"name": option.name, "set": option.how, "ours": option.ours, "cost": option.cost}
+    ratio = {"ratio": answer.ratio.mean, "low": answer.ratio.low, "high": answer.ratio.high}
+    more = {"more_memory": answer.more_memory, "nothing": answer.is_nothing}
+    return {**names, **asdict(answer.outcome), **ratio, **more}

@@ -170,14 +170,6 @@ def load_data(name: str) -> dict[str, Any]:
     return content
 
 
-_TOKENS = ("tokens", "response_length", "response_tokens", "completion_tokens", "num_tokens")
-_TEXTS = ("output", "response", "completion")
-_PROMPTS = ("prompt", "input", "prompt_id", "group_index", "uid")
-"""Accepted names of three fields in a file of responses, the usual name first.
-
-_TOKENS: number of tokens of the response. _TEXTS: text of the response. _PROMPTS: prompt of the response, or its id."""
-
-
 def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
     """Returns a workload that is fitted to the response lengths of a run, read from a file or folder.
 
@@ -213,13 +205,11 @@ def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
                 continue
             try:
                 entry = json.loads(line)
-                prompt = entry[next((name for name in _PROMPTS if name in entry), _PROMPTS[0])]
-                field = next((name for name in _TOKENS if name in entry), _TOKENS[0])
-                text = next((entry[name] for name in _TEXTS if isinstance(entry.get(name), str)), None)
-                if field not in entry and text is not None:
+                prompt = entry["input"] if "input" in entry else entry["prompt"]
+                if "tokens" not in entry and isinstance(entry.get("output"), str):
                     has_texts = True
-                    entry[field] = max(count(text), 1)
-                groups.setdefault((entry.get("step"), str(prompt)), []).append(_number(entry, field, 1))
+                    entry["tokens"] = max(count(entry["output"]), 1)
+                groups.setdefault((entry.get("step"), str(prompt)), []).append(_number(entry, "tokens", 1))
                 rewards += [_number(entry, "reward_seconds", 0)] if "reward_seconds" in entry else []
             except BAD_RECORD as error:
                 raise RlAccelError(f"--lengths: {file}, line {number}: {wanted}, found {error!r}") from error

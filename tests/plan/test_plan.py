@@ -12,7 +12,7 @@ from rl_accel.errors import RlAccelError
 from rl_accel.features import TailBatchingFlags
 from rl_accel.plan import answers
 from rl_accel.plan.answers import PLAIN, Option, answer, options_of, rounds_of
-from rl_accel.plan.command import Plan, plan
+from rl_accel.plan.command import conclusion_lines, plan
 from rl_accel.plan.fit import Fit, fit_engine
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.simulation import Cluster, EngineModel
@@ -222,8 +222,8 @@ def test_the_command_on_a_run(run_dir, tmp_path, invoke):
 )
 def test_a_plan_says_if_its_engine_is_far_off_or_the_size_of_its_cache_unknown(error, preemptions, cache, warning):
     setup = replace(SETUP, engine=replace(SETUP.engine, **cache))
-    result = Plan(setup, Fit(SETUP.engine, 0.0, error, 100), answer(SETUP, [], 1, 5), "", preemptions=preemptions)
-    lines = list(result.conclusions())
+    fit = Fit(SETUP.engine, 0.0, error, 100)
+    lines = list(conclusion_lines(setup, fit, answer(SETUP, [], 1, 5), preemptions))
     assert lines[0].startswith("Do not trust this plan: the fitted engine is 300% off") == (warning == "trust")
     assert any("--cache-tokens" in line for line in lines) == (warning is not None), "either asks for it"
 

@@ -107,15 +107,6 @@ def tiny_tokenizer(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("response_length", None), ("completion_tokens", None), ("tokens", "a text")], ids=str
-)
-def test_a_number_of_tokens_may_have_other_names_and_goes_before_a_text(tmp_path, name, text):
-    rows = [{"prompt_id": n, name: 5 + n, "response": text} for n in range(3)]
-    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert read_lengths(tmp_path / "x.jsonl").tokens.tolist() == [5, 6, 7]
-
-
 TOKENS = '{"prompt": 1, "tokens": %s}'
 REWARD = '{"prompt": 1, "tokens": 1, "reward_seconds": %s}'
 
