@@ -9,6 +9,7 @@ READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
 VLLM   := .venv-vllm
 SGLANG := .venv-sglang
+PLATFORM := examples/verl_on_cpu
 AB_OUT ?= out/ab
 # Two files at a time, longest first by tests/durations.json, which `--store-durations` updates.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
@@ -24,11 +25,11 @@ help:  ## list the targets
 
 setup: $(DEV)  ## build the pinned CPU environment in .venv
 # torch first and alone: with it in place no other package pulls the CUDA build of several gigabytes
-$(READY): requirements/cpu.txt pyproject.toml
+$(READY): requirements/cpu.txt pyproject.toml $(PLATFORM)/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) --no-deps -r requirements/cpu.txt
-	$(PIP) --no-deps --editable .
+	$(PIP) --no-deps --editable . --editable $(PLATFORM)
 	$(COMPILE)
 	@touch $@
 
@@ -39,27 +40,27 @@ $(DEV): requirements/dev.txt requirements/docs.txt $(READY)
 
 vllm: $(VLLM)/.ready  ## build a second environment, with the CPU build of vLLM, in .venv-vllm (4.3 GB)
 $(VLLM)/.ready: BIN := $(VLLM)/bin
-$(VLLM)/.ready: requirements/cpu.txt requirements/vllm.txt requirements/dev.txt pyproject.toml
+$(VLLM)/.ready: requirements/cpu.txt requirements/vllm.txt requirements/dev.txt pyproject.toml $(PLATFORM)/pyproject.toml
 	@$(PYTHON) -c 'import sys, platform as p; sys.exit(not (sys.version_info >= (3, 11) and p.machine() == "x86_64" and p.system() == "Linux"))' \
 	  || { echo "make vllm: vLLM's CPU build needs Linux on x86-64 and Python 3.11 or later"; exit 2; }
 	@[ $$(df -k --output=avail . | tail -1) -ge 6000000 ] || { echo "make vllm: needs 6 GB of disk here"; exit 2; }
 	$(PYTHON) -m venv $(VLLM)
 	{ $(PIP) torch==2.13.0 && $(PIP) --no-deps -r requirements/cpu.txt && $(PIP) --no-deps -r requirements/vllm.txt -r requirements/dev.txt; } \
 	  || { echo "make vllm: pip could not install what requirements/vllm.txt pins; its message is above"; exit 2; }
-	$(PIP) --no-deps --editable .
+	$(PIP) --no-deps --editable . --editable $(PLATFORM)
 	$(COMPILE)
 	@touch $@
 
 sglang: $(SGLANG)/.ready  ## build a third environment, with SGLang for a CPU, in .venv-sglang (4 GB)
 $(SGLANG)/.ready: BIN := $(SGLANG)/bin
-$(SGLANG)/.ready: requirements/cpu.txt requirements/sglang.txt requirements/dev.txt pyproject.toml
+$(SGLANG)/.ready: requirements/cpu.txt requirements/sglang.txt requirements/dev.txt pyproject.toml $(PLATFORM)/pyproject.toml
 	@$(PYTHON) -c 'import sys, platform as p; sys.exit(not (sys.version_info[:2] == (3, 11) and p.machine() == "x86_64" and p.system() == "Linux"))' \
 	  || { echo "make sglang: the pinned wheels need Linux on x86-64 and Python 3.11"; exit 2; }
 	@[ $$(df -k --output=avail . | tail -1) -ge 5000000 ] || { echo "make sglang: needs 5 GB of disk here"; exit 2; }
 	$(PYTHON) -m venv $(SGLANG)
 	{ $(PIP) torch==2.13.0 && $(PIP) --no-deps -r requirements/cpu.txt && $(PIP) --no-deps -r requirements/sglang.txt -r requirements/dev.txt; } \
 	  || { echo "make sglang: pip could not install what requirements/sglang.txt pins; its message is above"; exit 2; }
-	$(PIP) --no-deps --editable .
+	$(PIP) --no-deps --editable . --editable $(PLATFORM)
 	$(COMPILE)
 	@touch $@
 
@@ -125,4 +126,4 @@ bench: $(READY)  ## GAE kernels side by side: table and picture
 	$(BIN)/rl-accel bench gae --out out/bench
 
 clean:  ## remove what the targets above made, the environment included
-	rm -rf $(VENV) $(VLLM) $(SGLANG) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) out build dist *.egg-info $(PLATFORM)/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

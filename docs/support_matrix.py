@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PLATFORM = REPOSITORY / "examples" / "verl_on_cpu"
 VERSIONS: dict[str, tuple[str, ...]] = {
     "0.6.1": ("transformers==4.57.6", "huggingface_hub==0.36.0", "openai==1.109.1", "jiter", "datasets==4.4.1"),
     "0.7.1": (),
@@ -80,7 +81,7 @@ def diagnosis(folder: Path | None = None) -> dict[str, Any]:
 
     # verl finds the CPU build of vLLM on the CPU platform only, which asks for verl 0.9.1
     report = ask()
-    on_platform = ask(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin")
+    on_platform = ask(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="verl_on_cpu.plugin")
     report["checks"] = [check for check in report["checks"] if check["feature"] not in OF_VLLM]
     report["checks"] += [check for check in on_platform["checks"] if check["feature"] in OF_VLLM]
     return report
@@ -129,7 +130,7 @@ def install_engine(package: str, version: str, python: Path) -> None:
         cpu, *others = (f"--requirement={REPOSITORY}/requirements/{name}.txt" for name in ("cpu", "vllm", "dev"))
         subprocess.run([*pip, "--no-deps", cpu], check=True)
         # with other versions of some packages, which replace those of cpu.txt
-        subprocess.run([*pip, "--no-deps", *others, f"--editable={REPOSITORY}"], check=True)
+        subprocess.run([*pip, "--no-deps", *others, f"--editable={REPOSITORY}", f"--editable={PLATFORM}"], check=True)
     else:
         (base,) = (REPOSITORY / f".venv-{package.removesuffix('-cpu')}" / "lib").glob("python*/site-packages")
         (own,) = folder.glob("lib/python*/site-packages")

@@ -30,8 +30,8 @@ from click.testing import CliRunner
 from hypothesis import settings
 
 from rl_accel import log
-from rl_accel.lab import sglang_servers
 from rl_accel.lab.ab.runner import MODULES, RAY_DID_NOT_START
+from verl_on_cpu import sglang_servers
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing here
 settings.load_profile("shared machine")
@@ -483,7 +483,7 @@ def make_model() -> Callable[..., Any]:
 @pytest.fixture
 def engine_for() -> Iterator[Callable[..., Any]]:
     """``engine_for(model, **options)`` starts a CPU engine that is closed after the test."""
-    from rl_accel.lab.cpu_engine.engine import CPUEngine
+    from verl_on_cpu.engine import CPUEngine
 
     with ExitStack() as engines:
 

@@ -10,6 +10,7 @@ import pytest
 
 import rl_accel.integrations
 import rl_accel.patches
+import verl_on_cpu
 
 FOLDERS = ("rl_accel", "patches", "integrations")
 
@@ -19,6 +20,7 @@ def test_every_module_lies_in_a_package_and_the_editable_install_is_this_checkou
     assert [path for path in modules if not (path.parent / "__init__.py").exists()] == []
     assert Path(rl_accel.patches.__file__).resolve().parent == repo / "patches"
     assert Path(rl_accel.integrations.__file__).resolve().parent == repo / "integrations"
+    assert Path(verl_on_cpu.__file__).parent == repo / "examples" / "verl_on_cpu" / "verl_on_cpu"
     assert tomllib.loads((repo / "pyproject.toml").read_text())["project"]["version"] == rl_accel.__version__
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import httpx
 import pandas as pd
 
-from rl_accel.lab.sglang_servers import sglang_problem, sglang_router, sglang_server
+from verl_on_cpu.sglang_servers import sglang_problem, sglang_router, sglang_server
 
 PROMPTS, RESPONSES, LIMIT = 16, 4, 1024
 ARMS = ("over_sampling", "sampler", "partial", "plain", "tail")

@@ -190,7 +190,7 @@ def probe_environment() -> Callable[[Path], dict[str, str]]:
     return lambda folder: {
         "STATUS_PROBE_DIR": str(folder),
         "PYTHONPATH": str(PROBE),
-        "VERL_USE_EXTERNAL_MODULES": "rl_accel.lab.verl_cpu.plugin,rl_accel_status_probe",
+        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu.plugin,rl_accel_status_probe",
     }
 
 

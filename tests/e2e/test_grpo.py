@@ -62,7 +62,7 @@ def out(ab, repo, probe_environment, tmp_path_factory):
     recipe = {
         "extends": str(base),
         "prepare": prepare.split(),
-        "env": {"VERL_USE_EXTERNAL_MODULES": "rl_accel.lab.verl_cpu.plugin,saves_between"},
+        "env": {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu.plugin,saves_between"},
         "overrides": [f"reward.custom_reward_function.path={base.parent / 'reward.py'}", *OVERRIDES],
         "arms": {arm: {"overrides": overrides} for arm, overrides in ARMS.items()},
         "checks": {"faster": {}, "same_training": {}},

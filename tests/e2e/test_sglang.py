@@ -41,7 +41,7 @@ def run(tail_run, counters):
         reward=REWARD,
         env={
             "SGLANG_COUNTERS": str(counters),
-            "VERL_USE_EXTERNAL_MODULES": "rl_accel.lab.verl_cpu.plugin,sglang_counters",
+            "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu.plugin,sglang_counters",
         },
     )
 

@@ -40,7 +40,7 @@ def left(tail_run, engine):
         loops=[two_turns, {**kills, "server": SERVERS[engine.name]}],
         agent_name=agent_name,
         env={
-            "VERL_USE_EXTERNAL_MODULES": "rl_accel.lab.verl_cpu.plugin,kills_while_training",
+            "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu.plugin,kills_while_training",
             "KILLED_WHILE_TRAINING": VICTIMS[engine.name],
         },
     )

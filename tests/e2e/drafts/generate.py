@@ -21,7 +21,7 @@ from vllm.utils import cpu_triton_utils
 
 import rl_accel
 from rl_accel.integrations.verl.drafts import check_engine
-from rl_accel.lab.verl_cpu.vllm import accept_precision, correct_expansion
+from verl_on_cpu.vllm import accept_precision, correct_expansion
 
 PROBLEMS = [check_engine()]
 correct_expansion(cpu_triton_utils)

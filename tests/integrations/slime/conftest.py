@@ -27,7 +27,7 @@ def prompts_file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def router(slime_root) -> Iterator[Callable[..., str]]:
     """``router(url, ...)`` returns the address of a real sglang-router in front of these servers. Equal servers share a router."""
-    from rl_accel.lab.sglang_servers import sglang_router
+    from verl_on_cpu.sglang_servers import sglang_router
 
     with ExitStack() as routers:
         yield functools.cache(lambda *urls: routers.enter_context(sglang_router(urls)))

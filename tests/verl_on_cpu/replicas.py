@@ -19,7 +19,7 @@ with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose(
         "ppo_trainer",
         [
-            "hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]",
+            "hydra.searchpath=[pkg://verl_on_cpu]",
             "+run_on=cpu",
             f"actor_rollout_ref.model.path={os.environ['MODEL']}",
             "data.max_prompt_length=16",

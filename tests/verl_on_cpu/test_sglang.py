@@ -13,12 +13,12 @@ from omegaconf import OmegaConf
 
 from rl_accel.errors import RlAccelError
 from rl_accel.integrations import gpu_packages
-from rl_accel.lab.verl_cpu import sglang
-from rl_accel.lab.verl_cpu.patches import find_problems
+from verl_on_cpu import sglang
+from verl_on_cpu.patches import find_problems
 
 ROLLOUT = "actor_rollout_ref.rollout"
 KWARGS = f"{ROLLOUT}.engine_kwargs.sglang"
-SHORTCUT = ["hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu", f"{ROLLOUT}.name=sglang"]
+SHORTCUT = ["hydra.searchpath=[pkg://verl_on_cpu]", "+run_on=cpu", f"{ROLLOUT}.name=sglang"]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from rl_accel.lab.cpu_engine.sampling import SamplingParams
+from verl_on_cpu.sampling import SamplingParams
 
 
 class EngineError(RuntimeError):

@@ -17,8 +17,8 @@ from cachetools import FIFOCache
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rl_accel.lab.cpu_engine.requests import Request
-from rl_accel.lab.cpu_engine.sampling import BatchSampler
+from verl_on_cpu.requests import Request
+from verl_on_cpu.sampling import BatchSampler
 
 ATTENTION = "rl_accel_cpu"
 """Name under which :func:`attend` is registered as an attention function of transformers."""

@@ -16,11 +16,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from rl_accel.lab.cpu_engine.batch import Batch
-from rl_accel.lab.cpu_engine.requests import EngineError, EngineStats, Generation, Request
-from rl_accel.lab.cpu_engine.sampling import SamplingParams, derive_seed
+from verl_on_cpu.batch import Batch
+from verl_on_cpu.requests import EngineError, EngineStats, Generation, Request
+from verl_on_cpu.sampling import SamplingParams, derive_seed
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("rl_accel")
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from rl_accel.lab.cpu_engine.sampling import BatchSampler, SamplingParams, derive_seed, uniforms
+from verl_on_cpu.sampling import BatchSampler, SamplingParams, derive_seed, uniforms
 
 
 def draw(logits, params, seeds, positions):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_accel.lab.verl_cpu.vllm import EXPAND, accept_precision, correct_expansion
+from verl_on_cpu.vllm import EXPAND, accept_precision, correct_expansion
 
 
 def test_each_drafted_token_gets_the_value_of_its_request():
@@ -86,7 +86,7 @@ def test_two_runs_on_one_machine_update_the_weights_of_their_own_engines(repo, c
     runs = [short_tmp / "a", short_tmp / "b"]
     for run in runs:
         run.mkdir()
-    on_cpu = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "rl_accel.lab.verl_cpu.plugin"}
+    on_cpu = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu.plugin"}
     done = subprocess.run(
         [python, "-c", WEIGHTS, *runs], env={**clean_environment, **on_cpu}, capture_output=True, text=True
     )

@@ -16,8 +16,8 @@ from typing import Any
 from packaging.version import Version
 
 from rl_accel.integrations.gpu_packages import require, stand_in
-from rl_accel.lab.verl_cpu import ROLLOUT, Get, Problems, longest_request, version_of, wanted
 from rl_accel.post_import import when_imported
+from verl_on_cpu import ROLLOUT, Get, Problems, longest_request, version_of, wanted
 
 TRIED = ("0.5.12.post1", "0.5.15.post1")
 """Tested versions of SGLang, oldest first: the one that verl pins and the one in slime's image."""

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from rl_accel.errors import ConfigError
-from rl_accel.lab.verl_cpu import sglang, vllm
-from rl_accel.lab.verl_cpu.patches import check_config, find_problems
+from verl_on_cpu import sglang, vllm
+from verl_on_cpu.patches import check_config, find_problems
 
-SHORTCUT = ["hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu"]
+SHORTCUT = ["hydra.searchpath=[pkg://verl_on_cpu]", "+run_on=cpu"]
 
 
 def overrides(config):

@@ -2,7 +2,7 @@
 
 A server runs in the environment that ``make sglang`` builds, the router in the environment of this process. They exchange HTTP
 requests. If this module runs as a program, it starts SGLang's own server (``launch_server``), after the changes for CPUs in
-:mod:`rl_accel.lab.verl_cpu.sglang`: ``.venv-sglang/bin/python -m rl_accel.lab.sglang_servers --model-path FOLDER --device cpu``.
+:mod:`verl_on_cpu.sglang`: ``.venv-sglang/bin/python -m verl_on_cpu.sglang_servers --model-path FOLDER --device cpu``.
 """
 
 import os
@@ -19,10 +19,10 @@ from pathlib import Path
 import httpx
 
 from rl_accel.errors import RlAccelError
-from rl_accel.lab.verl_cpu import sglang
 from rl_accel.processes import end_with_parent
+from verl_on_cpu import sglang
 
-PYTHON = Path(os.environ.get("SGLANG_PYTHON", Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"))
+PYTHON = Path(os.environ.get("SGLANG_PYTHON", Path(__file__).parents[3] / ".venv-sglang" / "bin" / "python"))
 """Python interpreter of the environment with SGLang, which ``make sglang`` builds."""
 
 _START_SECONDS = 600.0

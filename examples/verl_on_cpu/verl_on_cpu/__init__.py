@@ -1,6 +1,6 @@
 """Support for real verl on a machine without an accelerator, with ``VERL_PLATFORM=cpu`` and ``rollout.name=hf_cpu``.
 
-The package is inactive unless the environment variable ``VERL_USE_EXTERNAL_MODULES`` names :mod:`rl_accel.lab.verl_cpu.plugin`. In
+The package is inactive unless the environment variable ``VERL_USE_EXTERNAL_MODULES`` names :mod:`verl_on_cpu.plugin`. In
 this case, every process that imports verl calls :func:`activate`.
 """
 
@@ -43,10 +43,10 @@ def activate() -> None:
     from verl.plugin.platform.platform_manager import PlatformRegistry
 
     from rl_accel.integrations.verl import engines
-    from rl_accel.lab.verl_cpu import sglang, vllm
-    from rl_accel.lab.verl_cpu.patches import SWITCHES
-    from rl_accel.lab.verl_cpu.platform import PlatformCPU
     from rl_accel.post_import import when_imported
+    from verl_on_cpu import sglang, vllm
+    from verl_on_cpu.patches import SWITCHES
+    from verl_on_cpu.platform import PlatformCPU
 
     vllm.activate()
     sglang.activate()
@@ -58,7 +58,7 @@ def activate() -> None:
             restarts_in_run=True,
         ),
     )
-    adapter = {(ENGINE, "async"): "rl_accel.lab.verl_cpu.rollout.CPUServerAdapter"}
+    adapter = {(ENGINE, "async"): "verl_on_cpu.rollout.CPUServerAdapter"}
     when_imported("verl.workers.rollout.base", lambda base: base._ROLLOUT_REGISTRY.update(adapter))
     when_imported(
         "verl.workers.rollout.replica",
@@ -110,4 +110,4 @@ def version_of(distribution: str) -> str | None:
 
 
 def _from_rollout(name: str) -> Any:
-    return getattr(importlib.import_module("rl_accel.lab.verl_cpu.rollout"), name)
+    return getattr(importlib.import_module("verl_on_cpu.rollout"), name)

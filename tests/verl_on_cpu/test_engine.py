@@ -8,9 +8,9 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from rl_accel.lab.cpu_engine.engine import CPUEngine
-from rl_accel.lab.cpu_engine.requests import EngineError
-from rl_accel.lab.cpu_engine.sampling import SamplingParams
+from verl_on_cpu.engine import CPUEngine
+from verl_on_cpu.requests import EngineError
+from verl_on_cpu.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, logprobs=True, ignore_eos=True)
 

@@ -18,10 +18,10 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from rl_accel.lab.cpu_engine.engine import CPUEngine
-from rl_accel.lab.cpu_engine.requests import EngineStats, Generation
-from rl_accel.lab.cpu_engine.sampling import SamplingParams
-from rl_accel.lab.verl_cpu import find_option_problems
+from verl_on_cpu import find_option_problems
+from verl_on_cpu.engine import CPUEngine
+from verl_on_cpu.requests import EngineStats, Generation
+from verl_on_cpu.sampling import SamplingParams
 
 logger = logging.getLogger("rl_accel")
 

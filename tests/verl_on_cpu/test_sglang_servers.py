@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from rl_accel.errors import RlAccelError
-from rl_accel.lab import sglang_servers
+from verl_on_cpu import sglang_servers
 
 SERVES = """
 import sys
 from pathlib import Path
-from rl_accel.lab import sglang_servers
+from verl_on_cpu import sglang_servers
 (port,) = sglang_servers._free_ports(1)
 command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
 with sglang_servers._running(command, f"http://127.0.0.1:{port}", lambda client: client.get("/").is_success) as server:
