@@ -170,9 +170,9 @@ def _try_features(corpus: Corpus, run: Any, built: Any) -> None:
         config = run.config.copy()
         flags = resolve([("the corpus", {name: True})])
         try:
-            idle = config_intake.wire(VerlRun(config, in_driver=True), flags)
+            idle, _ = config_intake.wire(VerlRun(config, in_driver=True), flags)
             if built is not None:
-                idle |= config_intake.wire(VerlRun(config, built), flags)
+                idle |= config_intake.wire(VerlRun(config, built), flags)[0]
         except RlAccelError as error:
             corpus.add(name, "refused", str(error).partition(", found")[0].removeprefix(f"rl_accel.{name} "))
         except Exception as error:

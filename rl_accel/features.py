@@ -323,7 +323,6 @@ class TpReplanFlags(ByNameFlags):
     )
     min_tp: int = flag(1, "smallest tensor-parallel size", minimum=1)
     max_tp: int | None = flag(None, "largest tensor-parallel size; null: the GPUs of a node", minimum=1)
-    memory_gb: float | None = flag(None, "memory of one GPU in GiB; null: memory is not considered", minimum=0.1)
 
     def validate(self) -> None:
         """Raises ValueError if ``max_tp`` is below ``min_tp``."""

@@ -20,7 +20,7 @@ from typing import Any
 from rl_accel import __version__, log
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError, NotInThisVersion, PatchRefused
-from rl_accel.features import FEATURES, FLAG_READER, METRICS_LOGGER
+from rl_accel.features import FEATURES, FLAG_READER, METRICS_LOGGER, F, Feature
 from rl_accel.post_import import wait_for_import, when_imported
 from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus, forget_when_off
 
@@ -77,6 +77,18 @@ class Runtime:
     def flags(self) -> cfg.Flags:
         """Returns the flags in force, merged from all sources."""
         return self._flags
+
+    def flags_of(self, feature: Feature[F]) -> F:
+        """Returns the flags of ``feature``, which is on in the Ray job of this process.
+
+        Raises ConfigError if it is off here: the flags of the job have not reached this process.
+        """
+        if self._flags.requested(feature) == "off":
+            raise ConfigError(
+                f"rl_accel.{feature.name} is on in this run, but off in process {os.getpid()}: it has imported the framework "
+                "before the flags were known, or disable() was called since. Call enable() before the first Ray task"
+            )
+        return self._flags[feature]
 
     def set_source(self, source: str, flags: Any) -> None:
         """Replaces the flags of ``source``. Turns features on or off to match, and passes all flags on to Ray processes.

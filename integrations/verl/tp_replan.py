@@ -17,8 +17,8 @@ from rl_accel.errors import refuse
 from rl_accel.features import TpReplanFlags
 from rl_accel.files import write_atomically
 from rl_accel.integrations.verl.engines import counted_engines, engine_of, read_servers
-from rl_accel.parallel.model_memory import FLAG, possible_sizes, read_configuration
 from rl_accel.parallel.tp_planner import TpChange, TpPlanner
+from rl_accel.parallel.tp_sizes import FLAG, possible_sizes, read_configuration
 from rl_accel.patches.seams import step_observer
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import Trainer
@@ -98,16 +98,11 @@ def sizes_of(config: Any, flags: TpReplanFlags) -> list[int]:
     others = run.gpus_besides_tp
     if gpus % others:
         _refuse(f"{ROLLOUT}.data_parallel_size x pipeline_model_parallel_size", f"a divisor of {gpus} GPUs", others)
-    is_quantised = bool(run.get(f"{ROLLOUT}.quantization"))
-    longest = run.get("data.max_prompt_length", 0) + run.get("data.max_response_length", 0)
     sizes = possible_sizes(
         flags,
         world_size=gpus // others,
         gpus_per_node=run.get("trainer.n_gpus_per_node", 1),
-        model=read_configuration(str(run.get("actor_rollout_ref.model.path", "")), is_quantised, copy_to_local) or {},
-        max_tokens=run.get(f"{ROLLOUT}.max_model_len", 0) or longest,
-        memory_share=float(run.get(f"{ROLLOUT}.gpu_memory_utilization", 0.9)),
-        bytes_per_value=4 if run.get(f"{ROLLOUT}.dtype") == "float32" else 2,
+        model=read_configuration(str(run.get("actor_rollout_ref.model.path", "")), copy_to_local),
     )
     tp = run.get(TP_KEY, 1)
     possible = [size for size, reasons in sizes.items() if not reasons]

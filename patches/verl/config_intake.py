@@ -81,48 +81,38 @@ def resumed_checkpoint(trainer: Trainer) -> Path | None:
     return Path(config.default_local_dir, f"global_step_{step}") if step else None
 
 
-def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
-    """Sets verl's extension points for all features that are enabled by name, in the configuration of ``run``.
+def wire(run: VerlRun, flags: Flags) -> tuple[dict[str, str], dict[str, str]]:
+    """Sets verl's extension points for all features that are on, in the configuration of ``run``.
 
-    Returns a mapping from the name of each feature that has no effect in this run to the reason.
+    Returns:
+        ``idle``: mapping from each feature enabled by name that would have no effect in this run to the reason. ``refusals``:
+        mapping from each automatic feature that cannot work in this run to the sentence with which it is refused by name.
 
     Raises:
         ConfigError: a feature enabled by name cannot work in this run.
         PatchRefused: a feature enabled by name cannot be applied to the installed verl.
     """
-    idle = {}
+    idle: dict[str, str] = {}
+    refusals: dict[str, str] = {}
     for feature in FEATURES:
-        if flags.requested(feature) != "by name":
-            continue  # automatic features log nothing if they have no effect
-        if reason := _wire_feature(run, feature, flags):
+        requested = flags.requested(feature)
+        if requested == "off":
+            continue
+        try:
+            run.require(feature.name)
+            reason = run.idle(feature.name)
+            if feature.verl:
+                if not run.in_driver:  # the driver does not import verl's trainers
+                    require_adapters(feature)
+                importlib.import_module(feature.verl).wire(run, flags[feature])
+        except (ConfigError, PatchRefused) as error:
+            if requested == "by name":
+                raise
+            refusals[feature.name] = str(error)
+            continue
+        if reason and requested == "by name":
             idle[feature.name] = reason
-    return idle
-
-
-def rule_out(run: VerlRun, flags: Flags) -> dict[str, str]:
-    """Returns a mapping from each automatic feature that cannot work in ``run`` to the sentence with which it is refused by name.
-
-    Sets the extension points of the other automatic features, as :func:`wire` does for features that are enabled by name.
-    """
-    refusals = {}
-    for feature in FEATURES:
-        if flags.requested(feature) == "automatically":
-            try:
-                _wire_feature(run, feature, flags)
-            except (ConfigError, PatchRefused) as error:
-                refusals[feature.name] = str(error)
-    return refusals
-
-
-def _wire_feature(run: VerlRun, feature: Feature[Any], flags: Flags) -> str:
-    """Sets the extension points of ``feature`` in ``run``. Returns the reason why it would have no effect, or ""."""
-    run.require(feature.name)
-    idle = run.idle(feature.name)
-    if feature.verl:
-        if not run.in_driver:  # the driver does not import verl's trainers
-            require_adapters(feature)
-        importlib.import_module(feature.verl).wire(run, flags[feature])
-    return idle
+    return idle, refusals
 
 
 def require_adapters(feature: Feature[Any]) -> None:
@@ -218,10 +208,10 @@ def _take_in(config: Any, trainer: Any = None, in_driver: bool = False) -> None:
     flags = RUNTIME.flags()
     for warning in flags.warnings if in_driver else ():
         warn_once(warning, "rl-accel: %s", warning)
-    for name, reason in wire(run, flags).items():
+    idle, refusals = wire(run, flags)
+    for name, reason in idle.items():
         if in_driver or not run.is_v1:  # else verl's V1 driver has logged it
             warn_once((name, reason), "rl-accel: %s is on and has nothing to do in this run: %s", name, reason)
-    refusals = rule_out(run, flags)
     for name, reason in refusals.items():
         if name not in logged_before:
             warn_once((name, reason), "rl-accel: %s stays off: %s", name, reason)

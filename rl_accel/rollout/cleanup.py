@@ -8,7 +8,8 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 from rl_accel.errors import typed_line
 
@@ -18,6 +19,35 @@ T = TypeVar("T")
 GRACE_SECONDS = 0.5
 """Seconds that a round waits for cancelled code without requests, which nearly always ends within milliseconds. At 1.0 a round with
 one slow clean-up ends half a second later; at 0.25 a busy process leaves code in the background that has nothing to clean up."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Interruptible:
+    """State of a response that can be ended from within its agent loop, between two requests.
+
+    Attributes:
+        task: asyncio task that runs the response.
+        limit: asyncio timeout of the agent loop; None before the agent loop begins.
+        interrupted: True once :meth:`interrupt` was called.
+    """
+
+    task: "asyncio.Task[None]" = field(init=False)
+    limit: asyncio.Timeout | None = None
+    interrupted: bool = False
+
+    def is_over_limit(self) -> bool:
+        """Returns True if the time limit of the agent loop has passed."""
+        return self.limit is not None and self.limit.expired()
+
+    def is_interrupted(self) -> bool:
+        """Returns True once :meth:`interrupt` was called."""
+        return self.interrupted
+
+    def interrupt(self) -> NoReturn:
+        """Raises asyncio.CancelledError in the agent loop that calls this method, and cancels the task of the response."""
+        self.interrupted = True
+        self.task.cancel()
+        raise asyncio.CancelledError
 
 
 class Cleanups:

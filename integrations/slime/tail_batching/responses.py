@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from slime.utils.types import Sample
@@ -24,7 +24,7 @@ from rl_accel.errors import ConfigError, typed_line
 from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.slime import interfaces
 from rl_accel.patches.slime.requests import WATCHER
-from rl_accel.rollout.cleanup import Cleanups, agent_loop_limit
+from rl_accel.rollout.cleanup import Cleanups, Interruptible, agent_loop_limit
 from rl_accel.rollout.round_driver import Event, FailureLog, Job, ResponseLost, TokenRate
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ ABORT_ALL = {"abort_all": True}
 
 
 @dataclass(eq=False)
-class Session:
+class Session(Interruptible):
     """One response that is being generated and scored, and the state of its requests to rollout servers.
 
     Implements :class:`~rl_accel.patches.slime.requests.RequestWatcher`. Times are in seconds of the monotonic clock.
@@ -73,15 +73,12 @@ class Session:
         began: time of the start of generation.
         cancelled_at: time of the cancellation; infinity if the response is not cancelled.
         abort_again_at: earliest time of the next abort message to the servers.
-        limit: asyncio timeout of the generate function; None before the function begins.
-        interrupted: True once :meth:`interrupt` was called.
     """
 
     response_id: int
     prompt_id: str
     sample: Any
     owner: "Responses"
-    task: "asyncio.Task[None]" = field(init=False)
     requests: set[str] = field(default_factory=set)
     result: Any = None
     tokens: int = 0
@@ -90,8 +87,6 @@ class Session:
     began: float = 0.0
     cancelled_at: float = math.inf
     abort_again_at: float = 0.0
-    limit: asyncio.Timeout | None = None
-    interrupted: bool = False
 
     @property
     def cancelled(self) -> bool:
@@ -101,18 +96,8 @@ class Session:
         """Returns True while a server processes a request of the response."""
         return bool(self.requests)
 
-    def is_interrupted(self) -> bool:
-        return self.interrupted
-
-    def interrupt(self) -> NoReturn:
-        """Raises asyncio.CancelledError in the generate function that calls this method, and cancels the task of the response."""
-        self.interrupted = True
-        self.task.cancel()
-        raise asyncio.CancelledError
-
     def begin(self) -> str:
-        is_over_limit = self.limit is not None and self.limit.expired()
-        if self.cancelled or is_over_limit:  # between two requests of the generate function
+        if self.cancelled or self.is_over_limit():  # between two requests of the generate function
             self.interrupt()
         request_id = f"rl-accel-{self.response_id}-{uuid.uuid4().hex}"
         self.requests.add(request_id)

@@ -9,7 +9,6 @@ trainer's log through the anchor store, which shares the durations of correct ex
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from rl_accel.errors import ConfigError, refuse
@@ -26,8 +25,8 @@ MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
 ``MANAGER_MODULE`` for ``reward.reward_manager.module.path``."""
 
 SECTION = "reward_timeout"
-"""Name of the section of ``reward`` in verl's configuration that holds the flags, the reward manager that the user configured, and
-the path of the file with anchors (longest correct executions)."""
+"""Name of the section of ``reward`` in verl's configuration that holds the reward manager that the user configured, and the path of
+the file with anchors (longest correct executions)."""
 
 WORKER_PART = "rl_accel.integrations.verl.reward_worker_proxy.ValidationTag"
 """Full name of this feature's mixin for verl's agent-loop workers."""
@@ -52,7 +51,7 @@ def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
     folder = run.get("trainer.default_local_dir")
     # An absolute path: Ray processes with another working directory would resolve a relative path differently.
     anchors = os.path.join(os.path.abspath(folder), "rl_accel_reward_anchors.json") if folder else None
-    section = {"flags": asdict(flags), "manager": held, "anchors": run.get(f"reward.{SECTION}.anchors", anchors)}
+    section = {"manager": held, "anchors": run.get(f"reward.{SECTION}.anchors", anchors)}
     for key, value in {"source": "importlib", "name": MANAGER, "module.path": MANAGER_MODULE}.items():
         run.set(f"{_REWARD}.{key}", value)
     run.set(f"reward.{SECTION}", section)

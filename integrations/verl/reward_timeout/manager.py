@@ -23,7 +23,7 @@ from verl.utils.import_utils import load_extern_object
 
 from rl_accel import process_start
 from rl_accel.errors import ConfigError
-from rl_accel.features import RewardTimeoutFlags
+from rl_accel.features import REWARD_TIMEOUT
 from rl_accel.integrations.ray import reward_anchors
 from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION, code_rewards
 from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR, VALIDATION
@@ -33,6 +33,7 @@ from rl_accel.reward.graders import Graders, SandboxError
 from rl_accel.reward.limited_executor import ExecutionResult, LimitedExecutor, Limits, prompt_key, run_within
 from rl_accel.reward.sandbox import Sandbox
 from rl_accel.reward.scores import Scores
+from rl_accel.runtime import RUNTIME
 
 if TYPE_CHECKING:
     RewardManagerBase = interfaces.RewardManagerBase
@@ -81,7 +82,7 @@ class RewardTimeoutManager(RewardManagerBase):
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **given: Any) -> None:
         super().__init__(config, tokenizer, compute_score)
         section = config.reward[SECTION]
-        self._flags = RewardTimeoutFlags(**section.flags)
+        self._flags = RUNTIME.flags_of(REWARD_TIMEOUT)
         self.anchors = LocalAnchors(AdaptiveTimeout(self._flags))
         self._store_client = reward_anchors.StoreClient(self.anchors, section.anchors)
         if ray.is_initialized() and SUCCESSOR in (ray.get_runtime_context().get_actor_name() or ""):

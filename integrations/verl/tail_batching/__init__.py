@@ -31,15 +31,15 @@ WORKER_PART = "rl_accel.integrations.verl.tail_batching.worker.TailAgentLoopWork
 """Full name of tail batching's mixin for verl's agent-loop workers."""
 
 
-def run_of(config: Any, data_id: str = "", rows_id: str = "") -> TailRun:
-    """Returns the parameters of tail batching from verl's ``config``, into which ``wiring.wire`` has written the flags.
+def run_of(config: Any, flags: TailBatchingFlags, data_id: str = "", rows_id: str = "") -> TailRun:
+    """Returns the parameters of tail batching for verl's ``config``, on which ``wiring.wire`` has been called.
 
-    ``data_id`` and ``rows_id`` are as in :class:`TailRun`. Raises ConfigError as :class:`TailRun`.
+    ``flags``, ``data_id`` and ``rows_id`` are as in :class:`TailRun`. Raises ConfigError as :class:`TailRun`.
     """
     return TailRun(
         config.data.train_batch_size,
         config.actor_rollout_ref.rollout.n,
-        TailBatchingFlags(**dict(config.trainer.v1[MODE])),
+        flags,
         filter_groups=bool(OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)),
         data_id=data_id,
         rows_id=rows_id,

@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from rl_accel.errors import RlAccelError
+from rl_accel.features import TAIL_BATCHING
 from rl_accel.integrations.verl.engines import engine_of
 from rl_accel.integrations.verl.tail_batching import (
     check_data,
@@ -32,6 +33,7 @@ from rl_accel.patches.verl.interfaces import AgentLoopManager, ReplayBuffer, Syn
 from rl_accel.rollout import saved
 from rl_accel.rollout.round_driver import METRICS_PREFIX, PromptSupply, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching
+from rl_accel.runtime import RUNTIME
 
 if TYPE_CHECKING:
     tq: TransferQueue
@@ -94,7 +96,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         names = [os.path.basename(name) for name in files]
         data_id = f"{names} {len(self.train_dataset)} shuffle={data.get('shuffle')} seed={data.get('seed')}"
         frame = getattr(self.train_dataset, "dataframe", None)
-        run = run_of(self.config, data_id, saved.rows_digest(rows_of(frame)))
+        run = run_of(self.config, RUNTIME.flags_of(TAIL_BATCHING), data_id, saved.rows_digest(rows_of(frame)))
         check_data(run, rows, frame)
         self._core = TailBatching(run)
         self._supply = PromptSupply(self._fetch_row, rows)

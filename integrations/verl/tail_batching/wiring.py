@@ -5,7 +5,6 @@ Also registers the trainer mode ``tail_batching`` in verl.
 
 import functools
 import sys
-from dataclasses import asdict
 from typing import Any
 
 from rl_accel.errors import refuse
@@ -44,10 +43,8 @@ def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
             size,
         )
     run.set(_GEN_BATCH_KEY, 1)
-    # The trainer process reads the flags from this section, whatever source the flags came from.
-    run.set(f"trainer.v1.{MODE}", asdict(flags))
     agent_loop.choose(run, WORKER_PART)
-    run_of(run.config)
+    run_of(run.config, flags)
 
 
 def check(run: VerlRun) -> None:

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_accel.features import TAIL_BATCHING
 from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
-from rl_accel.integrations.verl.tail_batching import MODE, ROLLOUT_N
+from rl_accel.integrations.verl.tail_batching import ROLLOUT_N
 from rl_accel.integrations.verl.tail_batching.messages import ServerLost, StoredKeys
 from rl_accel.integrations.verl.tail_batching.worker_servers import SESSION, Session
 from rl_accel.patches.verl.interfaces import AgentLoopOutput, AgentLoopTQ, AgentLoopWorkerTQ
 from rl_accel.rollout.cleanup import Cleanups, agent_loop_limit
 from rl_accel.rollout.round_driver import Event, FailureLog, Job
+from rl_accel.runtime import RUNTIME
 
 if TYPE_CHECKING:
     _Worker = AgentLoopWorkerTQ
@@ -58,8 +60,8 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         self._all_over = asyncio.Event()
         self._failures = FailureLog()
         self._busy_since = 0.0
-        flags = self.config.trainer.v1[MODE]
-        self._limit: float | None = flags.agent_loop_limit
+        flags = RUNTIME.flags_of(TAIL_BATCHING)
+        self._limit = flags.agent_loop_limit
         self._cleanups = Cleanups(flags.cleanup_limit)
 
     async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:

@@ -9,8 +9,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayError
 
@@ -20,6 +20,7 @@ from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
 from rl_accel.integrations.verl.tail_batching.messages import RESUME, ServerLost
 from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import RolloutServer, TokenOutput
+from rl_accel.rollout.cleanup import Interruptible
 from rl_accel.rollout.round_driver import ResponseLost, TokenRate
 
 if TYPE_CHECKING:
@@ -31,32 +32,26 @@ logger = logging.getLogger("rl_accel")
 
 
 @dataclass(eq=False)
-class Session:
+class Session(Interruptible):
     """State of an unfinished training response, in the agent-loop worker that runs the response.
 
     Attributes:
         response_id: id of the response in the trainer process.
-        task: asyncio task that runs the response.
-        limit: asyncio timeout of the agent loop; None before the agent loop begins.
         tokens: number of tokens generated so far.
         keys: TransferQueue keys of the trajectories, which are written once ``storing`` is True.
         metric: number by which group filtering compares the responses of a prompt; None if unknown.
         generating: True while a rollout server has a request of the response.
         storing: True once the write to TransferQueue has started.
         cancelled: True once the trainer process has cancelled the response.
-        interrupted: True once :meth:`interrupt` was called.
     """
 
     response_id: int
-    task: "asyncio.Task[None]" = field(init=False)
-    limit: asyncio.Timeout | None = None
     tokens: int = 0
     keys: tuple[str, ...] = ()
     metric: float | None = None
     generating: bool = False
     storing: bool = False
     cancelled: bool = False
-    interrupted: bool = False
 
     def is_busy(self) -> bool:
         """Returns True while a rollout server has a request of the response, or while its trajectories are written."""
@@ -64,17 +59,7 @@ class Session:
 
     def is_over(self) -> bool:
         """Returns True if the agent loop must end: its response is cancelled, or its time limit has passed."""
-        is_over_limit = self.limit is not None and self.limit.expired()
-        return self.cancelled or is_over_limit
-
-    def is_interrupted(self) -> bool:
-        return self.interrupted
-
-    def interrupt(self) -> NoReturn:
-        """Raises asyncio.CancelledError in the agent loop that calls this method, and cancels the task of the response."""
-        self.interrupted = True
-        self.task.cancel()
-        raise asyncio.CancelledError
+        return self.cancelled or self.is_over_limit()
 
 
 SESSION: ContextVar[Session | None] = ContextVar("session", default=None)

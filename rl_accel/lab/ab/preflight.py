@@ -132,7 +132,7 @@ def validate_verl(config: DictConfig) -> dict[str, str]:
     config = config.copy()
     OmegaConf.resolve(config)
     flags = resolve([("the recipe", OmegaConf.select(config, "rl_accel", default={}))])
-    idle = config_intake.wire(VerlRun(config, in_driver=True), flags)
+    idle, _ = config_intake.wire(VerlRun(config, in_driver=True), flags)
     actor_rollout = config.actor_rollout_ref
     for section in (actor_rollout, config.critic):  # an HFModelConfig object would read the model
         OmegaConf.merge(OmegaConf.structured(HFModelConfig), section.model)

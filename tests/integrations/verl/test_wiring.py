@@ -43,7 +43,7 @@ def loops(part):
 
 def managed(source, name, path):
     """The keys of a reward manager of ours over this one."""
-    section = {"flags": asdict(REWARD), "manager": {"source": source, "name": name, "path": path}}
+    section = {"manager": {"source": source, "name": name, "path": path}}
     return {
         f"{MANAGER}.source": "importlib",
         f"{MANAGER}.name": reward_timeout.MANAGER,
@@ -55,7 +55,7 @@ def managed(source, name, path):
 
 MINE = {f"{MANAGER}.source": "importlib", f"{MANAGER}.name": "Mine", f"{MANAGER}.module.path": "/x/mine.py"}
 NOTES = "/somewhere/run/rl_accel_telemetry.jsonl"
-STEPS = {MODE: "tail_batching", "trainer.v1.tail_batching": asdict(TAIL), "data.gen_batch_size": 1}
+STEPS = {MODE: "tail_batching", "data.gen_batch_size": 1}
 STEPS |= {tail_batching.GEN_BATCH_KEPT: 8}
 DRAFTING = {
     f"{VLLM}.speculative_config.method": "custom_class",
@@ -451,7 +451,8 @@ def test_a_launch_line_is_right_or_refused_in_one_line(line, caplog):
     for name in ALL:
         run = VerlRun(composed.config.copy(), in_driver=True)
         try:
-            found["idle"] |= config_intake.wire(run, resolve([("a test", {name: True})])).keys()
+            idle, _ = config_intake.wire(run, resolve([("a test", {name: True})]))
+            found["idle"] |= idle.keys()
         except ConfigError as error:
             found["refused"].add(name)
             told[name] = str(error)
@@ -460,7 +461,8 @@ def test_a_launch_line_is_right_or_refused_in_one_line(line, caplog):
         assert re.fullmatch(rf"rl_accel\.{name} wants .+ found .+", told[name])  # . is no end of line
     caplog.clear()
     automatic = VerlRun(composed.config.copy(), in_driver=True)
-    assert config_intake.wire(automatic, resolve([("a test", {"auto": True})])) == {}
+    idle, _ = config_intake.wire(automatic, resolve([("a test", {"auto": True})]))
+    assert idle == {}
     assert caplog.text == ""
 
 
@@ -520,7 +522,7 @@ def test_no_launch_script_of_verl_makes_the_pack_crash(repo):
 def test_a_data_set_smaller_than_a_batch_is_refused(configured):
     config = configured({"rl_accel.tail_batching.enable": True})
     config_intake.in_driver(config)
-    run = tail_batching.run_of(config)
+    run = tail_batching.run_of(config, TAIL)
     with pytest.raises(ConfigError, match=r"rows of the data set = at least data.train_batch_size, 8, found 7"):
         tail_batching.check_data(run, 7, None)
     tail_batching.check_data(run, 8, None)
@@ -529,7 +531,7 @@ def test_a_data_set_smaller_than_a_batch_is_refused(configured):
 def test_a_row_that_asks_for_another_number_of_responses_is_refused(configured):
     config = configured({"rl_accel.tail_batching.enable": True, f"{ROLLOUT}.n": 4})
     config_intake.in_driver(config)
-    run = tail_batching.run_of(config)
+    run = tail_batching.run_of(config, TAIL)
     tail_batching.check_data(run, 8, datasets.Dataset.from_dict({"__rollout_n__": [4, 4]}))
     for frame in ([4, 2], [4, None]):
         with pytest.raises(ConfigError, match=r"__rollout_n__ of a row of the data = rollout\.n, 4, found (2|None)"):

@@ -14,10 +14,12 @@ from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewa
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import load_reward_manager
 
-from rl_accel.features import RewardTimeoutFlags
+import rl_accel
+from rl_accel.features import REWARD_TIMEOUT
 from rl_accel.integrations.verl.reward_timeout import wire
 from rl_accel.integrations.verl.reward_worker_proxy import VALIDATION
 from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.runtime import RUNTIME
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +38,8 @@ def configure(configured: Callable[..., Any], tmp_path: Path) -> Callable[..., A
             module.write_text(source)
             given["reward.custom_reward_function.path"] = str(module)
         config = configured({**given, **dict(keys)})
-        wire(VerlRun(config, in_driver=True), RewardTimeoutFlags(enable=True, **dict(flags)))
+        rl_accel.enable(reward_timeout=dict(flags))  # the manager reads its flags from there
+        wire(VerlRun(config, in_driver=True), RUNTIME.flags_of(REWARD_TIMEOUT))
         return config
 
     return make

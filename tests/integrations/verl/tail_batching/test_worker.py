@@ -8,6 +8,7 @@ import transfer_queue
 from omegaconf import OmegaConf
 from ray.exceptions import RayTaskError
 
+import rl_accel
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.verl.tail_batching.messages import StoredKeys
 from rl_accel.integrations.verl.tail_batching.worker import TailAgentLoopWorker
@@ -16,8 +17,7 @@ from rl_accel.rollout.round_driver import Event, Job
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
 ROLLOUT = {**SAMPLING, "agent": {"default_agent_loop": "any"}}
-TRAINER = {"v1": {"tail_batching": {"agent_loop_limit": None, "cleanup_limit": None}}}
-CONFIG = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": ROLLOUT}, "trainer": TRAINER})
+CONFIG = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": ROLLOUT}})
 
 
 class VerlWorker:
@@ -55,6 +55,12 @@ class VerlWorker:
 
 class Worker(TailAgentLoopWorker, VerlWorker):
     pass
+
+
+@pytest.fixture(autouse=True)
+def flags_of_the_job():
+    """The flags that the plug-in reads in a worker's process."""
+    rl_accel.enable(tail_batching={"cleanup_limit": None})
 
 
 @pytest.fixture(autouse=True)
