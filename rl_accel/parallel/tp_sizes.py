@@ -10,7 +10,7 @@ from rl_accel.features import TpReplanFlags
 
 FLAG = "rl_accel.tp_replan"
 SPLIT_MLP_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Families of models (``model_type`` in the Hugging Face configuration) whose MLP layers an engine splits among the GPUs of a server."""
+"""Values of ``model_type`` in the Hugging Face configuration of models whose MLP layers an engine splits among the GPUs."""
 
 
 def read_configuration(path: str, fetch: Callable[[str], str] = str) -> Mapping[str, Any]:

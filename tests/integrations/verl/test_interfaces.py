@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pkgutil
+import re
 import shutil
 from pathlib import Path
 
@@ -44,6 +45,15 @@ def test_each_method_of_verl_that_our_classes_override_is_in_an_interface_that_a
                 checked.add(cls.__name__)
     assert checked >= {"TailBatchingTrainer", "ValidationTag", "SiblingRouter", "RewardTimeoutManager"}
     assert "TailLLMServerClient" in checked
+
+
+def test_the_page_lists_all_files_that_name_verls_v1_trainer_or_transfer_queue(repo):
+    page = (repo / "docs/architecture.md").read_text()
+    section = page.partition("V1 trainer and TransferQueue?")[2].partition("\n## ")[0]
+    listed = {name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.py)`", section)}
+    files = [*repo.glob("patches/**/*.py"), *repo.glob("integrations/**/*.py")]
+    named = {file.name for file in files if re.search(r"verl\.trainer\.ppo\.v1|transfer_queue", file.read_text())}
+    assert named == listed
 
 
 TEACHER = ("_compute_teacher_logprobs", "_score_by_teacher")
