@@ -451,8 +451,8 @@ def test_a_launch_line_is_right_or_refused_in_one_line(line, caplog):
     for name in ALL:
         run = VerlRun(composed.config.copy(), in_driver=True)
         try:
-            idle, _ = config_intake.wire(run, resolve([("a test", {name: True})]))
-            found["idle"] |= idle.keys()
+            without_effect, _ = config_intake.wire(run, resolve([("a test", {name: True})]))
+            found["idle"] |= without_effect.keys()
         except ConfigError as error:
             found["refused"].add(name)
             told[name] = str(error)
@@ -461,8 +461,8 @@ def test_a_launch_line_is_right_or_refused_in_one_line(line, caplog):
         assert re.fullmatch(rf"rl_accel\.{name} wants .+ found .+", told[name])  # . is no end of line
     caplog.clear()
     automatic = VerlRun(composed.config.copy(), in_driver=True)
-    idle, _ = config_intake.wire(automatic, resolve([("a test", {"auto": True})]))
-    assert idle == {}
+    without_effect, _ = config_intake.wire(automatic, resolve([("a test", {"auto": True})]))
+    assert without_effect == {}
     assert caplog.text == ""
 
 
