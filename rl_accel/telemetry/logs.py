@@ -105,7 +105,8 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
     )
     records = []
     for process, rows in steps:
-        if record := _record(_joined(rows) if is_wrapped else rows[0]):
+        line = _joined(rows) if is_wrapped else rows[0]
+        if record := _record(line):
             records.append((process, record))
     has_slashes = any("/" in name for _, (_, metrics) in records for name in metrics)
     for process, (step, metrics) in records:
