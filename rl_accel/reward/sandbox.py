@@ -239,7 +239,10 @@ async def _result_of(answer: dict[str, Any]) -> ExecutionResult:
     value = None
     if verdict == "done":
         text = str(answer.get("value"))
-        value = await asyncio.to_thread(json.loads, text) if len(text) > _LONG_ANSWER_BYTES else json.loads(text)
+        try:
+            value = await asyncio.to_thread(json.loads, text) if len(text) > _LONG_ANSWER_BYTES else json.loads(text)
+        except RecursionError:  # the supervisor could read it, because fewer calls were open there
+            return ExecutionResult("error", wall=answer["wall"], reason="its value is nested too deep")
     return ExecutionResult(
         verdict, value, wall=answer["wall"], cpu=answer["cpu"], reason=answer["reason"], output=answer["output"]
     )

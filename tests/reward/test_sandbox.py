@@ -175,6 +175,24 @@ def test_a_hostile_program_gets_its_verdict_in_time(name, isolation):
     assert after.verdict == "passed", "the next program is not affected"
 
 
+NESTS = """
+import os
+def judge(depth):
+    os.write(200, b'{"verdict": "done", "reason": "", "value": ' + b"[" * depth + b"]" * depth + b"}")
+    os._exit(0)
+"""
+
+
+async def test_a_value_of_any_depth_is_an_answer_and_never_an_exception(isolation, closed_later, tmp_path):
+    """A supervisor reads some values that are nested too deep for this process, in which more calls are open."""
+    (tmp_path / "judge.py").write_text(NESTS)
+    sandbox = closed_later(Sandbox(1, isolation, f"{tmp_path / 'judge.py'}:judge"))
+    results = [await sandbox.call_judge({"depth": depth}, SHORT) for depth in (9, *range(860, 1000, 7), 100_000)]
+    assert {result.verdict for result in results} == {"done", "error"}
+    assert any("nested too deep" in result.reason for result in results)
+    assert sandbox.deaths == 0
+
+
 PTRACE = """
 import ctypes, os, time
 os.write(1, b"attached" if ctypes.CDLL(None).ptrace({request}, os.getppid(), 0, 0) == 0 else b"refused")
