@@ -9,6 +9,7 @@ Both ends of the socket trust each other, so that messages are pickled.
 
 import _thread
 import contextlib
+import copyreg
 import fcntl
 import functools
 import gc
@@ -391,19 +392,42 @@ def _reseed() -> None:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Returns ``error`` pickled, with its traceback as a note.
-
-    A RuntimeError with its type and text replaces an error that does not survive this, or that is no Exception: SystemExit would
-    end the thread of the trainer process that raises it again.
-    """
-    replacement = RuntimeError(describe(error))
-    for sent in (error, replacement):
-        with contextlib.suppress(BaseException):  # even the text of the error may raise
-            sent.add_note(f"In the process of the grader:\n{''.join(traceback.format_exception(error))}")
-            copy = pickle.loads(data := dumps(sent))
-            if isinstance(copy, Exception) and str(copy) == str(sent):
-                return data
+    """Returns ``error`` pickled, with its traceback as a note. Replaces an error that is no Exception by a RuntimeError."""
+    try:
+        trace = "".join(traceback.format_exception(error))
+        # SystemExit would end the thread of the trainer process that raises it again
+        if not isinstance(error, Exception):
+            error = RuntimeError(describe(error))
+        error.add_note(f"In the process of the grader:\n{trace}")
+        if not _survives(error):  # the constructor takes other arguments than ``args``, or an attribute is a lock
+            copyreg.pickle(type(error), _with_text)
+        if _survives(error):
+            return dumps(error)
+    except BaseException:
+        pass  # even the text of the error may raise
     return dumps(RuntimeError(describe(error)))
+
+
+def _with_text(error: Exception) -> Any:
+    """Tells pickle how to restore an exception that it cannot restore by itself. For :mod:`copyreg`.
+
+    The restored exception has the same text. Its type is a subclass of the original one. Attributes that cannot be pickled are
+    dropped.
+    """
+    kind = type(error)
+    text = str(error)
+    state = {name: value for name, value in vars(error).items() if _survives(value)}
+    copy = type(kind.__name__, (kind,), {"__str__": lambda _: text, "__module__": kind.__module__})
+    return kind.__new__, (copy, *filter(_survives, error.args)), state
+
+
+def _survives(value: Any) -> bool:
+    """Returns whether ``value`` can be pickled and unpickled; for an exception, also whether its text stays the same."""
+    try:
+        copy = pickle.loads(dumps(value))
+    except Exception:
+        return False
+    return not isinstance(value, Exception) or describe(copy) == describe(value)
 
 
 def _place_of(error: BaseException) -> str:
