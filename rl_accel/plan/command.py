@@ -156,6 +156,8 @@ def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
         workload = published(lengths.removeprefix(_PUBLISHED))
     else:
         workload = read_lengths(Path(lengths), options["tokenizer"])
+    folder = Path(lengths)
+    saved_by_slime = folder.is_dir() and not any(folder.glob("*.jsonl"))
     limits = {key: options[key] for key in ("slots", "cache_tokens") if options[key]}
     return Setup(
         prompts=options["prompts"],
@@ -164,6 +166,7 @@ def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
         engine=replace(options["step_seconds"], **limits),
         workload=workload,
         stages={"update_actor": options["other_seconds"]} if options["other_seconds"] else {},
+        is_slime=saved_by_slime,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rl_accel.errors import RlAccelError
 from rl_accel.features import TailBatchingFlags
@@ -306,3 +307,13 @@ def test_options_of_slime_are_in_its_own_words():
     assert how["4 slots a replica"] == "--sglang-max-running-requests 4"
     assert how["limit of 1,024 tokens"] == "--rollout-max-response-len 1024"
     assert not any("+rl_accel" in words or "actor_rollout_ref" in words for words in how.values())
+
+
+def test_a_plan_from_rollouts_that_slime_saved_speaks_of_slime(tmp_path, invoke):
+    rng = np.random.default_rng(0)
+    samples = [{"group_index": n // 4, "response_length": int(rng.lognormal(5, 1)) + 1} for n in range(64)]
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
+    batch = ["--prompts", 8, "--responses", 4, "--replicas", 1, "--step-seconds", "1:0.01,32:0.02"]
+    output = invoke(plan, "--lengths", tmp_path, *batch, "--draws", 1, "--rounds", 5, "--out", tmp_path / "out")
+    assert "rl-accel slime-config --enable tail_batching" in output
+    assert "+rl_accel" not in output
