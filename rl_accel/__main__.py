@@ -21,7 +21,7 @@ _LAZY = {
     "slime-config": ("integrations.slime.custom_config", "Write or check the YAML for slime's --custom-config-path."),
     "profile": ("plan.profile_report", "Where a step's time went in a run, and which flag would save most."),
     "plan": ("plan.command", "What the features would do to a step of your run, before you spend a GPU hour."),
-    "stacks": ("integrations.ray.stall_watch", "What a running job waits for, with the stacks of its processes."),
+    "stacks": ("integrations.ray.stall", "What a running job waits for, with the stacks of its processes."),
     "run": ("relaunch", "Run a trainer, and again with other overrides when it asks for that."),
     "compare": ("lab.ab.compare", "The report of an A/B over runs that were launched elsewhere."),
     "ab": ("lab.ab.cli", "Train the arms of a recipe one after the other and report the difference."),

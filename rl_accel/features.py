@@ -188,7 +188,7 @@ REUSE_LOG_PROBS = Feature(
 
 
 @dataclass
-class StallFlags(ByNameFlags):
+class StallFlags(LosslessFlags):
     """Flags of the feature ``stall``, which logs what a training step waits for if the step stands still."""
 
     patience: float | None = flag(

@@ -112,6 +112,7 @@ class Runtime:
         """
         if self._sources is None:
             return
+        logger.debug("rl-accel: flags received from the driver: %s", payload)
         inherited = _received(payload) if payload else {}
         if inherited is not None:  # Ray's runtime_env may set variables that the driver lacks
             inherited = {**_environment(inherited), **inherited}
@@ -178,6 +179,7 @@ class Runtime:
         os.environ.pop(SOURCES_VAR, None)
         if self._sources != {}:
             payload = os.environ[SOURCES_VAR] = json.dumps(self._sources and {**self._sources, _VERSION: __version__})
+        logger.debug("rl-accel: flags passed on to the processes of Ray: %s", payload)
         importlib.import_module("rl_accel.integrations.ray.propagate").publish(payload)
 
     def _replace_switches(self) -> list[_WantedSwitch]:

@@ -98,12 +98,12 @@ def test_a_bare_enable_is_automatic_and_explicit_names_are_exact(fake_verl, chec
         requested = lambda: {f.name: f.requested for f in rl_accel.status().features}
         rl_accel.enable()
         found = requested()
-        never = ("tail_batching", "reward_timeout", "telemetry", "tp_replan", "drafts", "stall")
+        never = ("tail_batching", "reward_timeout", "telemetry", "tp_replan", "drafts")
         semantic = {name: found.pop(name) for name in never}
         assert set(semantic.values()) == {"off"}, "neither what changes training nor what only observes is automatic"
         assert set(found.values()) == {"automatically"}, found
         others = {**semantic, "final_output": "off", "skip_zero": "off"}
-        others |= dict.fromkeys(("reuse_log_probs", "overlap_validation"), "off")
+        others |= dict.fromkeys(("reuse_log_probs", "overlap_validation", "stall"), "off")
         rl_accel.enable(auto=True, sampler=False)
         assert requested()["sampler"] == "off" and requested()["gae"] == "automatically"
         rl_accel.enable(gae=False)

@@ -389,6 +389,8 @@ class Graders(Pool[_Process]):
             else:
                 await finished(self._end(process))
         wall = loop.time() - began
+        verdict = answer[0] if answer else "timeout"
+        logger.debug("rl-accel: process %d of %s: %s after %.1f s", process.pid, self._target, verdict, wall)
         if answer is None:
             return ExecutionResult("timeout", wall=wall, reason="wall limit")
         verdict, reason, packed = answer
@@ -528,6 +530,8 @@ class Graders(Pool[_Process]):
         else:
             self._pause = _SHORTEST_PAUSE_SECONDS
             self._serving.add(process)
+            counts = (len(self._serving), self._target, len(self._waiting))
+            logger.debug("rl-accel: %d processes serve %s, %d calls wait", *counts)
             self._free(process)
         finally:
             self._starts -= 1

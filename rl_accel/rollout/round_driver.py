@@ -364,6 +364,7 @@ class RolloutDriver:
     def _pass_on(self, event: Event) -> list[Decision]:
         response_id = event.response_id
         now = self._now()
+        logger.debug("rl-accel: response %d: %s, %d tokens %s", response_id, event.kind, event.tokens, event.error)
         if event.result is not None:
             self._results[response_id] = event.result
         if event.kind != "generated":
@@ -386,6 +387,7 @@ class RolloutDriver:
 
     def _carry_out(self, decisions: list[Decision]) -> None:
         for decision in decisions:
+            logger.debug("rl-accel: step %d: %.200s", self._step, decision)
             match decision:
                 case Launch(prompt_id, response_ids):
                     now = self._now()

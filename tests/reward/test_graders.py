@@ -45,6 +45,14 @@ async def test_a_value_comes_back_as_it_was(graders):
         assert result.value == value
 
 
+async def test_the_level_debug_shows_processes_and_calls_without_arguments(graders, caplog):
+    caplog.set_level("DEBUG", "rl_accel")
+    assert (await graders("echo").call({"value": "a secret"})).verdict == "done"
+    assert any(line.startswith(f"rl-accel: 1 processes serve {HERE}:echo") for line in caplog.messages)
+    assert any(re.search(r"process \d+ of .*: done after \d", line) for line in caplog.messages)
+    assert "secret" not in caplog.text
+
+
 async def test_arguments_may_have_a_position_and_are_copies(graders):
     pool, notes, texts = graders("add_notes"), {"old": 1}, ["a"]
     result = await pool.call({"texts": texts}, None, (notes, 5))

@@ -228,6 +228,17 @@ def test_ratios_that_rounding_changes_are_said_at_the_start(caplog):
     assert caplog.messages == ["rl-accel: tail_batching.response_ratio=1.25 launches 2 for 1, which is 2.00 times"]
 
 
+def test_the_level_debug_shows_events_and_decisions_in_short_lines(caplog):
+    driver, workers = make()
+    train(driver, workers, 1)
+    assert "response 1:" not in caplog.text, "off by default"
+    caplog.set_level("DEBUG", "rl_accel")
+    train(driver, workers, 2, first=2)
+    assert any(re.match(r"rl-accel: response \d+: scored, \d+ tokens", line) for line in caplog.messages)
+    assert any(line.startswith("rl-accel: step 2: TrainBatch(") for line in caplog.messages)
+    assert max(map(len, caplog.messages)) < 250
+
+
 def test_when_everything_fails_the_last_error_comes_out():
     driver, _ = make(workers=Schedule(fails=lambda prompt_id: True))
     with pytest.raises(RuntimeError, match="4 prompts failed one after the other; last error: broken"):
