@@ -44,7 +44,7 @@ LEAST_PATIENCE = 600.0
 TIMES_MEDIAN = 5.0
 """Default patience as a multiple of the median duration of the stage. Steps of a healthy run vary by four times."""
 START = "start"
-"""Stage that loads models. By default, it may take :data:`LONGEST_LOAD` seconds if Ray has placed all actors and none has died."""
+"""Stage that loads models. The default patience is :data:`LONGEST_LOAD` if Ray has placed all actors and none has died."""
 LONGEST_LOAD = 3600.0
 LONGEST_LIST = 6
 PY_SPY_SECONDS = 3

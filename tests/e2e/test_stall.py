@@ -13,7 +13,10 @@ import yaml
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
 P0, R0 = 4, 2
-GRADED, SEARCHED, BLOCKED, GRADED_LAST = 1, P0 + 1, 2 * P0 + 1, 5 * P0 + 1
+GRADED = 1
+SEARCHED = P0 + 1
+BLOCKED = 2 * P0 + 1
+GRADED_LAST = 5 * P0 + 1
 LAST_TRY = 6
 """Number of alarms about a step after which the run goes on although none says what is wanted."""
 REWARD = f"""
@@ -63,12 +66,12 @@ WAYS = [
 
 
 def processes_of(part, metrics):
-    """Returns the processes of the run that logs to ``metrics`` with ``part`` in their title."""
+    """Returns the processes of the run that logs to ``metrics`` whose title contains ``part``."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             ours = process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics)
-            if ours and "ray::" in process.cmdline()[0] and part in process.cmdline()[0]:
+            if ours and part in process.cmdline()[0]:
                 found.append(process)
     return found
 
@@ -76,9 +79,13 @@ def processes_of(part, metrics):
 class Follower:
     """Lets the run go on when the line about the present way is there, and brings about the next way."""
 
-    def __init__(self, folder, read_metrics):
-        self.folder, self.read_metrics = folder, read_metrics
-        self.lines, self.texts, self.signalled, self.ways = {}, {}, None, list(WAYS)
+    def __init__(self, folder, read_metrics, ways):
+        self.folder = folder
+        self.read_metrics = read_metrics
+        self.ways = list(ways)
+        self.lines = {}
+        self.texts = {}
+        self.signalled = None
 
     def __call__(self, metrics):
         log = self.folder / "train.log"
@@ -124,7 +131,7 @@ def left(launch, workspace, tmp_path_factory, read_metrics, repo):
     (out / "reward.py").write_text(REWARD)
     (out / "loops.yaml").write_text(yaml.safe_dump([{"name": "searches", "_target_": "stall_places.Searches"}]))
     loops = repo / "tests" / "e2e" / "loops"
-    follow = Follower(out, read_metrics)
+    follow = Follower(out, read_metrics, WAYS)
     run = launch(
         out,
         len(WAYS),
@@ -191,3 +198,18 @@ def test_a_queue_that_cannot_be_placed_is_named_with_what_it_wants(launch, tmp_p
         completes=False,
     )
     assert re.search(wanted, run.log)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module")
+def test_a_stopped_engine_of_vllm_is_named_and_so_are_the_replicas_that_are_waited_for(launch, tmp_path, read_metrics):
+    pattern = (
+        rf"child process \d+ VLLM::EngineCore is stopped \(vLLM\w+ on {ADDRESS}\); .*for generation, .* replica \S+"
+    )
+    way = Way("VLLM::EngineCore", 2, signal.SIGSTOP, pattern)
+    follow = Follower(tmp_path, read_metrics, [way])
+    patience = ["+rl_accel.stall.enable=True", "+rl_accel.stall.patience=6"]
+    run = launch(tmp_path, 2, (P0, R0), "data.max_response_length=64", *patience, follow=follow)
+    assert way.what in follow.lines
+    print(follow.lines[way.what])
+    assert re.search(r"stall: moves again after \d+ s in .* of step 2\b", run.log)

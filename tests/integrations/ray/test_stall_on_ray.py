@@ -13,10 +13,12 @@ import asyncio, logging, os, shlex, signal, subprocess, sys, threading, time
 import ray
 from rl_accel.features import StallFlags
 from rl_accel.integrations.ray import propagate
+from rl_accel.integrations.ray import stall
 from rl_accel.integrations.ray.stall import Place, Watch
 
 PLACES = {
     "__main__": {
+        "Trainer.load": Place(stall.START, step=lambda frame: 0),
         "Trainer.step": Place("gen", step=lambda frame: 3),
         "Grader.score": Place("grader", "{row} (a.limit limits it)"),
     }
@@ -45,18 +47,12 @@ def actor(cls, num_cpus=0):
     return ray.remote(cls).options(num_cpus=num_cpus, runtime_env={"py_executable": os.environ["FORKING"]}).remote()
 
 class Trainer:
+    def load(self, is_over):
+        while not is_over():
+            time.sleep(0.05)
     def step(self, grader):
         ray.get(grader.score.remote("row 5", "a secret prompt"))
 
-graders = [actor(Grader), actor(Stopped), actor(Killed)]
-unplaced = actor(Unplaced, num_cpus=5)
-group = ray.util.placement_group([{"CPU": 7}])
-pids = ray.get([grader.pid.remote() for grader in graders])
-own = watch()
-while len(propagate.names("stall/process/")) < 4:
-    time.sleep(0.1)
-os.kill(pids[1], signal.SIGSTOP)
-os.kill(pids[2], signal.SIGKILL)
 lines, alarmed, moves = [], threading.Event(), threading.Event()
 
 class Handler(logging.Handler):
@@ -65,7 +61,26 @@ class Handler(logging.Handler):
         (moves if "moves again" in lines[-1] else alarmed).set()
 
 logging.getLogger("rl_accel").addHandler(Handler())
-
+stall.LOOK_SECONDS, stall.LEAST_PATIENCE = 0.2, 0.5
+loading, questions = Watch(PLACES, StallFlags()), set()
+Trainer().load(lambda: questions.add(propagate.get(stall.QUESTION)) or len(questions) > 3)
+assert not lines, "a slow load of a model is no alarm"
+unplaced = actor(Unplaced, num_cpus=5)
+Trainer().load(alarmed.is_set)
+loading.stop()
+print("LOADS", lines.pop(0), flush=True)
+lines.clear()
+alarmed.clear()
+moves.clear()
+stall.LOOK_SECONDS = 10.0
+graders = [actor(Grader), actor(Stopped), actor(Killed)]
+group = ray.util.placement_group([{"CPU": 7}])
+pids = ray.get([grader.pid.remote() for grader in graders])
+own = watch()
+while len(propagate.names("stall/process/")) < 4:
+    time.sleep(0.1)
+os.kill(pids[1], signal.SIGSTOP)
+os.kill(pids[2], signal.SIGKILL)
 def let_go():
     alarmed.wait(100)
     command = [sys.executable, "-m", "rl_accel", "stacks"]
@@ -86,6 +101,8 @@ ray.shutdown()
 def test_the_line_names_who_is_waited_for_who_is_stopped_dead_or_unplaced(python, forking, short_tmp):
     done = python(JOB, FOLDER=str(short_tmp), FORKING=shlex.join(forking))
     print(done.stdout, done.stderr[-3000:])
+    loads = re.search(r"LOADS (.*)", done.stdout).group(1)
+    assert re.match(r"rl-accel: stall: for \d+ s in start of step 0; Ray has not placed Unplaced, which wants", loads)
     lines = done.stdout.split("LINES\n")[1].splitlines()
     alarm = lines[0]
     assert alarm.startswith("rl-accel: stall: for ")
