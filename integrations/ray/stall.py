@@ -1,8 +1,7 @@
 """The thread of the feature ``stall`` in each process of a Ray job, and the command ``rl-accel stacks``.
 
-The thread looks at the stacks of its process every few seconds, and recognises stages and waits by the functions on them: a blocked
-event loop is seen like any other code. In the trainer's process, which has the stages of a step, the thread raises the alarm. It
-asks the other threads through Ray's key-value store.
+The thread looks at the stacks of its process every few seconds, and recognises stages and waits by the functions on them. In the
+trainer's process, which has the stages of a step, it raises the alarm, and asks the others through Ray's key-value store.
 """
 
 import asyncio
@@ -320,7 +319,8 @@ def answers(question: float, seconds: float, job: str = "") -> tuple[str, str, b
         for actor in map(ActorTableData.FromString, accessor.get_actor_table(job_id, None)):
             address = f"{actor.address.ip_address} pid {actor.pid}"
             names[address] = actor.class_name
-            if actor.state in (ActorTableData.DEPENDENCIES_UNREADY, ActorTableData.PENDING_CREATION):
+            is_pending = actor.state in (ActorTableData.DEPENDENCIES_UNREADY, ActorTableData.PENDING_CREATION)
+            if is_pending and not actor.pid and actor.required_resources:  # one in its constructor has a process
                 problems.append(f"Ray has not placed {actor.class_name}, which wants {dict(actor.required_resources)}")
             if actor.state == ActorTableData.DEAD:
                 reports.pop(address, None)
@@ -358,5 +358,5 @@ def stacks() -> None:
     question = time.time()
     for job in watched:
         propagate.put(QUESTION, repr(question), job)
-        line, text, _ = answers(question, LOOKS_TO_ANSWER * LOOK_SECONDS, job)
-        click.echo(f"job {job}: {line}\n{text}")
+        summed_up, text, _ = answers(question, LOOKS_TO_ANSWER * LOOK_SECONDS, job)
+        click.echo(f"job {job}: {summed_up}\n{text}")

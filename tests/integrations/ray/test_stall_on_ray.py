@@ -39,6 +39,11 @@ class Grader:
         self.child.kill()
         self.until.set()
 
+class Loads(Grader):
+    def __init__(self):
+        while not os.path.exists(os.environ["FOLDER"] + "/loaded"):
+            time.sleep(0.05)
+
 class Stopped(Grader): pass
 class Killed(Grader): pass
 class Unplaced(Grader): pass
@@ -63,11 +68,15 @@ class Handler(logging.Handler):
 logging.getLogger("rl_accel").addHandler(Handler())
 stall.LOOK_SECONDS, stall.LEAST_PATIENCE = 0.2, 0.5
 loading, questions = Watch(PLACES, StallFlags()), set()
+loads = actor(Loads)
 Trainer().load(lambda: questions.add(propagate.get(stall.QUESTION)) or len(questions) > 3)
 assert not lines, "a slow load of a model is no alarm"
 unplaced = actor(Unplaced, num_cpus=5)
 Trainer().load(alarmed.is_set)
 loading.stop()
+open(os.environ["FOLDER"] + "/loaded", "w").close()
+assert ray.get(loads.pid.remote())
+ray.kill(loads)
 print("LOADS", lines.pop(0), flush=True)
 lines.clear()
 alarmed.clear()
