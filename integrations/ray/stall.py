@@ -229,9 +229,9 @@ class Watch:
         before = self._patience.stage
         since = self._patience.since
         is_late = self._patience.look(stage, now)
-        if self._alarms and self._patience.since > since:
+        if before is not None and self._alarms and self._patience.since > since:
             self._alarms = 0
-            logger.warning("rl-accel: stall: moves again after %.0f s in %s", now - since, before)
+            logger.warning("rl-accel: stall: moves again after %.0f s in %s", now - since, before._replace(detail=""))
         if stage is not None and is_late:
             self._alarm(stage, now)
 
