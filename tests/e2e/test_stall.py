@@ -1,4 +1,4 @@
-"""Tests that a run of verl that stands still is named in one line, that it goes on when it is let go, and that it ends by itself."""
+"""Tests that a run of verl that stands still is named in one line, that it goes on when it is let go, and that it ends itself."""
 
 import contextlib
 import re
