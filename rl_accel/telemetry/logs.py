@@ -19,6 +19,8 @@ _BAR = re.compile(r"\r?(?:[A-Z][\w ]{0,80}:)?\s*\d+%+\|[^|\r\n]{0,200}\|[^\]\r\n
 PROCESS = re.compile(r"\([\w:]+[^()]*pid=[^()]*\)\s?")
 """Pattern of the prefix that Ray writes before each line of a worker, such as ``(TaskRunner pid=3165)``."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
+_NEXT_STEP = re.compile(r"(?<=[\d)\]])\s+(?=step:\d+ - )")
+"""Pattern of the space between two steps in one console line."""
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
 _NUMBER = r"(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf))(?![\w./:-])"
 """Pattern of a printed number, also within ``np.float64(…)`` or ``tensor(…)``; not of the start of a version, date or path."""
@@ -106,8 +108,8 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
     records = []
     for process, rows in steps:
         line = _joined(rows) if is_wrapped else rows[0]
-        if record := _record(line):
-            records.append((process, record))
+        found = map(_record, _NEXT_STEP.split(line))
+        records += [(process, record) for record in found if record]
     has_slashes = any("/" in name for _, (_, metrics) in records for name in metrics)
     for process, (step, metrics) in records:
         if not has_slashes or any("/" in name for name in metrics):

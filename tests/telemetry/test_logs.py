@@ -59,6 +59,7 @@ def records(lines):
         [f"{BAR}{line}{BAR}\r" for line in console()],
         [line.replace("critic/metric_7", f"critic/me{BAR}tric_7") for line in console()],
         [line.replace("metric_3/mean:", f"metric_3/mean:\r{BAR}\r") for line in console()],
+        [" ".join(line for line in console() if line.startswith(RAY))],
         ["\r".join(console())],
     ],
 )
