@@ -22,6 +22,9 @@ from rl_accel.patches.verl.reuse_in_worker import ASK, KEY, REUSE, SHARE, WORKS
 from rl_accel.patches.view import View
 from rl_accel.telemetry import metrics as telemetry
 
+_FORWARD_SHARE = 1 / 3
+"""Upper bound of the share of the forward pass in the seconds of an update. A backward pass takes twice as long, or longer."""
+
 
 @dataclass
 class _Run:
@@ -30,12 +33,26 @@ class _Run:
     Attributes:
         works: answer of the workers; None before they were asked.
         is_deferred: True from the time a forward pass is left out until the update of the same batch.
+        seconds_per_token: lowest seconds per token of verl's forward passes.
         seconds: seconds that replaced the forward pass of the deferred batch so far.
     """
 
     works: bool | None = None
     is_deferred: bool = False
+    seconds_per_token: float = math.inf
     seconds: float = 0.0
+
+    def note_forward(self, started: float, tokens: int) -> None:
+        """Takes note of a forward pass of verl over ``tokens`` tokens, which began at ``started`` and ends now."""
+        self.seconds_per_token = min(self.seconds_per_token, (time.perf_counter() - started) / max(tokens, 1))
+
+    def log_savings(self, tokens: int, share: float, update_seconds: float) -> None:
+        """Logs the savings of a batch of ``tokens`` tokens, of which the ``share`` was trained, in ``update_seconds``."""
+        forward_seconds = min(self.seconds_per_token * tokens * share, update_seconds * _FORWARD_SHARE)
+        telemetry.put("reuse_log_probs/share", share)
+        telemetry.add("reuse_log_probs/seconds", self.seconds)
+        telemetry.add("reuse_log_probs/seconds_saved", forward_seconds - self.seconds)
+        self.seconds = 0.0
 
 
 _runs: weakref.WeakKeyDictionary[Any, _Run] = weakref.WeakKeyDictionary()
@@ -59,6 +76,11 @@ class _V1:
 
     details = "extra_info"
     """Name of the attribute of a batch that workers receive with its rows."""
+
+    @staticmethod
+    def tokens(batch: Any) -> int:
+        """Returns the number of tokens of ``batch``, prompts included."""
+        return sum(tag["seq_len"] for tag in batch.tags)
 
     @staticmethod
     def defer(batch: Any) -> Any:
@@ -101,6 +123,10 @@ class _Legacy:
     """Parts of the feature that differ for verl's legacy trainer. The methods are those of :class:`_V1`."""
 
     details = "meta_info"
+
+    @staticmethod
+    def tokens(batch: Any) -> int:
+        return int(batch.batch["attention_mask"].sum())
 
     @staticmethod
     def defer(batch: Any) -> Any:
@@ -157,9 +183,11 @@ def _deferring(kind: Any, original: Any) -> Any:
     def _compute_old_log_prob(self: Any, batch: Any, metrics: Any = None) -> Any:
         run = _run_of(self)
         given = _given(metrics)
-        if not run.works or not gets_one_step(self, len(batch)):
-            return original(self, batch, *given)
         started = time.perf_counter()
+        if not run.works or not gets_one_step(self, len(batch)):
+            result = original(self, batch, *given)
+            run.note_forward(started, kind.tokens(batch))
+            return result
         result = kind.defer(batch)
         run.is_deferred = True
         run.seconds = time.perf_counter() - started
@@ -189,6 +217,7 @@ def _reusing(kind: Any, original: Any) -> Any:
 
         run.is_deferred = False
         details[KEY] = REUSE
+        started = time.perf_counter()
         workers = View(self.actor_rollout_wg, update_actor=update_and_keep)
         result = original(View(self, actor_rollout_wg=workers), batch, *given)
         updated = time.perf_counter()
@@ -197,8 +226,8 @@ def _reusing(kind: Any, original: Any) -> Any:
         forward = inspect.unwrap(type(self)._compute_old_log_prob)
         of_update |= kind.late_metrics(self, forward, batch, updates[0])
         run.seconds += time.perf_counter() - updated
-        telemetry.put("reuse_log_probs/share", float(np.mean(of_update.pop(f"actor/{SHARE}"))))
-        telemetry.add("reuse_log_probs/seconds", run.seconds)
+        share = float(np.mean(of_update.pop(f"actor/{SHARE}")))
+        run.log_savings(kind.tokens(batch), share, updated - started)
         return result
 
     return _update_actor

@@ -9,10 +9,13 @@ gradient of other rows. :func:`_require_no_influence` finds the other parts of a
 """
 
 import functools
+import statistics
+import time
 import weakref
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -26,6 +29,8 @@ from rl_accel.patches.verl import trials
 _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
 """Standard deviations of old minus new log-probabilities, one for each batch of :func:`find_influence`. None: both are drawn
 independently, and differ so much that losses clip. With small differences, fewer losses drop rows."""
+_TIMINGS = 16
+"""Number of mini-batches from whose times ``seconds_saved`` is estimated. Chosen by hand."""
 _ACTOR = "actor_rollout_ref.actor"
 _DIFFERENCES = (
     "leaves out rows with advantage 0: actor/ppo_kl and actor/pg_clipfrac* are means over the other rows, and gradients "
@@ -161,27 +166,47 @@ class _Engine:
 
     Attributes:
         loss_function: the loss function for which ``skipped`` was decided.
-        skipped: number of ``rows`` and ``tokens`` that this step has left out so far. None if verl trains all rows.
+        skipped: what this step has left out so far: ``rows``, ``tokens`` and ``seconds_saved``. None if verl trains all rows.
+        timings: tokens and seconds of the latest mini-batches.
     """
 
     loss_function: Any
     skipped: Counter[str] | None
+    timings: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_TIMINGS))
 
 
-def _train_rows(original: Any, engine: Any, data: Any, loss_function: Any, skipped: Counter[str]) -> Any:
-    """Calls verl's function ``original`` with only the rows that must be trained. Adds the other ``rows`` and their ``tokens`` to
-    ``skipped``.
+def _seconds_of(tokens: int, timings: Collection[tuple[int, float]]) -> float:
+    """Estimates the seconds that ``tokens`` more tokens would add to a mini-batch. ``timings``: tokens and seconds of mini-batches.
 
-    Both counts are of this rank, times the number of ranks, because verl logs the mean over ranks. Padding, which are rows without
-    a trained token, is left out but not counted.
+    Uses the median slope between mini-batches of different sizes, which leaves out what a mini-batch costs at any size. The slope
+    is at most the lowest quotient of seconds and tokens, and 0 while all mini-batches have the same size.
+    """
+    pairs = combinations(timings, 2)
+    slopes = [(late - early) / (many - few) for (few, early), (many, late) in pairs if many != few]
+    if not slopes:
+        return 0.0
+    lowest_mean = min(seconds / computed for computed, seconds in timings)
+    return tokens * min(max(statistics.median(slopes), 0.0), lowest_mean)
+
+
+def _train_rows(
+    original: Any, engine: Any, data: Any, loss_function: Any, state: _Engine, skipped: Counter[str]
+) -> Any:
+    """Calls verl's function ``original`` with only the rows that must be trained. Adds the savings to ``skipped``.
+
+    Savings are ``rows`` and ``tokens`` (of this rank, times the number of ranks, because verl logs the mean over ranks) and
+    ``seconds_saved`` (estimate for this rank). Padding, which are rows without a trained token, is left out but not counted.
     """
     from verl.utils import tensordict_utils as tu
 
     zero = _find_zero_rows(data)
     wanted, sizes, tokens = _agree_on_rows(engine, data, zero)
     lengths = data["input_ids"].offsets().diff().tolist()
+    started = time.perf_counter()
     if wanted >= min(sizes):
-        return original(engine, data, loss_function, False)
+        output = original(engine, data, loss_function, False)
+        state.timings.append((sum(lengths), time.perf_counter() - started))
+        return output
 
     def normalised_by_all(model_output: Any, data: Any, dp_group: Any = None) -> Any:
         tu.assign_non_tensor(data, batch_num_tokens=tokens)
@@ -191,12 +216,15 @@ def _train_rows(original: Any, engine: Any, data: Any, loss_function: Any, skipp
     if observe := getattr(loss_function, "observe", None):  # reuse_log_probs needs the log-probabilities of all rows
         others = [row for row in range(len(zero)) if row not in rows]
         original(engine, tu.index_select_tensor_dict(data, others), observe, True)
+    started = time.perf_counter()
     output = original(engine, tu.index_select_tensor_dict(data, rows), normalised_by_all, False)
+    state.timings.append((sum(lengths[row] for row in rows), time.perf_counter() - started))
     is_trained = [bool(mask.any()) for mask in data["loss_mask"].unbind()]
     left_out = [row for row in range(len(zero)) if row not in rows and is_trained[row]]
+    left_out_tokens = sum(lengths[row] for row in left_out)
     # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
-    skipped["rows"] += len(left_out) * len(sizes)
-    skipped["tokens"] += sum(lengths[row] for row in left_out) * len(sizes)
+    counts = {"rows": len(left_out) * len(sizes), "tokens": left_out_tokens * len(sizes)}
+    skipped.update({**counts, "seconds_saved": _seconds_of(left_out_tokens, state.timings)})
     _warn(_DIFFERENCES)
     return output
 
@@ -220,9 +248,9 @@ def _make(original: Any, settings: Any) -> Any:
         skipped = state.skipped
         if skipped is None:
             return original(self, data, loss_function, forward_only)
-        output = _train_rows(original, self, data, loss_function, skipped)
+        output = _train_rows(original, self, data, loss_function, state, skipped)
         if tu.get_non_tensor_data(data, "update_lr_scheduler", True):  # the last mini-batch of the step
-            for name in ("rows", "tokens"):
+            for name in ("rows", "tokens", "seconds_saved"):
                 output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(skipped[name]))
             skipped.clear()
         return output

@@ -143,6 +143,9 @@ def test_all_steps_but_the_first_reuse_log_probabilities(steps, arm):
         assert (step["rl_accel/reuse_log_probs/share"] < 1) == (step["rl_accel/skip_zero/rows"] > 0)
     forward_seconds = sum(step["timing_s/old_log_prob"] for step in stock[1:])
     assert sum(step["timing_s/old_log_prob"] for step in ours[1:]) < forward_seconds
+    assert (
+        sum(step["rl_accel/reuse_log_probs/seconds_saved"] for step in ours[1:]) < 2 * forward_seconds
+    )  # busy machines
 
 
 def states_between(out, arm):

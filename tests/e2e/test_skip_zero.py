@@ -59,5 +59,6 @@ def test_the_log_says_what_was_left_out(steps):
     for ours in steps["skip_zero"]:
         assert ours["rl_accel/skip_zero/rows"] % 2 == 0  # of two epochs
         assert ours["rl_accel/skip_zero/tokens"] >= ours["rl_accel/skip_zero/rows"]
+        assert ours["rl_accel/skip_zero/seconds_saved"] >= 0
     assert sum(ours["rl_accel/skip_zero/rows"] for ours in steps["skip_zero"]) > 0.3 * STEPS * 2 * 32
     assert not any(name.startswith("rl_accel/skip_zero") for stock in steps["stock"] for name in stock)

@@ -188,7 +188,9 @@ def test_gradients_are_verls_for_every_loss_and_aggregation(skipping, mode, aggr
     assert sum(computed) == 3
     assert apart(result, wanted) < ROUNDING[torch.float32]
     assert sum(ours["loss"]) == pytest.approx(sum(theirs["loss"]), rel=1e-5)
-    assert {*ours["metrics"]} == {*theirs["metrics"], "rl_accel/skip_zero/rows", "rl_accel/skip_zero/tokens"}
+    assert {*ours["metrics"]} == {*theirs["metrics"]} | {
+        f"rl_accel/skip_zero/{name}" for name in ("rows", "tokens", "seconds_saved")
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -266,6 +268,17 @@ def test_padding_is_left_out_but_counted_as_no_response(skipping):
     assert computed == [1]
     assert output["metrics"]["rl_accel/skip_zero/rows"].aggregate() == 2
     assert output["metrics"]["rl_accel/skip_zero/tokens"].aggregate() == left_out
+
+
+def test_the_estimate_leaves_out_the_fixed_costs_of_a_mini_batch_and_is_never_above_its_mean():
+    def fixed_costs(tokens):
+        return tokens, 1.0 + 0.001 * tokens
+
+    assert skip_zero._seconds_of(500, [fixed_costs(10)]) == 0.0  # nothing is known of a token yet
+    assert skip_zero._seconds_of(500, [fixed_costs(n) for n in (10, 900, 30, 400)]) == pytest.approx(0.5)
+    first_is_slow = [(10, 9.0), *(fixed_costs(n) for n in (900, 30, 400))]
+    assert skip_zero._seconds_of(500, first_is_slow) <= 500 * 1.9 / 900
+    assert skip_zero._seconds_of(500, [(100, 1.0), (200, 0.5), (300, 9.0)]) <= 500 * 0.5 / 200
 
 
 def test_the_last_mini_batch_of_a_step_reports_what_the_step_has_left_out(skipping):
