@@ -14,8 +14,10 @@ Checkpoints of tail batching hold the prompts of an open round.
 import contextlib
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from rl_accel.errors import refuse
@@ -29,19 +31,43 @@ NAME = "overlap_validation"
 _FLAG = f"rl_accel.{NAME}"
 _TRAINER = "verl.trainer.ppo.v1.trainer_sync.PPOTrainerSync"
 _TAIL_TRAINER = "rl_accel.integrations.verl.tail_batching.trainer.TailBatchingTrainer"
+_ROLLOUTS = 5
+"""Number of rollouts that are averaged for ``seconds_saved``. Chosen by hand."""
 
 
 @dataclass
 class _Times:
-    """State of one trainer's prompts.
+    """Durations in seconds that one trainer has measured, and the state of its prompts.
 
     Attributes:
+        rollouts_alone: stage ``gen`` of the last steps whose rollout began with the step. Empty with tail batching, whose rounds
+            differ too much.
         submitted: ``perf_counter`` time at which the prompts of the next step were submitted; None if they were not.
-        ahead: seconds of the current step's rollout that passed before the step.
+        validation: last validation.
+        rollout: rollout that began during the last validation and was over before the end of the validation; None otherwise.
+        ahead: part of the current step's rollout that passed before the step.
     """
 
+    rollouts_alone: deque[float] = field(default_factory=lambda: deque(maxlen=_ROLLOUTS))
     submitted: float | None = None
+    validation: float = 0.0
+    rollout: float | None = None
     ahead: float = 0.0
+
+    def seconds_saved(self, rest: float) -> float | None:
+        """Returns the estimated seconds saved by the rollout of the current step; None without a rollout to compare it with.
+
+        A validation and a rollout that share the engines are both slower than alone. The estimate assumes that both are slower by
+        the same factor, which is known for the rollout.
+
+        ``rest``: seconds that the step waited for the rest of its rollout.
+        """
+        if not self.rollouts_alone:
+            return None
+        rollout_alone = fmean(self.rollouts_alone)
+        rollout = self.ahead + rest if self.rollout is None else self.rollout
+        validation_alone = self.validation / max(rollout / rollout_alone, 1.0)
+        return validation_alone + rollout_alone - self.validation - rest
 
 
 _trainers: weakref.WeakKeyDictionary[Any, _Times] = weakref.WeakKeyDictionary()
@@ -120,10 +146,13 @@ def _submit_next_step(trainer: Any) -> None:
 def _make_validate(original: Any, _settings: Any) -> Any:
     def validate(self: Any) -> Any:
         times = _trainers.setdefault(self, _Times())
+        times.rollout = None
         if not _has_next_step(self):
             return original(self)
         manager = self.agent_loop_manager
+        buffer = self.replay_buffer
         submit = manager.generate_sequences
+        wait = buffer._wait_for_next_poll
 
         def submit_both(prompts: Any) -> Any:
             result = submit(prompts)
@@ -132,8 +161,21 @@ def _make_validate(original: Any, _settings: Any) -> Any:
                 _submit_next_step(self)
             return result
 
-        with _replaced(manager, "generate_sequences", submit_both):
-            return original(self)
+        def wait_and_look(*args: Any, **kwargs: Any) -> Any:
+            # verl has just looked at the prompts of the validation and of the step
+            is_over = not (buffer.pending_keys["train"] or buffer.running_keys["train"])
+            if is_over and times.submitted is not None and times.rollout is None:
+                times.rollout = time.perf_counter() - times.submitted
+            return wait(*args, **kwargs)
+
+        started = time.perf_counter()
+        with (
+            _replaced(manager, "generate_sequences", submit_both),
+            _replaced(buffer, "_wait_for_next_poll", wait_and_look),
+        ):
+            result = original(self)
+        times.validation = time.perf_counter() - started
+        return result
 
     return validate
 
@@ -143,13 +185,19 @@ def _make_step(original: Any, _settings: Any) -> Any:
         times = _trainers.setdefault(self, _Times())
         times.ahead = 0.0
         if times.submitted is None:
-            return original(self, *args, **kwargs)
+            batch = original(self, *args, **kwargs)
+            if _class_of(self) != _TAIL_TRAINER:
+                times.rollouts_alone.append(self.timing_raw["gen"])
+            return batch
         times.ahead = time.perf_counter() - times.submitted
         times.submitted = None
         vars(self.train_dataloader).pop("state_dict", None)
         with _replaced(self, "prepare_step", dict):
             batch = original(self, *args, **kwargs)
         metrics.put("overlap_validation/ahead_seconds", times.ahead)
+        saved = times.seconds_saved(self.timing_raw["gen"])
+        if saved is not None:
+            metrics.put("overlap_validation/seconds_saved", saved)
         return batch
 
     return step
@@ -166,7 +214,7 @@ SWITCHES = (
         params=("self",),
         make=_make_validate,
         fingerprints=("08fb78cf8cd0553a7c05037b1b236a38ad8bb97a0635e7d5476af6aec9da7d20",),
-        uses=("agent_loop_manager", "generate_sequences"),
+        uses=("agent_loop_manager", "generate_sequences", "replay_buffer", "sample"),
         no_seam=_NO_SEAM,
         remove_when=_REMOVE_WHEN,
     ),

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from rl_accel.errors import refuse
 from rl_accel.features import FEATURES
+from rl_accel.patches.verl.trials import gives_zero_advantages
 
 ON_POLICY = ("V1 sync", "V1 tail_batching")
 """Trainers (values of :attr:`VerlRun.trainer`) whose rollouts begin and end within one training step."""
@@ -215,12 +216,13 @@ class VerlRun:
 
     def _key_without_zero_advantages(self) -> str:
         """Returns the key of the configuration because of which no response can have advantage 0, or "" if one can."""
-        estimator = self.get("algorithm.adv_estimator")
-        if estimator in WHITENING_ESTIMATORS:
+        algorithm, group_size = self.get("algorithm", {}), self._number(f"{ROLLOUT}.n")
+        if not gives_zero_advantages(algorithm, group_size):
             return "algorithm.adv_estimator"
-        # grpo_passk leaves all responses but the best of a group at 0, penalty or not
-        has_kl = self.get("algorithm.use_kl_in_reward", False) and estimator != "grpo_passk"
-        return "algorithm.use_kl_in_reward" if has_kl else ""
+        has_kl = self.get("algorithm.use_kl_in_reward", False)
+        if has_kl and not gives_zero_advantages(algorithm, group_size, with_kl=True):
+            return "algorithm.use_kl_in_reward"
+        return ""
 
     def _reason_for_forward_passes(self) -> str:
         """Returns the reason why no batch can do without a separate forward pass for old log-probabilities, or ""."""
