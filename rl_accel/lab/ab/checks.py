@@ -162,7 +162,7 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Map
     if (limit := recipe.rollout.same_reward) is not None:
         lines = []
         for row in convergence["rows"]:
-            if "reach" in row and row["axis"] == "steps" and math.isfinite(row["low"]):
+            if row["metric"] == recipe.metrics.reward and row["axis"] == "steps" and math.isfinite(row["low"]):
                 text = f"{row['arm']} {row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})"
                 lines.append((-limit <= row["low"] and row["high"] <= limit, text))
         skipped = "an interval needs at least three seeds of the baseline and of an arm"

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from rl_accel.console import finite, wide_console
+from rl_accel.console import wide_console
 from rl_accel.errors import RecipeError, did_you_mean
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, RolloutSection, load, parse_margin
@@ -96,14 +96,8 @@ def _seed_of(path: str) -> int | None:
     "--margin",
     help="Largest difference that counts as equal: a share of the baseline's gain, or a number such as 0.01.  [default: 2%]",
 )
-@click.option(
-    "--reach",
-    type=float,
-    callback=finite,
-    help="Reward whose first time is compared.  [default: 90% of the baseline's gain]",
-)
 @click.option("--batch-size", type=click.IntRange(1), help="Prompts of a step, where the logs do not say.")
-def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: str | float | None) -> None:
+def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: str | None) -> None:
     """Compare runs that were launched elsewhere. Name the runs of a baseline and, after each --against, the runs of another arm.
 
     A RUN is a folder or file of verl's file logger or TensorBoard, a FILE.csv exported from W&B, or a console log of verl or slime;

@@ -48,10 +48,6 @@ AXES = {
 """Mapping from each x axis of the report's curves to the label of the axis."""
 _SECONDS = {"hours": 3600, "minutes": 60}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
-_REACH = 0.9
-_WINDOW = 5
-"""For :func:`times_to_reach`: default level to reach, as a share of the baseline's gain in reward, and number of values in the
-moving average that must reach it. Of fewer values one lucky step would be enough; of more, it is reached later."""
 
 
 def points(run: RunData, names: Metrics, metric: str, unit: str = "hours") -> dict[str, tuple[Array, Array]]:
@@ -162,7 +158,7 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
                 notes.append(f"{metric} of {arm}: left out for want of a run of the same seed: {lone}")
             for axis in (axis for axis in axes if all(axis in known[run.name] for run in (*base, *other))):
                 first, second = ([known[run.name][axis] for run in side] for side in (base, other))
-                if row := _row(first, second, paired, names, metric == names.reward):
+                if row := _row(first, second, paired, names.margin):
                     rows.append({"arm": arm, "metric": metric, "axis": axis, **row})
                 elif axis == "steps":
                     notes.append(
@@ -194,12 +190,12 @@ def levels(runs: Curves, end: float) -> Array:
     return np.array([before_and_after(y[x <= end]) or (math.nan, math.nan) for x, y in runs]).T
 
 
-def _row(base: Curves, other: Curves, paired: bool, names: Metrics, is_reward: bool) -> dict[str, Any] | None:
+def _row(base: Curves, other: Curves, paired: bool, margin_text: str) -> dict[str, Any] | None:
     ends = [float(x[-1]) for x, _ in (*base, *other)]
     (before, after), (_, value) = (levels(side, min(ends)) for side in (base, other))
     if not np.isfinite([*after, *value]).all():
         return None
-    size, is_share = parse_margin(names.margin)
+    size, is_share = parse_margin(margin_text)
     margin = size * float((after - before).mean()) if is_share else size
     low, high = interval(after, value, paired)
     row: dict[str, Any] = {
@@ -217,37 +213,7 @@ def _row(base: Curves, other: Curves, paired: bool, names: Metrics, is_reward: b
     }
     if len(base) == len(other) and all(map(np.array_equal, itertools.chain(*base), itertools.chain(*other))):
         row["answer"] = IDENTICAL
-    if is_reward:
-        first, last = levels(base, math.inf).mean(axis=1)
-        level = float(first + _REACH * (last - first)) if names.reach is None else names.reach
-        row["reach"] = times_to_reach(base, other, paired, level)
     return row
-
-
-def times_to_reach(base: Curves, other: Curves, paired: bool, level: float) -> dict[str, Any]:
-    """Compares how early the runs of two arms reach the metric value ``level``.
-
-    A run reaches it at the first position (step, number of prompts or time) where the mean of the last five values is at least
-    ``level``. Returns a dict with ``level`` and these keys:
-
-    - ``reached``: number of runs of the baseline, and of the other arm, that reach ``level``.
-    - ``baseline``, ``value``: geometric mean of the positions of these runs of the baseline, and of the other arm.
-    - ``ratio``: ``baseline`` / ``value``, above 1 if the other arm is earlier. ``low``, ``high``: its 95% interval. These three are
-      NaN unless all runs reach ``level``.
-    """
-    logs = []
-    for side in (base, other):
-        whole = [
-            (x[_WINDOW - 1 :], np.convolve(y, np.full(_WINDOW, 1 / _WINDOW))[_WINDOW - 1 : len(y)]) for x, y in side
-        ]
-        logs.append(np.log(np.concatenate([x[y >= level][:1] for x, y in whole])))
-    reached = [len(log) for log in logs]
-    first, second = (float(log.mean()) if len(log) else math.nan for log in logs)
-    all_do = reached == [len(base), len(other)]
-    bounds = (first - second, *interval(logs[1], logs[0], paired)) if all_do else [math.nan] * 3
-    numbers = map(math.exp, (first, second, *bounds))
-    names = ("baseline", "value", "ratio", "low", "high")
-    return {"level": level, "reached": reached, **dict(zip(names, numbers, strict=True))}
 
 
 def sentence(row: Mapping[str, Any], baseline: str, margin: str) -> str:

@@ -95,8 +95,6 @@ class Metrics:
     margin: str = "2%"
     """Largest difference in reward or validation at which two arms count as equal: a share of the baseline's gain (such as 2%), or
     a difference in units of the metric (such as 0.01)."""
-    reach: float | None = None
-    """Reward for the comparison of speed: the report shows when each arm first reaches it; null: 90% of the baseline's gain."""
 
     @property
     def step_metric(self) -> str:

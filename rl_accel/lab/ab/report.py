@@ -152,11 +152,9 @@ def _other_metrics(comparison: dict[str, Any]) -> str:
         return f"so are all {compared} training metrics"
     first = rows[0]
     size = "" if first["abs"] is None else f" by {first['abs']:.1e}"
-    phases = ", ".join(comparison["identical_phases"])
-    same = f"; identical throughout: {phases}" if phases else ""
     return (
         f"{len(rows)} of {compared} training metrics differ somewhere, "
-        f"first {first['metric']} at step {first['step']}{size} ({first['phase']}){same}"
+        f"first {first['metric']} at step {first['step']}{size}"
     )
 
 
@@ -171,7 +169,8 @@ def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
             speedup = f"{ratio['ratio']:.2f}x"
             lines.append(f"{arm} against {recipe.baseline}: a step takes {seconds} instead of {base} ({speedup}).")
     lines += _rollout_lines(summary["rollout"], recipe.baseline) if summary["rollout"] else []
-    firsts = [row for row in summary["convergence"]["rows"] if "reach" in row and row["axis"] == "steps"]
+    reward = recipe.metrics.reward
+    firsts = [row for row in summary["convergence"]["rows"] if row["metric"] == reward and row["axis"] == "steps"]
     lines += [f"{sentence(row, recipe.baseline, recipe.metrics.margin)}." for row in firsts]
     if recipe.checks.identical or not summary["rollout"]:  # otherwise the arms differ on purpose
         lines += [f"{pair['text']}." for pair in summary["differences"]]

@@ -51,24 +51,6 @@ _DATA = {
     "prompts put off a step": (METRICS_PREFIX + "prompts_deferred",),
 }
 """Statistics of the training data in the report: mapping from label to the names that the metric has in verl, slime or rl-accel."""
-_PHASES = {
-    "rollout and reward": (
-        "response*",
-        "prompt_length/*",
-        "critic/score/*",
-        "*num_turns/*",
-        "tool_call*",
-        "training/off_policy/*",
-        "global_seqlen/*",
-    ),
-    "rollout against trainer probabilities": ("training/rollout_*", "rollout_corr/*"),
-    "log-probabilities and values": ("critic/values/*", "actor/entropy", "actor/reward_kl*", "critic/rewards/*"),
-    "advantages and returns": ("critic/advantages/*", "critic/returns/*", "critic/vf_explained_var"),
-    "update": ("actor/*", "critic/*", "variance_proxy/*"),
-    "validation": ("val-*", "val/*"),
-    OTHER: ("*",),
-}
-"""Phases of a training step in order, with shell patterns of the metrics that they compute. The first matching phase counts."""
 
 
 @dataclass(frozen=True)
@@ -218,9 +200,8 @@ def differences(base: RunData, other: RunData) -> dict[str, Any]:
     Returns a dict with these keys:
 
     - ``metrics_compared``: number of compared metrics.
-    - ``identical_phases``: phases (see ``_PHASES``) whose metrics never differ.
-    - ``rows``: one row per metric that differs, sorted by the first step with a difference, then by phase. ``step``, ``baseline``
-      and ``arm`` are this step and the two values (None if missing). ``abs`` is their absolute difference.
+    - ``rows``: one row per metric that differs, sorted by the first step with a difference. ``step``, ``baseline`` and ``arm`` are
+      this step and the two values (None if missing). ``abs`` is their absolute difference.
     """
     rows: list[dict[str, Any]] = []
     steps = sorted(base.steps.keys() & other.steps.keys())
@@ -232,23 +213,14 @@ def differences(base: RunData, other: RunData) -> dict[str, Any]:
             continue
         step, a, b = first
         gap = None if a is None or b is None else abs(a - b)
-        row = {"metric": name, "phase": phase(name), "step": step, "baseline": a, "arm": b, "abs": gap}
-        rows.append(row)
-    order = list(_PHASES)
-    rows.sort(key=lambda row: (row["step"], order.index(row["phase"]), row["metric"]))
-    identical = {phase(name) for name in metrics} - {row["phase"] for row in rows} - {OTHER}
-    phases = sorted(identical, key=order.index)
-    return {"metrics_compared": len(metrics), "identical_phases": phases, "rows": rows}
+        rows.append({"metric": name, "step": step, "baseline": a, "arm": b, "abs": gap})
+    rows.sort(key=lambda row: (row["step"], row["metric"]))
+    return {"metrics_compared": len(metrics), "rows": rows}
 
 
 def compared(metrics: Iterable[str]) -> list[str]:
     """Returns ``metrics`` without those that match ``NOT_COMPARED``: they may differ between equal trainings, as times do."""
     return [m for m in metrics if not any(fnmatch.fnmatchcase(m, pattern) for pattern in NOT_COMPARED)]
-
-
-def phase(metric: str) -> str:
-    """Returns the phase of a training step (a key of ``_PHASES``) that computes ``metric``."""
-    return next(label for label, patterns in _PHASES.items() if any(fnmatch.fnmatchcase(metric, p) for p in patterns))
 
 
 def same(a: float | None, b: float | None) -> bool:

@@ -75,28 +75,16 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
     baseline = summary["recipe"]["baseline"]
     arms = list(summary["recipe"]["arms"])
     levels = []
-    reached = []
     for row in section["rows"]:
         last = f" of {cell_text(row['last'], '.4g')}" if row["end"] < row["last"] else ""
         start = [row["arm"], row["metric"], f"{cell_text(row['end'], '.4g')}{last} {AXES[row['axis']]}"]
-        levels.append([*start, *_cells_of_comparison(row, "+.3g"), f"{row['margin']:.3g}", row["answer"]])
-        if reach := row.get("reach"):
-            counts = [f"{n} of {runs}" for n, runs in zip(reach["reached"], row["runs"], strict=True)]
-            start = [row["arm"], f"{reach['level']:.4g}", AXES[row["axis"]]]
-            reached.append([*start, *counts, *_cells_of_comparison(reach, ".2f")])
+        low, high = (cell_text(row[key], "+.3g") for key in ("low", "high"))
+        numbers = [cell_text(row["baseline"], ".4g"), cell_text(row["value"], ".4g"), f"{row['difference']:+.3g}"]
+        levels.append([*start, *numbers, low and f"{low} to {high}", f"{row['margin']:.3g}", row["answer"]])
     columns = ["arm", "metric", "at", baseline, "arm's", "difference", "95% interval", "margin", "answer"]
     yield TextTable("Did it change learning?", columns, levels, section["notes"])
-    runs = [f"runs of {baseline}", "of the arm", baseline, "arm's", "ratio", "95% interval"]
-    yield TextTable("First time at a reward", ["arm", "reward", "in", *runs], reached)
     data = [[label, *(cell_text(means.get(arm), ".4g") for arm in arms)] for label, means in summary["data"].items()]
     yield TextTable("What changed in the data", ["mean over runs", *arms], data)
-
-
-def _cells_of_comparison(row: Mapping[str, Any], form: str) -> list[str]:
-    """Returns four cells: the baseline's value, the arm's value, and, in the format ``form``, difference or ratio and interval."""
-    low, high = (cell_text(row[key], form) for key in ("low", "high"))
-    difference = cell_text(row.get("difference", row.get("ratio")), form)
-    return [cell_text(row["baseline"], ".4g"), cell_text(row["value"], ".4g"), difference, low and f"{low} to {high}"]
 
 
 def _ratio(row: Mapping[str, Any]) -> list[str]:

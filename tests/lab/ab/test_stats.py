@@ -84,35 +84,21 @@ def test_measured_are_steps_after_the_warm_up_never_without_the_last_and_no_vali
     assert measured_steps(data, Metrics(warmup_steps=0)) == [1, 2]
 
 
-def test_first_differences_come_in_the_order_of_the_training_step():
+def test_first_differences_come_in_the_order_of_the_steps():
     times = [(1, 1, 2)] * 4
     base = run("stock", times, **{"critic/score/mean": [1, 2, 3, 4], "actor/grad_norm": [1.0, 2.0, 4.0, 8.0]})
     other = run("fast", times, **{"critic/score/mean": [1, 2, 3, 5], "actor/grad_norm": [1.0, 2.0, 4.1, 9.0]})
     grad, score = differences(base, other)["rows"]
-    assert (grad["metric"], grad["step"], grad["phase"]) == ("actor/grad_norm", 3, "update")
+    assert (grad["metric"], grad["step"]) == ("actor/grad_norm", 3)
     assert grad["abs"] == pytest.approx(0.1)
     assert (score["metric"], score["step"], score["baseline"], score["arm"]) == ("critic/score/mean", 4, 4, 5)
 
 
-def test_metrics_belong_to_parts_of_a_step_the_earlier_is_named_first_and_those_that_are_identical_are_named():
-    parts = {
-        "response_length/mean": "rollout and reward",
-        "training/rollout_probs_diff_max": "rollout against trainer probabilities",
-        "critic/values/mean": "log-probabilities and values",
-        "critic/returns/mean": "advantages and returns",
-        "actor/pg_loss": "update",
-        "critic/vf_loss": "update",
-        "val-core/x/acc": "validation",
-        "something/new": "other",
-    }
-    assert {metric: stats.phase(metric) for metric in parts} == parts
-    base, other = (run("a", [(1, 1, 2)], **{metric: [value] for metric in parts}) for value in (1.0, 2.0))
-    assert [row["metric"] for row in differences(base, other)["rows"]] == list(parts)
+def test_metrics_that_two_equal_trainings_share_are_compared_and_times_are_not():
     base = run("stock", [(1, 1, 2)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [0.0], "actor/loss": [1.0]})
     other = run("fast", [(9, 9, 9)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [1e-9], "actor/loss": [1.0]})
     result = differences(base, other)
     assert (result["metrics_compared"], len(result["rows"])) == (3, 1)
-    assert result["identical_phases"] == ["rollout and reward", "update"]
     free = ["timing_s/gen", "timing_per_token_ms/gen", "perf/throughput", "actor/perf/max_memory_allocated_gb"]
     free += ["rl_accel/gae/seconds", "perf/mfu/actor"]
     assert stats.compared([*free, "actor/pg_loss"]) == ["actor/pg_loss"]
