@@ -1,28 +1,29 @@
 """``python docs/published_table.py``: compares simulated rollout rounds with what RollPacker (NSDI'26) published for H800 GPUs.
 
 All simulations share one set of constants. Without an option, the program prints the table of docs/benchmarks/plan.md. With
-``--fit``, the program first fits the constants of ``rl_accel/rollout/data/h800.json`` to the table rows in FITTED with scipy and
+``--fit``, the program first fits the constants of ``docs/published/h800.json`` to the table rows in FITTED with scipy and
 prints the constants. ``--scatter 10`` prints the spread of simulated means over ten rounds.
 """
 
 import argparse
 import contextlib
 import functools
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from rl_accel.features import TailBatchingFlags
-from rl_accel.plan import fit as engines
 from rl_accel.plan.answers import rounds_of, steady
 from rl_accel.plan.setup import Setup
-from rl_accel.rollout import workload as workloads
-from rl_accel.rollout.simulation import Round
+from rl_accel.rollout.simulation import EngineModel, Round
+from rl_accel.rollout.workload import Lengths
 
+DATA = Path(__file__).parent / "published"
 PROMPTS = 128
 RESPONSES = 8
 RATIOS = {
@@ -84,15 +85,77 @@ class Row:
         return self.simulated / self.published - 1
 
 
+_replaced: dict[str, float] = {}
+"""Constants that replace those of ``h800.json``, by name."""
+
+
+def load_data(name: str) -> dict[str, Any]:
+    """Returns the content of the JSON file ``name`` in ``docs/published``, which holds published numbers."""
+    data: dict[str, Any] = json.loads((DATA / name).read_text())
+    model = data.get("models", {}).get("qwen3-8b", {})
+    data |= {key: value for key, value in _replaced.items() if key in data and key not in model}
+    model |= {key: value for key, value in _replaced.items() if key in model}
+    return data
+
+
+@contextlib.contextmanager
+def using(values: Mapping[str, float]) -> Iterator[None]:
+    """Replaces constants in the loaded data files by ``values`` inside the ``with`` block."""
+    _replaced.update(values)
+    try:
+        yield
+    finally:
+        _replaced.clear()
+
+
+def published(limit: int = 16384, alike: float | None = None) -> Lengths:
+    """Returns the response lengths published for mathematics, RollPacker (NSDI'26), Fig. 2a, with the length ``limit`` in tokens.
+
+    The published figure ends at a quarter of the limit of 16,384. From there to the limit, all lengths are assumed equally likely;
+    the share of responses at the limit is published. Those have the length ``limit`` here: they were cut off, and nobody knows how
+    long they would have been. ``alike`` is the intraclass correlation of the lengths within a prompt; None: the value in the data
+    file ``h800.json``.
+    """
+    data = load_data("response_length_cdf.json")
+    figure = data["domains"]["math"]
+    tokens = [0, *figure["tokens"], 16384]
+    ranks = [0.0, *(share / 100 for share in figure["cum_pct"]), 1 - data["cap_pct"]["math"] / 100]
+    quantiles = np.interp((np.arange(20_000) + 0.5) / 20_000, ranks, tokens).round().astype(np.int64)
+    lengths = np.where(quantiles == 16384, limit, np.clip(quantiles, 1, limit))
+    return Lengths(lengths, load_data("h800.json")["alike"] if alike is None else alike, source=data["source"])
+
+
+def engine_of_model(model: str, tp: int | None = None) -> EngineModel:
+    """Returns the engine model for a replica of the language model ``model`` on ``tp`` H800 GPUs.
+
+    ``tp`` is the tensor-parallel size. None: the size in RollPacker's published runs of this model.
+    """
+    cluster = load_data("h800.json")
+    sizes = cluster["models"][model]
+    tp = tp or sizes["tp"]
+    weights = 2 * sizes["parameters"]
+    bandwidth = cluster["bandwidth"] * cluster["bandwidth_share"] * tp
+    exchange = cluster["layer_seconds"] * sizes["layers"] if tp > 1 else 0.0
+    floor = cluster["overhead_seconds"] + exchange + weights / bandwidth
+    seconds_per_request = weights / (cluster["decoding_flops"] * tp)
+    memory = cluster["memory_bytes"] * sizes.get("memory_share", cluster["memory_share"]) * tp
+    return EngineModel(
+        step_seconds={1: floor + seconds_per_request, 1001: floor + 1001 * seconds_per_request},
+        cached_token_seconds=sizes["kv_bytes"] / bandwidth,
+        prompt_token_seconds=weights / (cluster["flops"] * tp),
+        cache_tokens=max((memory - weights) / sizes["kv_bytes"], 1),
+    )
+
+
 def setup(model: str, tp: int | None = None) -> Setup:
     """Returns the simulation setup for the language model ``model``, with RollPacker's batch (128 prompts x 8 responses) and GPUs.
 
     The response lengths are the published lengths for mathematics. The reward stage runs outside the rollout. ``tp``:
     tensor-parallel size; None for the published size.
     """
-    cluster = workloads.load_data("h800.json")
+    cluster = load_data("h800.json")
     sizes = cluster["models"][model]
-    workload = workloads.published("math16k").limited(sizes["limit"])
+    workload = published(sizes["limit"])
     if "exponent" in sizes:  # the lengths published for a 14B model, rescaled to a fitted median and spread
         tokens = sizes["median_tokens"] * (workload.tokens / np.median(workload.tokens)) ** sizes["exponent"]
         workload = replace(workload, tokens=np.minimum(tokens, sizes["limit"]).astype(np.int64), prompt_tokens=200)
@@ -100,7 +163,7 @@ def setup(model: str, tp: int | None = None) -> Setup:
     training = 6 * sizes["parameters"] * workload.tokens.mean() * count / cluster["training_flops"] / sizes["gpus"]
     stages = {"update_actor": training, "reward": cluster["reward_gpu_seconds"] * count / sizes["gpus"]}
     replicas = sizes["gpus"] // (tp or sizes["tp"])
-    engine = engines.engine_of_model(model, tp)
+    engine = engine_of_model(model, tp)
     return Setup(PROMPTS, RESPONSES, replicas, engine=engine, workload=workload, stages=stages)
 
 
@@ -112,7 +175,7 @@ def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Itera
         seed: seed of the simulation.
         only: names of the wanted rows; None: all rows. Other rows may be yielded too, if they come from the same simulation.
     """
-    data = workloads.load_data("rollpacker_published.json")
+    data = load_data("rollpacker_published.json")
     for column, (model, limit) in enumerate((("7b", "8k"), ("14b", "16k"), ("32b", "32k"))):
         yield from _rows_of_model(data, column, model, limit, rounds=rounds, seed=seed, only=only)
     for tp in (1, 2):
@@ -179,7 +242,7 @@ def fit(rounds: int) -> dict[str, float]:
     """
     from scipy.optimize import least_squares
 
-    known = workloads.load_data("h800.json")
+    known = load_data("h800.json")
     known = {**known, **known["models"]["qwen3-8b"]}
     values: dict[str, float] = {}
     for part, constants in CONSTANTS.items():
@@ -195,22 +258,6 @@ def fit(rounds: int) -> dict[str, float]:
         best = least_squares(error, start, bounds=(low, high), diff_step=0.02, ftol=0.02, xtol=1e-3, verbose=2)
         values.update(zip(constants, np.exp(best.x).tolist(), strict=True))
     return values
-
-
-@contextlib.contextmanager
-def using(values: Mapping[str, float]) -> Iterator[None]:
-    """Replaces constants in the loaded data files by ``values`` inside the ``with`` block."""
-    load = workloads.load_data
-
-    def changed(name: str) -> dict[str, Any]:
-        data = load(name)
-        model = data.get("models", {}).get("qwen3-8b", {})
-        data |= {key: value for key, value in values.items() if key in data and key not in model}
-        model |= {key: value for key, value in values.items() if key in model}
-        return data
-
-    with mock.patch.object(workloads, "load_data", changed), mock.patch.object(engines, "load_data", changed):
-        yield
 
 
 def main() -> None:

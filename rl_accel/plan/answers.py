@@ -1,7 +1,7 @@
-"""Simulated seconds of the rollouts and steps of a run with each feature, and with alternatives that users may consider instead."""
+"""Simulated seconds of the rollouts and steps of a run with each feature."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any
@@ -69,11 +69,10 @@ class Option:
     """A change of the run whose effect is predicted, such as turning on a feature.
 
     Attributes:
-        how: text to add to the run's command to make the change; "" if no setting makes it.
+        how: text to add to the run's command to make the change; "" for the run as it is.
         setup: description of the changed run.
         flags: flags of tail batching; :data:`PLAIN` without tail batching.
         timeout: True if rewards have adaptive time limits (feature reward_timeout).
-        ours: True for a feature of rl-accel, False for a change that needs no rl-accel.
         cost: disadvantages of the change, as text for the output.
     """
 
@@ -82,7 +81,6 @@ class Option:
     setup: Setup
     flags: TailBatchingFlags = field(default_factory=lambda: PLAIN)
     timeout: bool = False
-    ours: bool = True
     cost: str = ""
 
     def simulate(self, rounds: int, seed: int) -> Prediction:
@@ -165,11 +163,6 @@ def outcome_of(setup: Setup, rounds: Sequence[Round]) -> Prediction:
     )
 
 
-def options_of(setup: Setup) -> list[Option]:
-    """Returns the changes of a run whose effect is predicted: features of rl-accel, then alternatives."""
-    return [*_features(setup), *_alternatives(setup)]
-
-
 def words_for(setup: Setup, features: Sequence[str], settings: Sequence[str] = ()) -> str:
     """Returns the words that turn on ``features`` with ``settings``, such as "tail_batching.prompt_ratio=1.5"."""
     if setup.is_slime:
@@ -192,7 +185,8 @@ def tail_option(setup: Setup, prompt_ratio: float, response_ratio: float) -> Opt
     )
 
 
-def _features(setup: Setup) -> Iterator[Option]:
+def options_of(setup: Setup) -> Iterator[Option]:
+    """Yields the features of rl-accel, alone and together, whose effect is predicted."""
     unpolled = replace(setup, poll_seconds=0.0)
     tail_flags = TailBatchingFlags()
 
@@ -215,30 +209,8 @@ def _features(setup: Setup) -> Iterator[Option]:
         yield option(replace(shorter, poll_seconds=0.0), "skip_zero", TAIL, flags=tail_flags, cost=zero)
 
 
-def _alternatives(setup: Setup) -> Iterator[Option]:
-    """Yields changes of the run that need no rl-accel: more replicas, other numbers of slots, half the maximum response length."""
-    more = replace(setup, replicas=2 * setup.replicas)
-    yield Option("twice the replicas", "", more, ours=False, cost="GPUs")
-    slots = setup.engine.slots
-    requests_wait = slots < setup.requests_per_replica
-    counts = []
-    if requests_wait or setup.engine.cache_tokens < math.inf:
-        counts.append(max(min(slots, setup.requests_per_replica) // 2, 1))
-    if requests_wait:
-        counts.append(2 * slots)
-    for count in counts:
-        key = "--sglang-max-running-requests " if setup.is_slime else "actor_rollout_ref.rollout.max_num_seqs="
-        changed = replace(setup, engine=replace(setup.engine, slots=count))
-        yield Option(f"{count:,} slots a replica", f"{key}{count}", changed, ours=False)
-    half = max(setup.workload.limit // 2, 1)
-    key = "--rollout-max-response-len " if setup.is_slime else "data.max_response_length="
-    cut = f"{(setup.workload.tokens > half).mean():.1%} of the responses cut short"
-    limited = replace(setup, workload=setup.workload.limited(half))
-    yield Option(f"limit of {half:,} tokens", f"{key}{half}", limited, ours=False, cost=cut)
-
-
 def answer(
-    setup: Setup, options: Sequence[Option], draws: int, rounds: int, note: Callable[[], None] = lambda: None
+    setup: Setup, options: Iterable[Option], draws: int, rounds: int, note: Callable[[], None] = lambda: None
 ) -> list[Answer]:
     """Predicts the effect of each option (a change of the run). Simulates ``rounds`` rollouts for each of ``draws`` random seeds.
 
@@ -246,7 +218,7 @@ def answer(
     """
     answers: list[Answer] = []
     unchanged: list[Prediction] = []
-    for option in [Option("as it is", "", setup, ours=False), *options]:
+    for option in [Option("as it is", "", setup), *options]:
         predictions = []
         for draw in range(draws):
             predictions.append(option.simulate(rounds, draw))  # the same seed for each option
@@ -278,6 +250,6 @@ def best_of(answers: Sequence[Answer]) -> Answer | None:
 
     If several gain about as much (within :data:`SMALLEST_GAIN`), returns the first, which is the simplest.
     """
-    features = [answer for answer in answers if answer.option.ours and not answer.is_nothing]
+    features = [answer for answer in answers if not answer.is_nothing]
     largest = max((answer.ratio.mean for answer in features), default=0.0)
     return next((answer for answer in features if answer.ratio.mean > largest * (1 - SMALLEST_GAIN)), None)

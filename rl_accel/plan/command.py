@@ -1,4 +1,4 @@
-"""Command ``rl-accel plan``: predicts the effect of features and alternatives on a run without spending GPU time."""
+"""Command ``rl-accel plan``: predicts the effect of features on a run without spending GPU time."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ from rl_accel.console import finite, refuse_idle_options, say, wide_console
 from rl_accel.errors import RlAccelError
 from rl_accel.files import strict_json, write_atomically
 from rl_accel.plan.answers import Answer, answer, best_of, options_of
-from rl_accel.plan.fit import Fit, engine_of_model
+from rl_accel.plan.fit import Fit
 from rl_accel.plan.profile_report import batch_lines
 from rl_accel.plan.savings import NOTHING_HELPS, bound_of, levers
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.simulation import EngineModel
-from rl_accel.rollout.workload import published, read_lengths
+from rl_accel.rollout.workload import read_lengths
 from rl_accel.telemetry.profile import WARMUP, Profile, format_seconds, read_run
 
-SCHEMA = "rl_accel.plan/3"
+SCHEMA = "rl_accel.plan/4"
 FIT_LIMIT = 0.5
 """Relative error of the fitted engine model above which the output warns that the plan cannot be trusted."""
 _COLUMNS: Mapping[str, Callable[[Answer], str]] = {
@@ -36,30 +36,24 @@ _COLUMNS: Mapping[str, Callable[[Answer], str]] = {
     "cache": lambda a: f"{a.more_memory:+.0%}",
     "what it costs, what to set": lambda a: "; ".join(filter(None, (a.option.cost, a.option.how))),
 }
-_PUBLISHED = "published:"
 _COUNT = click.IntRange(1)
 
 
 def _engine(_: Any, __: Any, value: str | None) -> EngineModel | None:
-    """Returns the engine model for a value of ``--step-seconds``, such as "1:0.02,64:0.04" or "published:MODEL"."""
+    """Returns the engine model for a value of ``--step-seconds``, such as "1:0.02,64:0.04"."""
     if value is None:
         return None
-    if value.startswith(_PUBLISHED):
-        return engine_of_model(value.removeprefix(_PUBLISHED))
     try:
         points = [point.split(":") for point in value.split(",")]
         return EngineModel({int(running): float(seconds) for running, seconds in points})
     except ValueError as error:
-        wanted = "seconds of a step by running requests, as in 1:0.02,64:0.04, or published:qwen2.5-14b"
+        wanted = "seconds of a step by running requests, as in 1:0.02,64:0.04"
         raise click.BadParameter(f"wants {wanted}, found {value!r} ({error})") from error
 
 
 @click.command()
 @click.argument("run_dir", metavar="LOG", type=click.Path(path_type=Path), required=False)
-@click.option(
-    "--lengths",
-    help="Instead of LOG: a file or folder of responses of verl or slime, or published:math16k, code16k, judge16k.",
-)
+@click.option("--lengths", help="Instead of LOG: a file or folder of responses of verl or slime.")
 @click.option(
     "--tokenizer", help="Tokenizer (name or folder) that counts the texts in --lengths. Default: count characters."
 )
@@ -71,7 +65,7 @@ def _engine(_: Any, __: Any, value: str | None) -> EngineModel | None:
 @click.option(
     "--step-seconds",
     callback=_engine,
-    help="Seconds of a decoding step by running requests, as 1:0.02,64:0.04 or published:MODEL.",
+    help="Seconds of a decoding step by running requests, as 1:0.02,64:0.04.",
 )
 @click.option(
     "--other-seconds", type=click.FloatRange(0), callback=finite, help="Seconds of a step outside the rollout."
@@ -85,7 +79,7 @@ def _engine(_: Any, __: Any, value: str | None) -> EngineModel | None:
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of plan.json.  [default: that of LOG]"
 )
 def plan(run_dir: Path | None, lengths: str | None, **given: Any) -> None:
-    """Predicts the rollout and step seconds of your run with each feature, and with alternatives such as more replicas.
+    """Predicts the rollout and step seconds of your run with each feature.
 
     LOG is a run that had +rl_accel.telemetry.enable=True: engine and lengths are fitted to its responses. Of any other log you get
     an upper bound. Without LOG, give --lengths with --step-seconds, --prompts, --responses and --replicas.
@@ -105,7 +99,7 @@ def plan(run_dir: Path | None, lengths: str | None, **given: Any) -> None:
             say(console, *_bound_lines(run, run.tail_bound))
             return
         setup, fit = setup_of(run, given)
-    options = options_of(setup)
+    options = list(options_of(setup))
     draws = given["draws"]
     rounds = given["rounds"]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -152,10 +146,6 @@ def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
     if missing:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise RlAccelError(f"--lengths needs {names} as well: lengths say nothing of the engine and the batch")
-    if lengths.startswith(_PUBLISHED):
-        workload = published(lengths.removeprefix(_PUBLISHED))
-    else:
-        workload = read_lengths(Path(lengths), options["tokenizer"])
     folder = Path(lengths)
     saved_by_slime = folder.is_dir() and not any(folder.glob("*.jsonl"))
     limits = {key: options[key] for key in ("slots", "cache_tokens") if options[key]}
@@ -164,7 +154,7 @@ def _given(lengths: str, options: Mapping[str, Any]) -> Setup:
         responses=options["responses"],
         replicas=options["replicas"],
         engine=replace(options["step_seconds"], **limits),
-        workload=workload,
+        workload=read_lengths(folder, options["tokenizer"]),
         stages={"update_actor": options["other_seconds"]} if options["other_seconds"] else {},
         is_slime=saved_by_slime,
     )
@@ -209,14 +199,14 @@ def conclusion_lines(setup: Setup, fit: Fit | None, answers: Sequence[Answer], p
         yield f"Set {best.option.how}"
         if best.more_memory > 0.05:
             yield f"It needs {best.more_memory:.0%} more key-value cache at its peak than stock."
-    if none := [answer.option.name for answer in priced if answer.option.ours and answer.is_nothing]:
+    if none := [answer.option.name for answer in priced if answer.is_nothing]:
         yield f"Nothing to gain from: {', '.join(none)}."
 
 
 def _row(answer: Answer) -> dict[str, Any]:
     """Returns the content of ``plan.json`` for one answer."""
     option = answer.option
-    names = {"name": option.name, "set": option.how, "ours": option.ours, "cost": option.cost}
+    names = {"name": option.name, "set": option.how, "cost": option.cost}
     ratio = {"ratio": answer.ratio.mean, "low": answer.ratio.low, "high": answer.ratio.high}
     more = {"more_memory": answer.more_memory, "nothing": answer.is_nothing}
     return {**names, **asdict(answer.outcome), **ratio, **more}

@@ -1,4 +1,4 @@
-"""Models of the rollout engine's speed: fitted to the measured responses of a run, or derived from published numbers."""
+"""Model of the rollout engine's speed, fitted to the measured responses of a run."""
 
 import math
 from collections import defaultdict
@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_accel.errors import RlAccelError
 from rl_accel.rollout.simulation import Cluster, EngineModel
-from rl_accel.rollout.workload import Floats, load_data
+from rl_accel.rollout.workload import Floats
 from rl_accel.telemetry.stage_clock import ResponseTimes
 
 _LEAST_RESPONSES = 16
@@ -123,30 +123,3 @@ def _batches_of(steps: Sequence[Sequence[ResponseTimes]]) -> list[_Batch]:
         count = math.ceil(share * len(kept))
         kept = [kept[n] for n in np.random.default_rng(0).choice(len(kept), count, replace=False)]
     return list(map(_Batch, kept))
-
-
-def engine_of_model(model: str, tp: int | None = None) -> EngineModel:
-    """Returns the engine model for a replica of the language model ``model`` on ``tp`` H800 GPUs.
-
-    ``tp`` is the tensor-parallel size. None: the size in RollPacker's published runs of this model.
-
-    Raises:
-        RlAccelError: the model is unknown. The message names the known models.
-    """
-    cluster = load_data("h800.json")
-    if model not in cluster["models"]:
-        raise RlAccelError(f"--step-seconds: wanted one of {', '.join(cluster['models'])}, found {model!r}")
-    sizes = cluster["models"][model]
-    tp = tp or sizes["tp"]
-    weights = 2 * sizes["parameters"]
-    bandwidth = cluster["bandwidth"] * cluster["bandwidth_share"] * tp
-    exchange = cluster["layer_seconds"] * sizes["layers"] if tp > 1 else 0.0
-    floor = cluster["overhead_seconds"] + exchange + weights / bandwidth
-    seconds_per_request = weights / (cluster["decoding_flops"] * tp)
-    memory = cluster["memory_bytes"] * sizes.get("memory_share", cluster["memory_share"]) * tp
-    return EngineModel(
-        step_seconds={1: floor + seconds_per_request, 1001: floor + 1001 * seconds_per_request},
-        cached_token_seconds=sizes["kv_bytes"] / bandwidth,
-        prompt_token_seconds=weights / (cluster["flops"] * tp),
-        cache_tokens=max((memory - weights) / sizes["kv_bytes"], 1),
-    )

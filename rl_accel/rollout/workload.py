@@ -13,7 +13,6 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,6 @@ from rl_accel.files import BAD_RECORD
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-PUBLISHED = {"math16k": "math", "code16k": "code", "judge16k": "judge"}
-"""Mapping from the name of a published workload to the name of its curve in RollPacker (NSDI'26), Fig. 2a."""
-PUBLISHED_LIMIT = 16384
-_POINTS = 20_000  # number of response lengths that represent a published distribution
 _MAX_NUMBER = 1_000_000_000
 """Largest number of tokens, or of seconds of a reward, that is accepted in a file of response lengths."""
 
@@ -94,23 +89,6 @@ class Lengths:
         seen = self.seen[sample]
         return replace(self, known=self.known[sample], seen=seen, tokens=np.sort(seen[seen > 0]))
 
-    def limited(self, limit: int) -> "Lengths":
-        """Returns a copy with another length limit in tokens.
-
-        Responses at the old limit get the length of the new one: they were cut off, and nobody knows how long they would have been.
-        """
-
-        def cut(tokens: Ints) -> Ints:
-            return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
-
-        seen = None if self.seen is None else cut(self.seen)
-        return replace(self, tokens=cut(self.tokens), seen=seen)
-
-    @property
-    def limit(self) -> int:
-        """Length of the longest response in tokens, which is taken for the length limit."""
-        return int(self.tokens[-1])
-
 
 def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> Lengths:
     """Returns a workload that is fitted to the response lengths of a run.
@@ -140,34 +118,6 @@ def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> 
     seen = np.zeros((len(groups), sizes.max()), np.int64)
     seen[np.arange(sizes.max()) < sizes[:, None]] = each
     return Lengths(np.sort(each).astype(np.int64), alike, known, seen, source=source, **more)
-
-
-def published(name: str, alike: float | None = None) -> Lengths:
-    """Returns the published workload ``name``, a key of :data:`PUBLISHED`.
-
-    The published figure ends at a quarter of the length limit. From there to the limit, all lengths are assumed equally likely;
-    the share of responses at the limit is published. ``alike`` is the intraclass correlation of the lengths within a prompt; None:
-    the value in the data file ``h800.json``.
-
-    Raises:
-        RlAccelError: no published workload has this name.
-    """
-    if name not in PUBLISHED:
-        raise RlAccelError(f"--lengths published:{name}: wanted one of {', '.join(PUBLISHED)}, found {name!r}")
-    data = load_data("response_length_cdf.json")
-    domain = PUBLISHED[name]
-    figure = data["domains"][domain]
-    tokens = [0, *figure["tokens"], PUBLISHED_LIMIT]
-    ranks = [0.0, *(share / 100 for share in figure["cum_pct"]), 1 - data["cap_pct"][domain] / 100]
-    quantiles = np.interp((np.arange(_POINTS) + 0.5) / _POINTS, ranks, tokens).round().astype(np.int64)
-    alike = load_data("h800.json")["alike"] if alike is None else alike
-    return Lengths(np.maximum(quantiles, 1), alike, source=f"{data['source']}; {domain}")
-
-
-def load_data(name: str) -> dict[str, Any]:
-    """Returns the content of the JSON file ``name`` in ``rl_accel/rollout/data``, which holds published numbers."""
-    content: dict[str, Any] = json.loads(resources.files("rl_accel.rollout").joinpath("data", name).read_text())
-    return content
 
 
 def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:

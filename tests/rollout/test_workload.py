@@ -1,6 +1,8 @@
 """Tests lengths drawn from published distributions, from files, and from the responses of a run."""
 
 import json
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from scipy.special import ndtri
 
 from rl_accel.errors import RlAccelError
-from rl_accel.rollout.workload import Lengths, from_groups, published, read_lengths
+from rl_accel.rollout.workload import Lengths, from_groups, read_lengths
 
+published = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "published_table.py"))["published"]
 RNG = np.random.default_rng(0)
 
 
@@ -23,7 +26,7 @@ def scores_of(lengths, rows):
 
 @pytest.mark.parametrize("alike", [0.0, 0.4, 0.9])
 def test_all_responses_together_keep_the_distribution(alike):
-    workload = published("math16k", alike)
+    workload = published(alike=alike)
     drawn = workload.lengths(range(20_000), 2, np.random.default_rng(1))
     for share in (0.25, 0.5, 0.9, 0.95):
         assert np.quantile(drawn, share) == pytest.approx(np.quantile(workload.tokens, share), rel=0.05)
@@ -38,7 +41,7 @@ def test_how_alike_responses_are_is_found_again(alike, seed):
 
 
 def test_a_prompt_keeps_its_score_until_the_workload_is_drawn_anew():
-    workload = published("code16k", 0.999)
+    workload = published(alike=0.999)
     first, second = (workload.lengths([3] * 200, 1, RNG) for _ in range(2))
     assert max(first.max(), second.max()) < 5 * min(first.min(), second.min())
     anew = [np.median(workload.drawn(seed).lengths([3] * 200, 1, RNG)) for seed in range(20)]
@@ -54,13 +57,9 @@ def test_prompts_of_a_run_first_have_the_responses_that_they_had():
     assert from_groups(groups, "").lengths([3], 2, RNG).tolist() == [[5, 7]], "the data begins again"
     of_samples = {tuple(from_groups(groups, "").drawn(seed).lengths([0], 1, RNG)[0]) for seed in range(20)}
     assert of_samples == {(5,), (9,), (100,)}
-    assert from_groups(groups, "").limited(10).lengths([1, 2], 2, RNG)[:, 0].tolist() == [9, 10]
 
 
-def test_a_limit_cuts_responses_short_and_rewards_take_the_times_that_were_seen():
-    workload = published("math16k").limited(8192)
-    assert (workload.limit, workload.lengths(range(2000), 4, RNG).max()) == (8192, 8192)
-    assert (published("math16k").limited(32768).tokens == 32768).mean() == pytest.approx(0.01, abs=0.003)
+def test_rewards_take_the_times_that_were_seen():
     assert set(from_groups([[1.0]], "", rewards=np.array([0.5, 2.0])).reward_seconds(100, RNG)) == {0.5, 2.0}
     assert from_groups([[1.0]], "").reward_seconds(100, RNG) is None
 
