@@ -4,13 +4,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
-from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
+from rl_accel.features import TailBatchingFlags
 from rl_accel.plan.setup import Setup
-from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.rollout.simulation import Round, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.rollout.workload import Floats
@@ -50,18 +48,16 @@ class Range:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted times, waste and memory of a run, from simulated steps.
+    """Predicted times and waste of a run, from simulated steps.
 
     Attributes:
         rollout_seconds, step_seconds: mean seconds of a rollout, and of a whole training step.
         wasted: share of the generated tokens that belong to cancelled responses.
-        peak_tokens: maximum number of tokens in the key-value cache of any replica.
     """
 
     rollout_seconds: float
     step_seconds: float
     wasted: float
-    peak_tokens: float
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,6 @@ class Option:
         how: text to add to the run's command to make the change; "" for the run as it is.
         setup: description of the changed run.
         flags: flags of tail batching; :data:`PLAIN` without tail batching.
-        timeout: True if rewards have adaptive time limits (feature reward_timeout).
         cost: disadvantages of the change, as text for the output.
     """
 
@@ -80,12 +75,11 @@ class Option:
     how: str
     setup: Setup
     flags: TailBatchingFlags = field(default_factory=lambda: PLAIN)
-    timeout: bool = False
     cost: str = ""
 
     def simulate(self, rounds: int, seed: int) -> Prediction:
         """Returns the prediction for the run with this change, from ``rounds`` simulated rollouts."""
-        return outcome_of(self.setup, rounds_of(self.setup, self.flags, rounds, seed, self.timeout))
+        return outcome_of(self.setup, rounds_of(self.setup, self.flags, rounds, seed))
 
 
 @dataclass(frozen=True)
@@ -96,14 +90,12 @@ class Answer:
         outcome: prediction for the changed run, as the mean over all random draws.
         ratio: step seconds of the unchanged run, divided by those of the changed run.
         saved: step seconds of the unchanged run, less those of the changed run.
-        more_memory: relative increase of ``peak_tokens``, the maximum number of tokens in a key-value cache.
     """
 
     option: Option
     outcome: Prediction
     ratio: Range
     saved: Range
-    more_memory: float
 
     @property
     def is_nothing(self) -> bool:
@@ -111,10 +103,10 @@ class Answer:
         return self.ratio.mean < 1 + SMALLEST_GAIN or self.ratio.low <= 1.0
 
 
-def rounds_of(setup: Setup, flags: TailBatchingFlags, rounds: int, seed: int, timeout: bool = False) -> list[Round]:
+def rounds_of(setup: Setup, flags: TailBatchingFlags, rounds: int, seed: int) -> list[Round]:
     """Simulates ``rounds`` consecutive rollouts of the run ``setup``. ``flags`` are those of tail batching.
 
-    ``timeout`` is True if rewards have adaptive time limits. ``seed`` also shuffles the prompts.
+    ``seed`` also shuffles the prompts.
     """
     return play_rounds(
         TailRun(setup.prompts, setup.responses, flags),
@@ -123,7 +115,6 @@ def rounds_of(setup: Setup, flags: TailBatchingFlags, rounds: int, seed: int, ti
         setup.workload.drawn(seed),
         rounds,
         seed=seed,
-        timeout=AdaptiveTimeout(RewardTimeoutFlags(maximum=PROGRAM_BUDGET)) if timeout else None,
     )
 
 
@@ -159,18 +150,7 @@ def outcome_of(setup: Setup, rounds: Sequence[Round]) -> Prediction:
         rollout_seconds=rollout,
         step_seconds=rollout + training + setup.other_seconds,
         wasted=wasted / generated,
-        peak_tokens=max(played.peak_tokens for played in rounds),
     )
-
-
-def words_for(setup: Setup, features: Sequence[str], settings: Sequence[str] = ()) -> str:
-    """Returns the words that turn on ``features`` with ``settings``, such as "tail_batching.prompt_ratio=1.5"."""
-    if setup.is_slime:
-        return " ".join(
-            [f"rl-accel slime-config --enable {','.join(features)}", *(f"--set {flag}" for flag in settings)]
-        )
-    flags = [*(f"{feature}.enable=True" for feature in features), *settings]
-    return " ".join(f"+rl_accel.{flag}" for flag in flags)
 
 
 def tail_option(setup: Setup, prompt_ratio: float, response_ratio: float) -> Option:
@@ -178,35 +158,26 @@ def tail_option(setup: Setup, prompt_ratio: float, response_ratio: float) -> Opt
     settings = (f"{TAIL}.prompt_ratio={prompt_ratio}", f"{TAIL}.response_ratio={response_ratio}")
     return Option(
         name=f"{TAIL} {prompt_ratio:g} / {response_ratio:g}",
-        how=words_for(setup, [TAIL], settings),
+        how=words_for(setup, TAIL, settings),
         setup=replace(setup, poll_seconds=0.0),
         flags=TailBatchingFlags(prompt_ratio=prompt_ratio, response_ratio=response_ratio),
         cost="shorter responses of a prompt are preferred" if response_ratio > 1 else "",
     )
 
 
+def words_for(setup: Setup, feature: str, settings: Sequence[str] = ()) -> str:
+    """Returns the words that turn on ``feature`` with ``settings``, such as "tail_batching.prompt_ratio=1.5"."""
+    if setup.is_slime:
+        return " ".join([f"rl-accel slime-config --enable {feature}", *(f"--set {flag}" for flag in settings)])
+    return " ".join(f"+rl_accel.{flag}" for flag in (f"{feature}.enable=True", *settings))
+
+
 def options_of(setup: Setup) -> Iterator[Option]:
-    """Yields the features of rl-accel, alone and together, whose effect is predicted."""
-    unpolled = replace(setup, poll_seconds=0.0)
-    tail_flags = TailBatchingFlags()
-
-    def option(changed: Setup, *features: str, **more: Any) -> Option:
-        return Option(" + ".join(features), words_for(setup, features), changed, **more)
-
+    """Yields the features of rl-accel whose effect is predicted."""
     if setup.poll_seconds:
-        yield option(unpolled, "sampler")
+        yield Option("sampler", words_for(setup, "sampler"), replace(setup, poll_seconds=0.0))
     for prompt_ratio, response_ratio in RATIOS:
         yield tail_option(setup, prompt_ratio, response_ratio)
-    if setup.workload.rewards.max(initial=0.0) > RewardTimeoutFlags().minimum:
-        slow = "rewards of slow answers"
-        yield option(setup, "reward_timeout", timeout=True, cost=slow)
-        yield option(unpolled, TAIL, "reward_timeout", flags=tail_flags, timeout=True, cost=slow)
-    if setup.zero_share:
-        zero = f"advantage 0 for {setup.zero_share:.0%} of the text, if rewards are compared in groups"
-        update = setup.stages.get("update_actor", 0.0) * (1 - setup.zero_share)
-        shorter = replace(setup, stages={**setup.stages, "update_actor": update})
-        yield option(shorter, "skip_zero", cost=zero)
-        yield option(replace(shorter, poll_seconds=0.0), "skip_zero", TAIL, flags=tail_flags, cost=zero)
 
 
 def answer(
@@ -234,7 +205,6 @@ def answer(
                 outcome=mean,
                 ratio=Range.around(before / after, stock.step_seconds / mean.step_seconds),
                 saved=Range.around(before - after, stock.step_seconds - mean.step_seconds),
-                more_memory=mean.peak_tokens / stock.peak_tokens - 1,
             )
         )
     return answers

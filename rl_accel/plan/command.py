@@ -33,7 +33,6 @@ _COLUMNS: Mapping[str, Callable[[Answer], str]] = {
     "times less": lambda a: "nothing" if a.is_nothing and a.ratio.mean >= 1 else f"{a.ratio.mean:.2f}",
     "95% interval": lambda a: f"{a.ratio.low:.2f} to {a.ratio.high:.2f}",
     "wasted": lambda a: f"{a.outcome.wasted:.0%}" if a.outcome.wasted > 0.0005 else "",
-    "cache": lambda a: f"{a.more_memory:+.0%}",
     "what it costs, what to set": lambda a: "; ".join(filter(None, (a.option.cost, a.option.how))),
 }
 _COUNT = click.IntRange(1)
@@ -197,8 +196,6 @@ def conclusion_lines(setup: Setup, fit: Fit | None, answers: Sequence[Answer], p
         ratio = f"{best.ratio.mean:.2f} times less, {best.ratio.low:.2f} to {best.ratio.high:.2f}"
         yield f"Best of the pack: {best.option.name}. A step of {before} would take {after} ({ratio})."
         yield f"Set {best.option.how}"
-        if best.more_memory > 0.05:
-            yield f"It needs {best.more_memory:.0%} more key-value cache at its peak than stock."
     if none := [answer.option.name for answer in priced if answer.is_nothing]:
         yield f"Nothing to gain from: {', '.join(none)}."
 
@@ -208,5 +205,4 @@ def _row(answer: Answer) -> dict[str, Any]:
     option = answer.option
     names = {"name": option.name, "set": option.how, "cost": option.cost}
     ratio = {"ratio": answer.ratio.mean, "low": answer.ratio.low, "high": answer.ratio.high}
-    more = {"more_memory": answer.more_memory, "nothing": answer.is_nothing}
-    return {**names, **asdict(answer.outcome), **ratio, **more}
+    return {**names, **asdict(answer.outcome), **ratio, "nothing": answer.is_nothing}

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -14,7 +13,6 @@ from rl_accel.plan.answers import SMALLEST_GAIN
 from rl_accel.plan.savings import NOTHING_HELPS, Saving, find_savings, levers
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import PARTS, WARMUP, Profile, format_seconds, read_run
-from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED
 
 _TABLES = {"drafts": "drafted", "skip_zero": "rows"}
 """Mapping from each feature whose metrics the report prints as a table to the metric that is 0 if the feature did nothing."""
@@ -22,10 +20,6 @@ _NOT_ESTIMATED = (
     "not in these numbers: final_output (host seconds of vLLM for each token), and drafts (text that responses share)"
 )
 _NEEDS_V1 = "The flags act in the V1 trainer of verl 0.9, which did not write this log."
-_LINES = {COMPLETED: "#4878a8", CANCELLED: "#e8a24c", FAILED: "#d1495b", "reward": "#2a9d5c"}
-_MOST_ROWS = 2000
-"""Largest number of responses in a picture. More would only cover each other, because the picture has fewer rows of pixels."""
-
 _NUMBERS = {
     "idle_share": ("idle share of generation", "{:.1%}"),
     "concurrency": ("most responses at once", "{:,.0f}"),
@@ -84,9 +78,6 @@ def _show(run: Profile, console: Console) -> None:
     console.print(_table_of_stages(run))
     if "responses" in run.numbers:
         say(console, *(f"{label + ':':<32}{_shown(run.numbers, name)}" for name, (label, _) in _NUMBERS.items()))
-    servers = sorted({response.server for response in run.last if response.server is not None})
-    if len(servers) > 1:
-        console.print(_table_of_servers(run, servers))
     for feature, needed in _TABLES.items():
         numbers = run.table(feature)
         if numbers.get(needed):
@@ -140,16 +131,6 @@ def _table_of_stages(run: Profile) -> Table:
     return table
 
 
-def _table_of_servers(run: Profile, servers: Sequence[str]) -> Table:
-    table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {run.steps[-1]}")
-    for server in servers:
-        responses = [response for response in run.last if response.server == server]
-        times = stage_clock.completion(responses) | stage_clock.generation(responses, run.last_seconds, began=0.0)
-        shown = ("responses", "tokens", "idle_share", "completion_longest_seconds")
-        table.add_row(server, *(_shown(times, name) for name in shown))
-    return table
-
-
 def _conclusion(savings: Sequence[Saving], step_seconds: float) -> str:
     """Returns the last sentence of the report: the largest possible saving, or that no feature would help."""
     best = savings[0] if savings else None
@@ -186,22 +167,12 @@ def _gain_text(saving: Saving, whole: float) -> str:
 
 
 def draw_profile(run: Profile, path: Path) -> None:
-    """Writes a picture of ``run`` to ``path``: stages of a mean step, parts of generation, and responses of the last step."""
+    """Writes a picture of ``run`` to ``path``: a bar with the stages of a mean step, and a bar with the parts of generation."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5.6 if run.last else 1.9), layout="constrained")
-    heights = [1.1, 3] if run.last else [1]
-    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for part in axes:
-        part.spines[["top", "right"]].set_visible(False)
-    _draw_bars(axes[0], run)
-    if run.last:
-        _draw_responses(axes[1], run)
-    figure.savefig(path, dpi=120, facecolor="white")
-
-
-def _draw_bars(axes: Any, run: Profile) -> None:
-    """Draws a bar with the stages of a mean step, and below it a bar with the parts of generation."""
+    figure = Figure(figsize=(8, 1.9), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
     rows = {
         "step": [(name, seconds, stage_clock.STAGES.get(name, "#d9d9d9")) for name, seconds in run.stages.items()],
         "generation": [
@@ -228,22 +199,4 @@ def _draw_bars(axes: Any, run: Profile) -> None:
     axes.tick_params(axis="y", length=0)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1.1))
-
-
-def _draw_responses(axes: Any, run: Profile) -> None:
-    """Draws a horizontal line for each response: generation, then reward. If there are too many responses, draws only some."""
-    responses = sorted(run.last, key=lambda r: (r.ended, r.began))
-    for row, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
-        end = response.ended if response.generated is None else response.generated
-        colour = _LINES[response.outcome]
-        axes.plot([response.began, end], [row, row], color=colour, lw=1.2, solid_capstyle="butt")
-        if response.rewarded is not None:
-            axes.plot([end, response.rewarded], [row, row], color=_LINES["reward"], lw=1.2)
-    for label, colour in _LINES.items():
-        axes.plot([], [], color=colour, label=label)
-    axes.axvline(run.last_seconds, color="black", lw=0.8, ls=":", label="end of the stage")
-    axes.set_xlim(0, run.last_seconds * 1.01)
-    axes.set_title(f"Responses of step {run.steps[-1]}, in the order in which they ended", fontsize=10)
-    axes.set_xlabel("seconds since the first response began")
-    axes.set_ylabel("responses")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=120, facecolor="white")

@@ -28,7 +28,6 @@ class Setup:
         stages: mean seconds of each stage of a step except the rollout stage ``gen``, by stage name.
         poll_seconds: seconds between the trainer's checks whether the rollout is done; 0: the trainer notices the end at once.
         fixed_seconds: seconds of the stage ``gen`` before the first decoding step and after the trainer has noticed the end.
-        zero_share: share of the stage ``update_actor`` that the feature skip_zero would save.
         is_slime: True for a run of slime, False for a run of verl.
     """
 
@@ -40,7 +39,6 @@ class Setup:
     stages: Mapping[str, float] = field(default_factory=dict)
     poll_seconds: float = 0.0
     fixed_seconds: float = 0.0
-    zero_share: float = 0.0
     is_slime: bool = False
 
     @property
@@ -113,7 +111,6 @@ def setup_of(run: Profile, options: Mapping[str, Any]) -> tuple[Setup, Fit]:
         stages={name: seconds for name, seconds in run.stages.items() if name != "gen"},
         poll_seconds=0.0 if run.on & {"sampler", "tail_batching"} else POLL_SECONDS,
         fixed_seconds=fit.start_seconds + min(rests, default=0.0),
-        zero_share=run.zero_groups[0],
     )
     return setup, fit
 

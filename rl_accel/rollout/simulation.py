@@ -19,7 +19,6 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.rollout.tail_batching import Phase, TailBatching, TailRun
 from rl_accel.rollout.tail_decisions import (
     Cancel,
@@ -117,7 +116,7 @@ class _Replica:
         self.pace = pace
         self.running: list[SimulatedRequest] = []  # sorted by end, the latest end first
         self.queue: deque[SimulatedRequest] = deque()
-        self.time = self.steps = self.stall = self.cached = self.peak = self.ahead = 0.0
+        self.time = self.steps = self.stall = self.cached = self.ahead = 0.0
         self.begun = self.preemptions = 0
         self.fills = False
         self.due = math.inf
@@ -157,7 +156,6 @@ class _Replica:
         self.stall = 0.0
         self.steps += self.ahead
         self.cached += self.ahead * len(self.running)
-        self.peak = max(self.peak, self.cached)
         if not self.fills:
             request = self.running.pop()
             self.cached -= self.prompt + request.length
@@ -174,7 +172,6 @@ class _Replica:
     def stop(self, request: SimulatedRequest, tokens: float) -> None:
         """Removes a running request that has generated ``tokens`` tokens."""
         self.running.remove(request)
-        self.peak = max(self.peak, self.cached)
         self.cached -= self.prompt + tokens
         request.began = 0
 
@@ -223,13 +220,6 @@ class Cluster:
     def preemptions(self) -> int:
         """Number of preemptions so far, over all replicas."""
         return sum(replica.preemptions for replica in self._replicas)
-
-    def take_peak_tokens(self) -> float:
-        """Returns the highest number of tokens in the key-value cache of any replica since the last call."""
-        peak = max(replica.peak for replica in self._replicas)
-        for replica in self._replicas:
-            replica.peak = replica.cached
-        return peak
 
     def _tokens_of(self, request_id: int) -> float:
         """Returns the number of tokens of an unfinished request so far."""
@@ -306,14 +296,12 @@ class Round:
     """Results of one simulated round of tail batching.
 
     Attributes:
-        peak_tokens: highest number of tokens in the key-value cache of any replica.
         preemptions: number of preemptions over all replicas.
         unfinished: number of responses that were still in an engine when the batch was complete, and were cancelled.
         ends: seconds from the start of the round to the last token of each completely generated response, ascending.
     """
 
     metrics: RoundMetrics = field(default_factory=RoundMetrics)
-    peak_tokens: float = 0.0
     preemptions: int = 0
     unfinished: int = 0
     ends: "array[float]" = field(default_factory=lambda: array("d"))
@@ -326,7 +314,6 @@ def play_rounds(
     workload: Lengths,
     rounds: int,
     seed: int = 0,
-    timeout: AdaptiveTimeout | None = None,
 ) -> list[Round]:
     """Simulates consecutive rounds of tail batching and returns the results of each round.
 
@@ -336,26 +323,21 @@ def play_rounds(
         workload: source of response lengths and reward times.
         rounds: number of rounds.
         seed: seed of all random draws.
-        timeout: policy that learns time limits for the simulated rewards. A reward within its limit counts as correct. None: no
-            limits.
     """
-    player = Player(run, Cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
+    player = Player(run, Cluster(engine, replicas, workload.prompt_tokens), workload, seed)
     return [player.play() for _ in range(rounds)]
 
 
 class Player:
     """Simulates rounds of tail batching: carries out the decisions of :class:`TailBatching` on the simulated ``cluster``."""
 
-    def __init__(
-        self, run: TailRun, cluster: Cluster, workload: Lengths, seed: int, timeout: AdaptiveTimeout | None = None
-    ) -> None:
+    def __init__(self, run: TailRun, cluster: Cluster, workload: Lengths, seed: int) -> None:
         self.cluster = cluster
         self._core = TailBatching(run)
         self._workload = workload
-        self._timeout = timeout
         self._rng = np.random.default_rng(seed)
         self._offered = 0
-        self._rewards: dict[int, tuple[str, float]] = {}  # prompt id and reward seconds, by response id
+        self._rewards: dict[int, float] = {}  # reward seconds, by response id
         self._rewarding: list[tuple[float, int]] = []
         self._generated: dict[int, int] = {}  # number of tokens, by id of responses whose reward is being computed
         self._round = Round()
@@ -380,10 +362,9 @@ class Player:
                 self._carry_out(core.response_generated(request.id, request.length))
                 if self._rewards:
                     self._generated[request.id] = request.length
-                    heapq.heappush(rewarding, (cluster.now + self._reward_seconds(request.id), request.id))
+                    heapq.heappush(rewarding, (cluster.now + self._rewards[request.id], request.id))
                 else:
                     self._carry_out(core.response_scored(request.id, cluster.now))
-        played.peak_tokens = cluster.take_peak_tokens()
         played.preemptions = cluster.preemptions - preempted
         rewarding.clear()
         self._rewards.clear()
@@ -427,15 +408,5 @@ class Player:
         lengths = self._workload.lengths(prompts, each, self._rng).ravel().tolist()
         seconds = self._workload.reward_seconds(len(ids), self._rng)
         if seconds is not None:
-            keys = [launch.prompt_id for launch in launches for _ in launch.response_ids]
-            self._rewards |= dict(zip(ids, zip(keys, seconds.tolist(), strict=True), strict=True))
+            self._rewards |= dict(zip(ids, seconds.tolist(), strict=True))
         self.cluster.launch(ids, lengths)
-
-    def _reward_seconds(self, response_id: int) -> float:
-        key, seconds = self._rewards[response_id]
-        if self._timeout is None:
-            return seconds
-        limit = self._timeout.limit(key).wall
-        taken = min(seconds, limit)
-        self._timeout.record(key, taken, taken, seconds <= limit)
-        return taken

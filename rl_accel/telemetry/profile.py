@@ -102,11 +102,6 @@ class Profile:
         """Mean duration of the steps after the warm-up."""
         return sum(self.stages.values())
 
-    @property
-    def last_seconds(self) -> float:
-        """Seconds of the generation stage ``gen`` in the last step."""
-        return self.staged[self.steps[-1]].get("gen", 0.0)
-
     @cached_property
     def on(self) -> frozenset[str]:
         """Names of the features that were on in the run."""
@@ -147,11 +142,6 @@ class Profile:
         """Responses of the steps after the warm-up, by step number. Leaves out steps whose parts of generation are unknown."""
         known = [step for step, numbers in self.noted.items() if "concurrency" in numbers]
         return {step: self.kept[step] for step in known if step in self.kept}
-
-    @property
-    def last(self) -> Sequence[ResponseTimes]:
-        """Responses of the last step; empty if their times are unknown."""
-        return self.responses.get(self.steps[-1], [])
 
     @property
     def parts(self) -> Mapping[str, float]:
@@ -212,7 +202,7 @@ class Profile:
             return [f"waiting, rewards, completion times and preemptions as measured: {why}"]
         missing = []
         if len(self.kept_files) != 1:
-            what = "what tail_batching and reward_timeout would save, the servers, and the picture of responses"
+            what = "what tail_batching and reward_timeout would save"
             missing.append(f"{what}: {len(self.kept_files)} files named {FILE_NAME} are here, not one")
         if "concurrency" not in self.numbers:
             missing.append("parts of generation: in this trainer mode responses are under way when the stage begins")

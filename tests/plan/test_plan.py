@@ -153,45 +153,6 @@ def test_equal_draws_give_equal_answers():
     assert [found.outcome for found in again] == [found.outcome for found in first]
 
 
-def test_skip_zero_shortens_the_actor_update_and_nothing_else():
-    stages = {"update_actor": 5.0, "old_log_prob": 1.0, "other": 2.0}
-    options = options_by_name(replace(SETUP, stages=stages, zero_share=0.4))
-    unpolled = replace(SETUP, stages=stages, poll_seconds=0.0)
-    both = options["skip_zero + tail_batching"]
-    stock = {"skip_zero": replace(unpolled, poll_seconds=2.0), both.name: unpolled}
-    for name, setup in stock.items():
-        before, after = simulated(setup, 5, 1, flags=options[name].flags), options[name].simulate(5, 1)
-        assert after == replace(before, step_seconds=after.step_seconds), "the rollout is the same"
-        training = before.step_seconds - before.rollout_seconds - stages["other"]
-        assert before.step_seconds - after.step_seconds == pytest.approx(training * 0.4 * 5 / 6)
-    assert both.how == "+rl_accel.skip_zero.enable=True +rl_accel.tail_batching.enable=True"
-    assert not any("skip_zero" in name for name in options_by_name(SETUP)), "the share is unknown"
-
-
-def with_rewards(folder, log, **more):
-    """A copy of ``log`` with further metrics, and a group of equal and one of other rewards, as verl stores them."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    (folder / "rollouts").mkdir()
-    lines = [json.dumps({**line, "data": {**line["data"], **more}}) for line in lines]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    rewards = [("p", 1), ("p", 1), ("q", 0), ("q", 1)]
-    rows = [json.dumps({"input": prompt, "output": "xyz", "score": score}) for prompt, score in rewards]
-    (folder / "rollouts" / "1.jsonl").write_text("\n".join(rows) + "\n")
-    return folder
-
-
-@pytest.mark.parametrize(("more", "is_priced"), [({}, True), ({"timing_s/update_critic": 0.5}, False)])
-def test_the_command_prices_skip_zero_for_equal_rewards_without_a_critic(run_dir, tmp_path, invoke, more, is_priced):
-    shutil.copytree(run_dir / "checkpoints", tmp_path / "checkpoints")
-    folder = with_rewards(tmp_path, run_dir / "metrics.jsonl", **more)
-    invoke(plan, folder, *["--draws", "1", "--rounds", "5"])
-    rows = {row["name"]: row for row in json.loads((folder / "plan.json").read_text())["answers"]}
-    assert ("skip_zero" in rows) == ("skip_zero + tail_batching" in rows) == is_priced
-    if is_priced:
-        stock = json.loads((folder / "plan.json").read_text())["stock"]
-        assert stock["step_seconds"] - rows["skip_zero"]["step_seconds"] == pytest.approx(1.5, rel=0.2), "half of 3 s"
-
-
 def test_the_command_on_a_run(run_dir, tmp_path, invoke):
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     output = invoke(plan, tmp_path / "metrics.jsonl", "--draws", "6", "--rounds", "8")
