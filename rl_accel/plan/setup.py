@@ -42,11 +42,6 @@ class Setup:
     is_slime: bool = False
 
     @property
-    def requests_per_replica(self) -> int:
-        """Number of requests on each replica when a whole batch runs at once, rounded up."""
-        return ceil(self.prompts * self.responses / self.replicas)
-
-    @property
     def training_seconds(self) -> float:
         """Mean seconds per step of all stages whose duration grows with the number of trained tokens."""
         return sum(self.stages.get(name, 0.0) for name in TRAINING)
