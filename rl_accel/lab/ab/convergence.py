@@ -131,7 +131,6 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
       equal, in units of the metric.
     - ``answer``: ``IDENTICAL`` or the result of :func:`decide`.
     - ``runs``: number of runs of each of the two arms. ``paired``: whether the runs are paired by seed.
-    - ``reach``: result of :func:`times_to_reach`; only for the reward.
     """
     rows = []
     notes = [note for run in runs for note in run.notes]
