@@ -216,7 +216,8 @@ class VerlRun:
 
     def _key_without_zero_advantages(self) -> str:
         """Returns the key of the configuration because of which no response can have advantage 0, or "" if one can."""
-        algorithm, group_size = self.get("algorithm", {}), self._number(f"{ROLLOUT}.n")
+        algorithm = self.get("algorithm", {})
+        group_size = self._number(f"{ROLLOUT}.n")
         if not gives_zero_advantages(algorithm, group_size):
             return "algorithm.adv_estimator"
         has_kl = self.get("algorithm.use_kl_in_reward", False)

@@ -642,8 +642,9 @@ def _become(uid: int) -> None:
 
 
 def _reap(until_none: bool = False) -> None:
+    options = 0 if until_none else os.WNOHANG
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, 0 if until_none else os.WNOHANG)[0]:
+        while os.waitpid(-1, options)[0]:
             pass
 
 
