@@ -175,10 +175,14 @@ class Runtime:
             when_imported(wanted.switch.module, functools.partial(self._apply, wanted))
 
     def _publish(self) -> None:
-        payload = None
         os.environ.pop(SOURCES_VAR, None)
-        if self._sources != {}:
-            payload = os.environ[SOURCES_VAR] = json.dumps(self._sources and {**self._sources, _VERSION: __version__})
+        payload = None  # there is nothing to pass on
+        if self._sources is None:
+            payload = json.dumps(None)  # all features are off
+        elif self._sources:
+            payload = json.dumps({**self._sources, _VERSION: __version__})
+        if payload is not None:
+            os.environ[SOURCES_VAR] = payload
         logger.debug("rl-accel: flags passed on to the processes of Ray: %s", payload)
         importlib.import_module("rl_accel.integrations.ray.propagate").publish(payload)
 

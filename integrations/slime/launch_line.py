@@ -221,9 +221,11 @@ def set_arguments(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]
             reason = "it generates a batch before the last update, which is not strictly on-policy"
             refuse(f"rl_accel.{name}", "the script", "train.py", ASYNC_SCRIPT, reason)
         for key, wanted in {**hooks.engine(section), **dict.fromkeys(hooks.unset)}.items():
-            # SGLang's parser accepts abbreviated flags
-            named = (value for name, value in line.items() if key.startswith(name) and name.startswith("sglang_"))
-            found = getattr(args, key, None) if wanted is None else next(named, wanted)
+            if wanted is None:
+                found = getattr(args, key, None)
+            else:  # SGLang's parser accepts abbreviated flags
+                named = [value for flag, value in line.items() if flag.startswith("sglang_") and key.startswith(flag)]
+                found = named[0] if named else wanted
             if str(found) != str(wanted):
                 refuse(f"rl_accel.{name}", flag_of(key), "unset" if wanted is None else wanted, found)
         kept_flags = section

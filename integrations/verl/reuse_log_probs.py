@@ -60,7 +60,7 @@ def wire(run: VerlRun, _flags: LosslessFlags) -> None:
         refuse(FLAG, mode_key, "disabled", mode, "experts of a forward pass are replayed in the update")
     _check_estimator(run)
     if not run.in_driver:
-        _check_trainer(run.built)
+        _check_trainer(run.trainer)
         if loss := trials.loss_of(run):
             require_no_jump(loss)
 

@@ -8,10 +8,10 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from omegaconf import OmegaConf
@@ -19,17 +19,15 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_accel.errors import first_line
+from rl_accel.integrations.ray.calls import cancel_call
 from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.patches.verl.interfaces import RewardLoopWorker
 
 logger = logging.getLogger("rl_accel")
-T = TypeVar("T")
 
 ATTEMPTS = 4
 """Maximum number of attempts to score a response. Limited, because a response may kill every worker that scores it."""
 _PAUSE_SECONDS = 1.0  # before the next attempt if Ray cannot reach the reward worker, which may come back
-_STOP_SECONDS = 30.0
-"""Maximum seconds to wait for the end of a remote call after its cancellation. Chosen by hand."""
 
 SUCCESSOR = "_successor_"
 """Part of the name of an actor that replaces a dead reward worker. ``reward_loop_worker_2_successor_3_<job id>`` is the third
@@ -44,24 +42,6 @@ class Method:
 
     def remote(self, *args: Any, **kwargs: Any) -> "asyncio.Task[Any]":
         return asyncio.create_task(self._function(*args, **kwargs))
-
-
-async def cancel(call: Awaitable[T]) -> T | None:
-    """Cancels ``call``, a running call of an async Ray actor or a :class:`Method`, and returns its :func:`outcome`."""
-    call.cancel() if hasattr(call, "cancel") else ray.cancel(call)
-    return await outcome(call)
-
-
-async def outcome(call: Awaitable[T]) -> T | None:
-    """Waits up to ``_STOP_SECONDS`` for the result of ``call``. Returns None if the call was cancelled, failed or still runs."""
-    task = asyncio.ensure_future(call)
-    await asyncio.wait({task}, timeout=_STOP_SECONDS)
-    if not task.done():
-        words = "rl-accel: a cancelled remote call has not ended after %.0f s; going on without it"
-        logger.warning(words, _STOP_SECONDS)
-        task.cancel()
-        return None
-    return None if task.cancelled() or task.exception() is not None else task.result()
 
 
 class RewardWorkerProxy:
@@ -92,7 +72,7 @@ class RewardWorkerProxy:
             try:
                 return await call
             except asyncio.CancelledError:
-                await cancel(call)
+                await cancel_call(call)
                 raise
             except RayActorError as error:
                 if attempt == ATTEMPTS:

@@ -28,4 +28,4 @@ def wire(run: VerlRun, _flags: LosslessFlags) -> None:
     run.require_off(_FLAG, f"{_ACTOR}.calculate_entropy", "actor/entropy_loss is a mean over all rows")
     run.require_off(_FLAG, "distillation.enabled", "it trains every response")
     if not run.in_driver and (loss := trials.loss_of(run)):
-        skip_zero.require_silent(loss)
+        skip_zero.require_loss_ignores_zeros(loss)

@@ -95,7 +95,7 @@ def sizes_of(config: Any, flags: TpReplanFlags) -> list[int]:
 
     run = VerlRun(config)
     gpus = run.gpus
-    others = run.gpus_besides_tp
+    others = run.dp_times_pp
     if gpus % others:
         _refuse(f"{ROLLOUT}.data_parallel_size x pipeline_model_parallel_size", f"a divisor of {gpus} GPUs", others)
     sizes = possible_sizes(

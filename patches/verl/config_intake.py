@@ -11,7 +11,8 @@ A feature that uses verl's extension points names a module in :attr:`~rl_accel.f
 - ``wire(run, flags)`` sets the feature's extension points in the configuration of a
   :class:`~rl_accel.patches.verl.verl_run.VerlRun`. A second call changes nothing. Raises ConfigError if the feature cannot work
   in this run.
-- ``find_problems()``, optional, serves ``rl-accel doctor``. Returns pairs: a part of the feature that cannot work, and the reason.
+- ``check_engine()``, optional, serves ``rl-accel doctor``. Returns, for each part of the feature that needs the engine, a verdict,
+  the name of the part and the reason.
 """
 
 import difflib
@@ -203,7 +204,7 @@ def _take_in(config: Any, trainer: Any = None, in_driver: bool = False) -> None:
     if section is not None:
         RUNTIME.set_source(FRAMEWORK, section)
     logged_before = (RUNTIME.sources() or {}).get(CHECKS, {})
-    if logged_before:
+    if logged_before:  # refusals of an earlier call, for example with another trainer, must not hide a feature now
         RUNTIME.set_source(CHECKS, {})
     flags = RUNTIME.flags()
     for warning in flags.warnings if in_driver else ():

@@ -84,7 +84,7 @@ def wire(run: VerlRun, _flags: Any = None) -> None:
     Raises:
         ConfigError: the trainer or a setting conflicts with the feature.
     """
-    if run.built is not None and (found := _class_of(run.built)) not in (_TRAINER, _TAIL_TRAINER):
+    if run.trainer is not None and (found := _class_of(run.trainer)) not in (_TRAINER, _TAIL_TRAINER):
         refuse(_FLAG, "the trainer", _TRAINER, found, "its own methods are unknown")
     if run.get("reward.reward_model.enable") and not run.get("reward.reward_model.enable_resource_pool"):
         reason = "a colocated reward model stops the rollout servers during a validation"

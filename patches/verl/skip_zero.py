@@ -4,8 +4,8 @@ The replacement runs verl's own :meth:`FSDPEngine.forward_backward_batch` on the
 by the number of tokens and rows of the whole mini-batch, and the optimiser takes every step that verl takes. The gradient is
 therefore the same up to float rounding, and bit for bit the same where the remaining rows form the same micro-batches.
 
-A policy loss is accepted if it passes :func:`find_influence`: rows with advantage 0 must have gradient 0 and no effect on the
-gradient of other rows. :func:`_require_no_influence` finds the other parts of an update that zero advantages do not silence.
+A policy loss is accepted if it passes :func:`influence_of_zeros`: rows with advantage 0 must have gradient 0 and no effect on the
+gradient of other rows. :func:`_require_update_ignores_zeros` finds other parts of an update that zero advantages do not silence.
 """
 
 import functools
@@ -27,7 +27,7 @@ from rl_accel.patches.patch import Patch
 from rl_accel.patches.verl import trials
 
 _DISTANCES = (None, None, None, 0.05, 0.003, 0.0003)
-"""Standard deviations of old minus new log-probabilities, one for each batch of :func:`find_influence`. None: both are drawn
+"""Standard deviations of old minus new log-probabilities, one for each batch of :func:`influence_of_zeros`. None: both are drawn
 independently, and differ so much that losses clip. With small differences, fewer losses drop rows."""
 _TIMINGS = 16
 """Number of mini-batches from whose times ``seconds_saved`` is estimated. Chosen by hand."""
@@ -40,7 +40,7 @@ _FLAG = "rl_accel.skip_zero"
 _refuse = functools.partial(refuse, _FLAG)
 
 
-def find_influence(loss_function: Callable[..., Any]) -> str:
+def influence_of_zeros(loss_function: Callable[..., Any]) -> str:
     """Returns the reason why rows (responses) with advantage 0 influence training with ``loss_function``, or "" if they do not.
 
     Computes gradients for random batches of 8 rows, of which 3 have advantage 0. The gradients of these 3 must be 0, and those of
@@ -68,15 +68,15 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
     return "" if keeps_every_row else "it cannot be tried: it drops rows of every trial"
 
 
-def require_silent(loss_function: Callable[..., Any]) -> None:
-    """Raises ConfigError if responses with advantage 0 influence training with ``loss_function``, see :func:`find_influence`."""
-    if reason := find_influence(loss_function):
+def require_loss_ignores_zeros(loss_function: Callable[..., Any]) -> None:
+    """Raises ConfigError if responses with advantage 0 influence training with this loss, see :func:`influence_of_zeros`."""
+    if reason := influence_of_zeros(loss_function):
         config, mode = trials.config_and_mode(loss_function)
         loss_name = f"{mode} with loss_agg_mode {config.loss_agg_mode}" if config and mode else repr(loss_function)
         _refuse(trials.LOSS_MODE, "a loss that advantage 0 silences", loss_name, reason)
 
 
-def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
+def _require_update_ignores_zeros(engine: Any, data: Any, loss_function: Any) -> None:
     """Raises ConfigError if leaving out rows (responses) with advantage 0 would change the training or ``actor/entropy_loss``."""
     from verl.utils import tensordict_utils as tu
 
@@ -92,7 +92,7 @@ def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
             upstream.require_own(getattr(type(engine), name), f"verl:FSDPEngineWithLMHead.{name}")
         except PatchRefused as error:
             raise ConfigError(f"rl_accel.skip_zero wants verl's own training step: {error}") from error
-    require_silent(loss_function)
+    require_loss_ignores_zeros(loss_function)
 
 
 def _find_zero_rows(data: Any) -> list[bool]:
@@ -151,7 +151,7 @@ def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) ->
     try:
         if not settings.enable:
             trials.require_verls(loss_function, _FLAG)
-        _require_no_influence(engine, data, loss_function)
+        _require_update_ignores_zeros(engine, data, loss_function)
         return Counter()
     except ConfigError as error:
         if settings.enable:

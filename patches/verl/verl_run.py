@@ -15,7 +15,7 @@ from rl_accel.features import FEATURES
 from rl_accel.patches.verl.trials import gives_zero_advantages
 
 ON_POLICY = ("V1 sync", "V1 tail_batching")
-"""Trainers (values of :attr:`VerlRun.trainer`) whose rollouts begin and end within one training step."""
+"""Trainers (values of :attr:`VerlRun.trainer_kind`) whose rollouts begin and end within one training step."""
 TRAINERS = {
     "sampler": ("V1",),
     "overlap_validation": ON_POLICY,
@@ -26,8 +26,8 @@ TRAINERS = {
     "tp_replan": ON_POLICY,
     "drafts": ("V1",),
 }
-"""Mapping from feature to the trainers that the feature supports, as values of :attr:`VerlRun.trainer`. "V1" stands for verl's V1
-trainer in any mode. Features that are not listed work with all trainers."""
+"""Mapping from feature to the trainers that the feature supports, as values of :attr:`VerlRun.trainer_kind`. "V1" stands for verl's
+V1 trainer in any mode. Features that are not listed work with all trainers."""
 _ENGINES = {feature.name: feature.engine for feature in FEATURES if feature.engine}
 WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """verl's advantage estimators that call ``masked_whiten`` at the end. The feature ``advantages`` has no effect with others."""
@@ -74,11 +74,11 @@ class VerlRun:
 
     Args:
         config: verl's whole configuration.
-        built: the trainer object; None before the trainer is built.
+        trainer: the trainer object; None before it is built.
         in_driver: True in the driver process, before the run starts other processes. Every key of ``config`` can still be changed.
 
     Attributes:
-        trainer: name of the trainer: ``V1 <mode>``; ``legacy`` (RayPPOTrainer or a subclass that does not override
+        trainer_kind: name of the trainer: ``V1 <mode>``; ``legacy`` (RayPPOTrainer or a subclass that does not override
             ``init_workers``); ``one_step_off``; ``fully_async``; or ``recipe`` (any other trainer).
     """
 
@@ -101,11 +101,11 @@ class VerlRun:
         with initialize_config_dir(str((folder or root / own_folder).resolve()), version_base=None):
             return cls(compose(name or own_name, [*search, *overrides]), in_driver=True)
 
-    def __init__(self, config: Any, built: Any = None, in_driver: bool = False) -> None:
+    def __init__(self, config: Any, trainer: Any = None, in_driver: bool = False) -> None:
         self.config = config
-        self.built = built
+        self.trainer = trainer
         self.in_driver = in_driver
-        self.trainer = self._trainer_by_sections() if built is None else self._trainer_by_class(type(built))
+        self.trainer_kind = self._kind_by_sections() if trainer is None else self._kind_by_class(type(trainer))
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of the dotted ``key`` in verl's configuration, or ``default`` if the key is absent or null."""
@@ -119,7 +119,7 @@ class VerlRun:
     @property
     def is_v1(self) -> bool:
         """True for verl's V1 trainer in any mode. Its agent loops pass responses to the trainer through TransferQueue."""
-        return self.trainer.startswith("V1 ")
+        return self.trainer_kind.startswith("V1 ")
 
     @property
     def has_critic(self) -> bool:
@@ -132,7 +132,10 @@ class VerlRun:
 
         verl's legacy trainer has none. Its subclasses in recipes may filter, and are known once they are built.
         """
-        is_verls_legacy = self.trainer == "legacy" and type(self.built).__name__ in ("NoneType", RAY_TRAINER_CLASS[1])
+        is_verls_legacy = self.trainer_kind == "legacy" and type(self.trainer).__name__ in (
+            "NoneType",
+            RAY_TRAINER_CLASS[1],
+        )
         return bool(self.get("algorithm.filter_groups.enable", False)) and not is_verls_legacy
 
     @property
@@ -152,7 +155,7 @@ class VerlRun:
         return self._number("trainer.n_gpus_per_node") * self._number("trainer.nnodes")
 
     @property
-    def gpus_besides_tp(self) -> int:
+    def dp_times_pp(self) -> int:
         """Data-parallel times pipeline-parallel size of a rollout replica: its GPUs divided by its tensor-parallel size."""
         return self._number(f"{ROLLOUT}.data_parallel_size") * self._number(f"{ROLLOUT}.pipeline_model_parallel_size")
 
@@ -160,20 +163,23 @@ class VerlRun:
     def generates_within_stage(self) -> bool:
         """True if every generation request of a step starts within the stage ``gen`` of this step, as the trainer times it."""
         if not self.is_v1:
-            return self.trainer == "legacy"
-        return self.trainer in ON_POLICY and self.get(f"trainer.v1.{self.trainer[3:]}.parameter_sync_step", 1) == 1
+            return self.trainer_kind == "legacy"
+        return (
+            self.trainer_kind in ON_POLICY
+            and self.get(f"trainer.v1.{self.trainer_kind[3:]}.parameter_sync_step", 1) == 1
+        )
 
     def require(self, feature: str) -> None:
         """Raises ConfigError unless ``feature`` supports the trainer and the rollout engine of this run."""
         flag = f"rl_accel.{feature}"
-        wanted = TRAINERS.get(feature, (self.trainer,))
-        if self.trainer not in wanted and not (self.is_v1 and "V1" in wanted):
+        wanted = TRAINERS.get(feature, (self.trainer_kind,))
+        if self.trainer_kind not in wanted and not (self.is_v1 and "V1" in wanted):
             names = [name for name in wanted if name != "V1 tail_batching"]  # our own wiring chooses this mode
             if self.is_v1:
-                refuse(flag, "trainer.v1.trainer_mode", names[0].removeprefix("V1 "), self.trainer[3:])
-            trainer = self.trainer if self.built is None else f"{self.trainer} ({type(self.built).__name__})"
+                refuse(flag, "trainer.v1.trainer_mode", names[0].removeprefix("V1 "), self.trainer_kind[3:])
+            kind = self.trainer_kind if self.trainer is None else f"{self.trainer_kind} ({type(self.trainer).__name__})"
             reason = "trainer.use_v1 = False" if self.get("trainer.use_v1") is False else ""
-            refuse(flag, "the trainer", " or ".join(names), trainer, reason)
+            refuse(flag, "the trainer", " or ".join(names), kind, reason)
         if feature in _ENGINES and self.get(f"{ROLLOUT}.name") != _ENGINES[feature]:
             refuse(flag, f"{ROLLOUT}.name", _ENGINES[feature], self.get(f"{ROLLOUT}.name"))
 
@@ -238,7 +244,7 @@ class VerlRun:
     def _number(self, key: str) -> int:
         return int(self.get(key, 1) or 1)
 
-    def _trainer_by_sections(self) -> str:
+    def _kind_by_sections(self) -> str:
         if self.get("async_training") is not None:
             return "fully_async"
         if self.get("rollout.nnodes") is not None:
@@ -246,7 +252,7 @@ class VerlRun:
         mode = self.get("trainer.v1.trainer_mode") if self.get("trainer.use_v1", False) else None
         return f"V1 {mode}" if mode else "legacy"
 
-    def _trainer_by_class(self, cls: type) -> str:
+    def _kind_by_class(self, cls: type) -> str:
         bases = {(base.__module__, base.__qualname__): base for base in cls.__mro__}
         if ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer") in bases:
             return f"V1 {self.get('trainer.v1.trainer_mode')}"

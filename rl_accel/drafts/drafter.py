@@ -200,15 +200,13 @@ class Drafter:
             self._running = 0
         new = np.array([len(tokens) for tokens in sampled_token_ids])
         ends = num_tokens_no_spec[:running].astype(np.int64)
-        step = self._pool, self._batch, self._rates, self._counts, token_ids_cpu, new, ends
-        others, went_on, verified = _advance(*step)
-        if len(others) or running < self._running:
-            self._follow(others.tolist(), new, ends, token_ids_cpu)
-            went_on = False
-        if len(others):
-            *_, verified = _advance(*step)
+        changed_rows, is_one_step = _changed_rows(self._batch.requests, token_ids_cpu, new, ends)
+        if len(changed_rows) or running < self._running:
+            self._follow(changed_rows.tolist(), new, ends, token_ids_cpu)
+            is_one_step = False
+        verified = _advance(self._pool, self._batch, self._rates, self._counts, token_ids_cpu, new, ends)
         self._steps += 1
-        if self._called is not None and went_on:
+        if self._called is not None and is_one_step:
             self._stopped += self._costs.add(running, verified, now - self._called, int(new.sum()))
         self._called = now
         if running > self.settings.batch_limit or not self._costs.allows(running):
@@ -280,14 +278,14 @@ class Drafter:
             self._version = max(self._version, version)
             extend(self._pool, self._request(tokens, length, version), tokens[None], np.array([len(tokens)]))
 
-    def _follow(self, others: list[int], new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
+    def _follow(self, changed_rows: list[int], new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
         """Updates ``_batch``, the drafter's copy of vLLM's batch, after requests have started, ended or changed rows.
 
-        ``others``: rows that hold another request than in the last call. If vLLM sampled no token for such a row, as during an
-        incomplete prefill, the row becomes empty.
+        ``changed_rows``: rows that hold another request than in the last call. If vLLM sampled no token for such a row, as during
+        an incomplete prefill, the row becomes empty.
         """
-        left = self._leave([*others, *range(len(new), self._running)])
-        for row in others:
+        left = self._leave([*changed_rows, *range(len(new), self._running)])
+        for row in changed_rows:
             if new[row]:
                 begin = int(ends[row] - new[row])
                 gone = self._gone.pop((begin, _tail_of(matrix[row], begin)), None)
@@ -374,19 +372,11 @@ def _rates_of(rates: _Rates, request: Any) -> tuple[Any, Any]:
 
 
 @compiled
-def _advance(
-    pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: Any, new: Any, ends: Any
-) -> tuple[Any, bool, bool]:
+def _advance(pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: Any, new: Any, ends: Any) -> bool:
     """Compares the predicted tokens with the tokens that vLLM has sampled, updates the acceptance rates, and extends the index.
 
-    Returns ``(others, went_on, verified)``:
-        others: rows that have another request in ``batch`` than in vLLM. If there are any, nothing else was done.
-        went_on: whether all new tokens are from one step, so that its duration is the time since the last call.
-        verified: whether at least one draft was verified in the last step.
+    The rows of ``batch`` hold the same requests as those of vLLM. Returns whether a draft was verified in the last step.
     """
-    others, went_on = _changed_rows(batch.requests, matrix, new, ends)
-    if len(others):
-        return others, False, False
     verified = False
     for row in range(len(new)):
         request = batch.requests[row]
@@ -395,25 +385,28 @@ def _advance(
                 request, batch.tokens[row], batch.shares[row], rates, counts, matrix[row], new[row], ends[row]
             )
     extend(pool, batch.requests[: len(new)], matrix, ends)
-    return others, went_on, verified
+    return verified
 
 
 @compiled
 def _changed_rows(requests: Any, matrix: Any, new: Any, ends: Any) -> tuple[Any, bool]:
-    """Returns ``others`` and ``went_on`` of :func:`_advance`."""
+    """Returns the rows that hold another request in ``requests`` than in vLLM, and whether all new tokens are from one step.
+
+    If they are, the duration of this step is the time since the last call.
+    """
     is_other = np.zeros(len(new), np.bool_)
-    went_on = True
+    is_one_step = True
     for row in range(len(new)):
         length = requests[row].length
         begin = ends[row] - new[row]
-        went_on = went_on and new[row] > 0 and length == begin
+        is_one_step = is_one_step and new[row] > 0 and length == begin
         # the known length is below ``begin`` if vLLM did not call ``propose`` after some steps; 0.29.0 does not call it while
         # a request is within num_speculative_tokens of max_model_len
         if new[row] > 0 and 0 <= length <= begin:
             is_other[row] = requests[row].tail != _tail_of(matrix[row], length)
         else:
             is_other[row] = new[row] > 0 or length >= 0
-    return np.flatnonzero(is_other), went_on
+    return np.flatnonzero(is_other), is_one_step
 
 
 @compiled

@@ -203,12 +203,12 @@ def _place_after(pool: Pool, sequence: Any) -> Any:
 
 @compiled
 def _best_positions(
-    pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, least: int
+    pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, shortest_match: int
 ) -> tuple[Any, int, int]:
     """Finds the last tokens of ``context[:end]`` again in the index, as many as possible (the longest match).
 
     Searches the prompt with the hash ``key`` and its responses (``chain`` 0), or all other prompts and responses (``chain`` 1).
-    Ignores matches of fewer than ``least`` tokens, and responses of weights before version ``oldest``.
+    Ignores matches of fewer than ``shortest_match`` tokens, and responses of weights before version ``oldest``.
 
     Returns:
         Array int64[CANDIDATES] that begins with the positions after the longest matches, the newest first; number of these
@@ -216,31 +216,33 @@ def _best_positions(
     """
     positions = np.zeros(CANDIDATES, np.int64)
     position = pool.buckets[chain, bucket_of(chain, key, context, end, pool.buckets.shape[1])] - 1
-    voters = 0
-    longest = min(CONTEXT, end)
-    if least > longest:
-        return positions, voters, least
+    count = 0
+    best = shortest_match
+    most = min(CONTEXT, end)
+    if best > most:
+        return positions, count, best
     for _ in range(CANDIDATES):
         if not is_live(pool, position):
             break
         length = 0
         at = _previous(pool, position)
-        while at >= 0 and length < longest and _token(pool, at)[0] == context[end - 1 - length]:
+        while at >= 0 and length < most and _token(pool, at)[0] == context[end - 1 - length]:
             length += 1
             at = _previous(pool, at)
         block = _block(pool, position)
-        is_searched = (block.key == key) == (chain == 0) and block.version >= oldest
-        if is_searched and length >= least:
-            if length > least:
-                voters = 0
-                least = length
-            positions[voters] = position
-            voters += 1
+        is_same_prompt = block.key == key
+        is_searched = is_same_prompt if chain == 0 else not is_same_prompt
+        if is_searched and block.version >= oldest and length >= best:
+            if length > best:
+                count = 0
+                best = length
+            positions[count] = position
+            count += 1
         step = _token(pool, position)[1 + chain]
         if step == 0:
             break
         position += step
-    return positions, voters, least
+    return positions, count, best
 
 
 @compiled

@@ -50,8 +50,8 @@ class Interruptible:
         raise asyncio.CancelledError
 
 
-class Cleanups:
-    """Runs code of responses. Code that is cancelled is cancelled once, and may then go on in the background.
+class CancellableCode:
+    """Runs code of responses, such as agent loops. A cancellation reaches it once; it may then clean up in the background.
 
     Args:
         limit: seconds after which clean-up in the background is cut off; None: never.
@@ -65,7 +65,7 @@ class Cleanups:
         self,
         code: Coroutine[Any, Any, T],
         is_busy: Callable[[], bool],
-        is_cancelled: Callable[[], bool] = lambda: False,
+        has_been_told: Callable[[], bool] = lambda: False,
     ) -> T:
         """Runs ``code`` in another task and returns its result.
 
@@ -76,7 +76,7 @@ class Cleanups:
             code: coroutine of a response.
             is_busy: function that returns True while a request of ``code`` is under way, which must end first. No request may begin
                 once ``code`` is cancelled.
-            is_cancelled: function that returns True if ``code`` has already received a CancelledError by another way.
+            has_been_told: function that returns True if ``code`` has already received a CancelledError by another way.
 
         Raises:
             asyncio.CancelledError: the caller was cancelled.
@@ -85,7 +85,7 @@ class Cleanups:
         try:
             await asyncio.wait({work})
         except asyncio.CancelledError:
-            if not is_cancelled():
+            if not has_been_told():
                 work.cancel()
             try:
                 await self._end_of(work, is_busy)
@@ -115,13 +115,13 @@ class Cleanups:
         cut_off = None
         if self._limit is not None:
             cut_off = asyncio.get_running_loop().call_later(self._limit, self._cut_off, work)
-        work.add_done_callback(functools.partial(self._over, cut_off))
+        work.add_done_callback(functools.partial(self._note_end, cut_off))
 
     def _cut_off(self, work: "asyncio.Task[Any]") -> None:
         logger.warning("rl-accel: clean-up of a cancelled response is cut off after %g s (cleanup_limit)", self._limit)
         work.cancel()
 
-    def _over(self, cut_off: asyncio.TimerHandle | None, work: "asyncio.Task[Any]") -> None:
+    def _note_end(self, cut_off: asyncio.TimerHandle | None, work: "asyncio.Task[Any]") -> None:
         self._in_background.discard(work)
         if cut_off is not None:
             cut_off.cancel()

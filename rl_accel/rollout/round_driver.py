@@ -101,12 +101,12 @@ class _Open:
 
     Attributes:
         since: time in seconds of the launch or, if the response is being scored, of the end of generation.
-        doing: what happens to the response: it is being generated, scored or stopped.
+        state: what happens to the response, as text for the log.
     """
 
     prompt_id: str
     since: float
-    doing: str = "generated"
+    state: Literal["being generated", "being scored", "being stopped"] = "being generated"
 
 
 @dataclass
@@ -347,16 +347,18 @@ class RolloutDriver:
     def _waits_for(self) -> str:
         """Returns a text for the log: in which states the unfinished responses are, for how long, and which prompts they answer."""
         without_request = set(self._workers.outside_engines())
-        kinds = defaultdict(list)
+        by_state = defaultdict(list)
         for response_id, response in sorted(self._open.items(), key=lambda item: item[1].since):
-            tool = response.doing == "generated" and response_id in without_request
-            kinds["in a tool or another part of the agent loop" if tool else f"being {response.doing}"].append(response)
+            state: str = response.state
+            if state == "being generated" and response_id in without_request:
+                state = "in a tool or another part of the agent loop"
+            by_state[state].append(response)
         texts = []
-        for doing, responses in kinds.items():
+        for state, responses in by_state.items():
             prompts = list(dict.fromkeys(response.prompt_id for response in responses))
             more = f" and {len(prompts) - REPORT_PROMPTS} more" if len(prompts) > REPORT_PROMPTS else ""
             texts.append(
-                f"{len(responses)} responses {doing}, of prompts {', '.join(prompts[:REPORT_PROMPTS])}{more}, "
+                f"{len(responses)} responses {state}, of prompts {', '.join(prompts[:REPORT_PROMPTS])}{more}, "
                 f"the oldest for {self._now() - responses[0].since:.0f} s"
             )
         return "; ".join(texts) or "its workers"
@@ -369,8 +371,8 @@ class RolloutDriver:
             self._results[response_id] = event.result
         if event.kind != "generated":
             self._open.pop(response_id, None)
-        elif (known := self._open.get(response_id)) and known.doing == "generated":
-            self._open[response_id] = _Open(known.prompt_id, now, "scored")
+        elif (known := self._open.get(response_id)) and known.state == "being generated":
+            self._open[response_id] = _Open(known.prompt_id, now, "being scored")
         match event.kind:
             case "generated":
                 return self.core.response_generated(response_id, event.tokens)
@@ -395,7 +397,7 @@ class RolloutDriver:
                     self._workers.launch(Job(prompt_id, self.supply.payloads[prompt_id], response_ids, self._step))
                 case Cancel(_, response_ids):
                     for response_id in self._open.keys() & set(response_ids):
-                        self._open[response_id].doing = "stopped"
+                        self._open[response_id].state = "being stopped"
                     self._workers.cancel(response_ids)
                 case RequestPrompts(count):
                     self._carry_out(self.core.offer(self.supply.take(count), self._now()))

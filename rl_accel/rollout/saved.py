@@ -137,11 +137,11 @@ def restore(
     step: int,
     core: TailBatching,
     supply: PromptSupply,
-    same_rows: str = "Resume with the data of the saved run",
+    rows_advice: str = "Resume with the data of the saved run",
 ) -> None:
     """Loads the state that :func:`save` wrote to ``folder`` into ``core`` and ``supply``.
 
-    ``same_rows`` is advice for the error message if the data has other rows than the saved run.
+    ``rows_advice`` is advice for the error message if the data has other rows than the saved run.
 
     Raises:
         ResumeError: the saved state is missing, damaged, or of another version or training step, or the saved run had another batch
@@ -171,7 +171,7 @@ def restore(
     try:
         restored.load_state_dict(saved_core)
     except ValueError as error:
-        advice = f". {same_rows}" if saved_core.get("rows_id") != core.run.rows_id else ""
+        advice = f". {rows_advice}" if saved_core.get("rows_id") != core.run.rows_id else ""
         raise ResumeError(f"{file} does not fit this run: {first_line(error)}{advice}") from error
     if differ := sorted(payloads.keys() ^ set(restored.unsettled_prompts()), key=str):
         raise damaged(file, f"the queue and the saved rows differ in {len(differ)} prompts, such as {differ[0]}")

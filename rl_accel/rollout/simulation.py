@@ -144,9 +144,10 @@ class _Replica:
         self.stall = max(-seconds_left, 0.0)
         if seconds_left > 0 and self.running:
             count = len(self.running)
-            rate = self.engine.cached_token_seconds
-            pace = self.pace[count] + rate * self.cached
-            steps = 2 * seconds_left / (pace + math.sqrt(pace * pace + 2 * rate * count * seconds_left))
+            # Steps slow down as the cache fills: seconds_left = first_step * steps + slower * steps**2 / 2, solved for steps.
+            first_step = self.pace[count] + self.engine.cached_token_seconds * self.cached
+            slower = self.engine.cached_token_seconds * count
+            steps = 2 * seconds_left / (first_step + math.sqrt(first_step**2 + 2 * slower * seconds_left))
             self.steps += steps
             self.cached += steps * count
 

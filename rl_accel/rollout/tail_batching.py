@@ -60,12 +60,12 @@ class TailRun:
                 raise ConfigError(f"rl_accel.tail_batching wants {name} to be at least 1, found {getattr(self, name)}")
 
     @property
-    def surplus_prompts(self) -> int:
+    def short_round_prompts(self) -> int:
         """Number of prompts that a short round starts, to train on the first that complete."""
         return _scaled(self.prompts_per_step, self.flags.prompt_ratio)
 
     @property
-    def surplus_responses(self) -> int:
+    def short_round_responses(self) -> int:
         """Number of responses that a short round starts for each prompt, to train on the first that finish."""
         return _scaled(self.responses_per_prompt, self.flags.response_ratio)
 
@@ -100,8 +100,8 @@ class _Prompt:
 class _Attempt:
     """A prompt in the current round, with the states of its responses.
 
-    A response is in ``generating``, then in ``generated``. A cancelled response is in ``stopping``, or in ``surplus`` once it is
-    generated, until it has stopped. Failed and stopped responses are in none of these.
+    A response is in ``generating``, then in ``generated``. A cancelled response is in ``stopping``, or in ``generated_late`` once
+    it is generated, until it has stopped. Failed and stopped responses are in none of these.
 
     Attributes:
         is_refill: True if the prompt was started during the round, in place of a rejected or failed prompt.
@@ -109,9 +109,9 @@ class _Attempt:
         generated: number of tokens of each generated response, by id, in the order of completion.
         scored: ids of the scored responses.
         stopping: ids of the cancelled responses that are still being generated.
-        surplus: number of tokens of each cancelled response that is generated and has not stopped, by id.
+        generated_late: number of tokens of each cancelled response that is generated and has not stopped, by id.
         retries: for a response that replaces a failed one, number of failures before it, by id. No entry means 0.
-        surplus_tokens: number of tokens of each cancelled response that has stopped.
+        cancelled_tokens: number of tokens of each cancelled response that has stopped.
     """
 
     prompt: _Prompt
@@ -120,12 +120,12 @@ class _Attempt:
     generated: dict[int, int] = field(default_factory=dict)
     scored: set[int] = field(default_factory=set)
     stopping: set[int] = field(default_factory=set)
-    surplus: dict[int, int] = field(default_factory=dict)
+    generated_late: dict[int, int] = field(default_factory=dict)
     retries: dict[int, int] = field(default_factory=dict)
-    surplus_tokens: list[int] = field(default_factory=list)
+    cancelled_tokens: list[int] = field(default_factory=list)
 
     def is_cancelled(self, response_id: int) -> bool:
-        return response_id in self.stopping or response_id in self.surplus
+        return response_id in self.stopping or response_id in self.generated_late
 
     def group(self) -> Group:
         return Group(self.prompt.id, tuple(self.generated))
@@ -223,7 +223,7 @@ class TailBatching:
         self._steps_left = steps_left
         self._kind = self._plan(during_validation)
         short = self._kind == "short"
-        self._responses_each = self.run.surplus_responses if short else self.run.responses_per_prompt
+        self._responses_each = self.run.short_round_responses if short else self.run.responses_per_prompt
         self.phase = Phase.FILLING
         return self._fill(now)
 
@@ -264,7 +264,7 @@ class TailBatching:
         if response_id not in attempt.stopping:
             raise ValueError(f"response_id must be of a response that is generating, but {response_id} had finished")
         attempt.stopping.remove(response_id)
-        attempt.surplus[response_id] = tokens
+        attempt.generated_late[response_id] = tokens
         return []
 
     def response_scored(self, response_id: int, now: float) -> list[Decision]:
@@ -275,8 +275,8 @@ class TailBatching:
         attempt = self._find(response_id)
         if attempt is None:
             return []
-        if response_id in attempt.surplus:
-            return self.response_aborted(response_id, attempt.surplus[response_id])
+        if response_id in attempt.generated_late:
+            return self.response_aborted(response_id, attempt.generated_late[response_id])
         if response_id not in attempt.generated or response_id in attempt.scored:
             state = "was scored before" if response_id in attempt.scored else "is still generating"
             raise ValueError(f"response_id must be of a response without a score, but {response_id} {state}")
@@ -327,10 +327,10 @@ class TailBatching:
             raise ValueError(f"response_id must be of a cancelled response, but {response_id} was not cancelled")
         del self._attempts[response_id]
         attempt.stopping.discard(response_id)
-        attempt.surplus.pop(response_id, None)
+        attempt.generated_late.pop(response_id, None)
         self._unacknowledged -= 1
         self._waste(tokens)
-        attempt.surplus_tokens.append(tokens)
+        attempt.cancelled_tokens.append(tokens)
         return self._end_if_stopped()
 
     def group_checked(self, prompt_id: str, passes: bool, now: float) -> list[Decision]:
@@ -401,15 +401,15 @@ class TailBatching:
     def _plan(self, during_validation: bool) -> RoundKind:
         """Returns the kind of the next round, and sets the number of prompts to run in it."""
         batch_size = self.run.prompts_per_step
-        surplus = self.run.surplus_prompts
+        launched = self.run.short_round_prompts
         self._target = batch_size
         # If rounds start no more prompts than they train, no prompt is deferred, and the queue never fills up. Run it now.
         queue_is_full = len(self._queue) >= (self.run.flags.queue_threshold or batch_size)
-        if during_validation or queue_is_full or (self._queue and surplus == batch_size):
+        if during_validation or queue_is_full or (self._queue and launched == batch_size):
             return "long"
-        if surplus - len(self._fresh) > self._trainable_prompts():
+        if launched - len(self._fresh) > self._trainable_prompts():
             return "final"
-        self._target = surplus
+        self._target = launched
         return "short"
 
     def _started(self) -> int:
@@ -464,7 +464,8 @@ class TailBatching:
         decisions: list[Decision] = []
         for slow in self._active.values():
             prompt = slow.prompt
-            if not slow.is_refill:  # it started late and had no fair chance
+            # A refill started late and had no fair chance, so that it does not count as deferred.
+            if not slow.is_refill:
                 self._metrics.prompts_deferred += 1
                 prompt.deferred_in = prompt.deferred_in or self._rounds
                 prompt.deferrals += 1
@@ -505,10 +506,10 @@ class TailBatching:
         if metrics.tokens_generated:
             metrics.wasted_token_share = metrics.tokens_wasted / metrics.tokens_generated
         # Cancelled responses of a trained prompt are acknowledged after TrainBatch, so their lengths are complete only now.
-        with_surplus = [attempt for attempt in self._trained if attempt.surplus_tokens]
-        if with_surplus:
-            metrics.accepted_tokens_mean = fmean(fmean(attempt.generated.values()) for attempt in with_surplus)
-            metrics.cancelled_tokens_mean = fmean(fmean(attempt.surplus_tokens) for attempt in with_surplus)
+        with_cancelled = [attempt for attempt in self._trained if attempt.cancelled_tokens]
+        if with_cancelled:
+            metrics.accepted_tokens_mean = fmean(fmean(attempt.generated.values()) for attempt in with_cancelled)
+            metrics.cancelled_tokens_mean = fmean(fmean(attempt.cancelled_tokens) for attempt in with_cancelled)
         return [RoundEnded(metrics)]
 
     def _waste(self, tokens: int) -> None:
@@ -547,7 +548,7 @@ class TailBatching:
                     del self._attempts[response_id]
                     self._waste(tokens)
                 else:
-                    attempt.surplus[response_id] = tokens
+                    attempt.generated_late[response_id] = tokens
                     self._unacknowledged += 1
             attempt.generated.clear()
         self._metrics.responses_cancelled += len(response_ids)

@@ -106,11 +106,13 @@ def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> 
     sizes = np.array([len(group) for group in groups])
     each = np.maximum(np.concatenate([np.asarray(group, float) for group in groups]).round(), 1)
     firsts = np.cumsum(sizes) - sizes
+    # Intraclass correlation: mean product of two different responses of a group, over the variance of all responses.
     off = np.log(each) - np.log(each).mean()
     covariance = (np.add.reduceat(off, firsts) ** 2 - np.add.reduceat(off**2, firsts)).sum()
     variance = off.var()
     pairs = (sizes * (sizes - 1)).sum()
     alike = float(np.clip(covariance / pairs / variance, 0.0, 0.99)) if pairs and variance else 0.0
+    # Mean and variance of the shared part of a group's normal scores, given these scores, with a normal prior.
     scores = ndtri((rankdata(each) - 0.5) / len(each))
     precision = 1 + (sizes - 1) * alike
     means = np.sqrt(alike) * np.add.reduceat(scores, firsts) / precision

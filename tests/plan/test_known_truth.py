@@ -55,8 +55,8 @@ class Truth:
         for _ in range(300):
             late = []
             while len(late) < prompts:
-                shared = rng.normal(size=RUN.surplus_prompts)
-                ends = np.sort(self.lengths(shared, RUN.surplus_responses, rng), axis=1)[:, :responses]
+                shared = rng.normal(size=RUN.short_round_prompts)
+                ends = np.sort(self.lengths(shared, RUN.short_round_responses, rng), axis=1)[:, :responses]
                 order = np.argsort(ends[:, -1])
                 seconds.append(self.seconds(ends[order[prompts - 1], -1]))
                 tokens.append(ends[order[:prompts]].sum())

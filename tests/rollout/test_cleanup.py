@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rl_accel.rollout import cleanup
-from rl_accel.rollout.cleanup import Cleanups
+from rl_accel.rollout.cleanup import CancellableCode
 
 
 class AgentLoop:
@@ -44,7 +44,7 @@ def short_grace(monkeypatch):
 
 
 async def test_clean_up_goes_on_when_the_caller_has_ended():
-    loop, cleanups = AgentLoop(), Cleanups(None)
+    loop, cleanups = AgentLoop(), CancellableCode(None)
     await loop.cancelled(cleanups)
     assert loop.seen == ["closing"]
     loop.closing_may_end.set()
@@ -54,7 +54,7 @@ async def test_clean_up_goes_on_when_the_caller_has_ended():
 
 
 async def test_a_second_cancellation_of_the_caller_does_not_reach_the_clean_up():
-    loop, cleanups = AgentLoop(), Cleanups(None)
+    loop, cleanups = AgentLoop(), CancellableCode(None)
     loop.busy = True
     caller = asyncio.create_task(cleanups.run(loop.run(), lambda: loop.busy))
     await loop.started.wait()
@@ -69,7 +69,7 @@ async def test_a_second_cancellation_of_the_caller_does_not_reach_the_clean_up()
 
 
 async def test_code_that_has_a_request_is_waited_for_and_code_that_is_cancelled_already_is_not_cancelled_again():
-    loop, cleanups = AgentLoop(), Cleanups(None)
+    loop, cleanups = AgentLoop(), CancellableCode(None)
     loop.busy = True
     ended = asyncio.create_task(loop.cancelled(cleanups))
     while loop.seen != ["closing"]:
@@ -86,7 +86,7 @@ async def test_code_that_has_a_request_is_waited_for_and_code_that_is_cancelled_
 
 
 async def test_clean_up_that_never_ends_is_cut_off_at_its_limit_with_a_line(caplog):
-    loop, cleanups = AgentLoop(), Cleanups(0.05)
+    loop, cleanups = AgentLoop(), CancellableCode(0.05)
     await loop.cancelled(cleanups)
     await cleanups.wait()
     assert loop.seen == ["closing", "cut off"]
@@ -103,7 +103,7 @@ async def test_clean_up_that_fails_in_the_background_is_one_line(caplog):
             await release.wait()
             raise OSError("the sandbox is gone")
 
-    cleanups = Cleanups(None)
+    cleanups = CancellableCode(None)
     caller = asyncio.create_task(cleanups.run(fails(), lambda: False))
     await asyncio.sleep(0.01)
     caller.cancel()
@@ -121,6 +121,6 @@ async def test_results_and_errors_are_those_of_the_code():
     async def error():
         raise OSError("gone")
 
-    assert await Cleanups(None).run(result(), lambda: False) == 7
+    assert await CancellableCode(None).run(result(), lambda: False) == 7
     with pytest.raises(OSError, match="gone"):
-        await Cleanups(None).run(error(), lambda: False)
+        await CancellableCode(None).run(error(), lambda: False)

@@ -24,7 +24,7 @@ from rl_accel.errors import ConfigError, typed_line
 from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.slime import interfaces
 from rl_accel.patches.slime.requests import WATCHER
-from rl_accel.rollout.cleanup import Cleanups, Interruptible, agent_loop_limit
+from rl_accel.rollout.cleanup import CancellableCode, Interruptible, agent_loop_limit
 from rl_accel.rollout.round_driver import Event, FailureLog, Job, ResponseLost, TokenRate
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     # slime allows a limited number of responses at once, and counts this response until this function returns.
     code = function(args, sample, sampling_params, **extra)
     async with agent_loop_limit(session.owner.limit) as session.limit:
-        result = await session.owner.cleanups.run(code, session.is_busy, session.is_interrupted)
+        result = await session.owner.code.run(code, session.is_busy, session.is_interrupted)
     session.finish(result, args.group_rm)
     return result
 
@@ -280,7 +280,7 @@ class Responses:
     def __init__(self, args: Any, engines: Engines, new_index: Callable[[], int], flags: TailBatchingFlags) -> None:
         self._args = args
         self.limit = flags.agent_loop_limit
-        self.cleanups = Cleanups(flags.cleanup_limit)
+        self.code = CancellableCode(flags.cleanup_limit)
         self.engines = engines
         self.token_rate = TokenRate()
         self._new_index = new_index
@@ -349,13 +349,13 @@ class Responses:
                 sampling_params["sampling_seed"] = self._args.rollout_seed + number
             session = self._sessions[response_id] = Session(response_id, job.prompt_id, sample, self)
             session.task = self._loop.create_task(self._respond(session, sampling_params))
-            session.task.add_done_callback(partial(self._over, session))
+            session.task.add_done_callback(partial(self._report_end, session))
 
     async def _respond(self, session: Session, sampling_params: dict[str, Any]) -> None:
         SESSION.set(session)
         WATCHER.set(session)
         code = sglang_rollout.generate_and_rm(self._args, session.sample, sampling_params)
-        session.result = await self.cleanups.run(code, session.is_busy)
+        session.result = await self.code.run(code, session.is_busy)
         if self._args.group_rm:
             await self._score_group(session)
 
@@ -386,7 +386,7 @@ class Responses:
             raise
         scored.set_result(None)
 
-    def _over(self, session: Session, task: "asyncio.Task[None]") -> None:
+    def _report_end(self, session: Session, task: "asyncio.Task[None]") -> None:
         if session.cancelled and not session.tokens:
             session.tokens = self.token_rate.estimate(session.cancelled_at - session.began if session.began else 0.0)
         event = self._failures.event_of(session.response_id, task, session.tokens, session.result, session.cancelled)

@@ -59,7 +59,7 @@ def draws_other_rows(config: Any) -> bool:
     return data.get("train_max_samples", -1) > 0 and bool(data.get("shuffle")) and data.get("seed") is None
 
 
-def same_rows(config: Any) -> str:
+def rows_advice(config: Any) -> str:
     """Returns advice for a resume whose data has other rows than the saved run."""
     if draws_other_rows(config):
         return "Without data.seed each start draws other rows. Begin anew with data.seed set; a resume then finds the same rows"

@@ -20,13 +20,13 @@ from rl_accel.integrations.verl.tail_batching import (
     check_row,
     draws_other_rows,
     filter_limit,
+    rows_advice,
     rows_of,
     run_of,
-    same_rows,
 )
 from rl_accel.integrations.verl.tail_batching.messages import StoredKeys
 from rl_accel.integrations.verl.tail_batching.trainer_servers import RolloutServers
-from rl_accel.integrations.verl.tail_batching.trainer_workers import RUN, Workers
+from rl_accel.integrations.verl.tail_batching.trainer_workers import KEY_PREFIX, Workers
 from rl_accel.integrations.verl.tail_batching.worker_servers import TailLLMServerClient
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import AgentLoopManager, ReplayBuffer, SyncTrainer, TransferQueue
@@ -156,7 +156,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         result = self._driver.play(step, self._steps_left(step))
         stored = _stored_tags()
         keys = [key for response in result.results for key in response.keys]
-        ghosts = sorted(key for key in stored.keys() - set(keys) if key.startswith(RUN))
+        ghosts = sorted(key for key in stored.keys() - set(keys) if key.startswith(KEY_PREFIX))
         if ghosts:
             logger.error(
                 "rl-accel: %d keys of cancelled responses were left behind, the first is %s", len(ghosts), ghosts[0]
@@ -192,7 +192,7 @@ class TailBatchingTrainer(PPOTrainerSync):
                 raise saved.ResumeError(
                     f"{position} is missing, so the position in the data is unknown. {saved.OTHER_CHECKPOINT}"
                 )
-            saved.restore(folder / saved.FOLDER, self.global_steps, self._core, self._supply, same_rows(self.config))
+            saved.restore(folder / saved.FOLDER, self.global_steps, self._core, self._supply, rows_advice(self.config))
         self._log.rewind(self.global_steps)
 
 

@@ -18,7 +18,7 @@ from rl_accel.rollout.round_driver import REPORT_SECONDS, Event, Job
 
 logger = logging.getLogger("rl_accel")
 
-RUN = f"{secrets.token_hex(4)}/"
+KEY_PREFIX = f"{secrets.token_hex(4)}/"
 """Prefix of this run's keys in TransferQueue (verl's store of trajectories), which all jobs of a Ray cluster share."""
 DELIVERY_SECONDS = 5.0
 """Maximum seconds that the trainer process waits for the agent-loop workers to answer a call. They may be busy or dead."""
@@ -60,7 +60,9 @@ class Workers:
         index = min(self._actors, key=lambda i: self._load[i])
         self._load[index] += len(job.response_ids)
         self._worker_of.update(dict.fromkeys(job.response_ids, index))
-        self._jobs[index].append(replace(job, prompt_id=f"{RUN}{job.prompt_id}"))  # verl derives keys from this id
+        self._jobs[index].append(
+            replace(job, prompt_id=f"{KEY_PREFIX}{job.prompt_id}")
+        )  # verl derives keys from this id
 
     def cancel(self, response_ids: Iterable[int]) -> None:
         for response_id in response_ids:

@@ -18,7 +18,7 @@ from rl_accel.integrations.verl.tail_batching import ROLLOUT_N
 from rl_accel.integrations.verl.tail_batching.messages import ServerLost, StoredKeys
 from rl_accel.integrations.verl.tail_batching.worker_servers import SESSION, Session
 from rl_accel.patches.verl.interfaces import AgentLoopOutput, AgentLoopTQ, AgentLoopWorkerTQ
-from rl_accel.rollout.cleanup import Cleanups, agent_loop_limit
+from rl_accel.rollout.cleanup import CancellableCode, agent_loop_limit
 from rl_accel.rollout.round_driver import Event, FailureLog, Job
 from rl_accel.runtime import RUNTIME
 
@@ -57,12 +57,12 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         self._events: list[Event] = []
         self._has_events = asyncio.Event()
         self._servers_lost: ServerLost | None = None
-        self._all_over = asyncio.Event()
+        self._none_left = asyncio.Event()
         self._failures = FailureLog()
         self._busy_since = 0.0
         flags = RUNTIME.flags_of(TAIL_BATCHING)
         self._limit = flags.agent_loop_limit
-        self._cleanups = Cleanups(flags.cleanup_limit)
+        self._agent_loops = CancellableCode(flags.cleanup_limit)
 
     async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:
         """Starts the responses of ``jobs``, then cancels the unfinished responses whose ids are in ``cancel``.
@@ -72,7 +72,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         """
         if jobs and not self._sessions:
             self._busy_since = time.monotonic()
-            self._all_over.clear()
+            self._none_left.clear()
         for job in jobs:
             self._launch(job)
         in_engines: list[Session] = []
@@ -91,11 +91,14 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             task.add_done_callback(self.background_tasks.discard)
 
     async def _insist(self, in_engines: Sequence[Session]) -> None:
-        before = len(in_engines) + 1
-        while len(in_engines) < before:  # thousands of answers can keep this process busy
-            before = len(in_engines)
+        """Waits for the end of requests that the engines abort. Cancels those that are left once no further one ends."""
+        while True:
             await asyncio.sleep(ENGINES_STOP_SECONDS)
-            in_engines = [session for session in in_engines if session.generating]
+            left = [session for session in in_engines if session.generating]
+            # While some end, this process may only be busy with thousands of answers.
+            if len(left) == len(in_engines):
+                break
+            in_engines = left
         for session in in_engines:
             session.task.cancel()
 
@@ -110,7 +113,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             raise self._servers_lost
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(GATHER_SHARE * (time.monotonic() - self._busy_since), GATHER_SECONDS)):
-                await self._all_over.wait()
+                await self._none_left.wait()
         self._has_events.clear()
         events = self._events
         self._events = []
@@ -147,15 +150,15 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
                 **prompt,
             )
             session.task = asyncio.create_task(self._within_limit(session, response), context=context)
-            session.task.add_done_callback(functools.partial(self._over, session))
+            session.task.add_done_callback(functools.partial(self._report_end, session))
 
     async def _within_limit(self, session: Session, response: Coroutine[Any, Any, Any]) -> None:
         async with agent_loop_limit(self._limit) as session.limit:
-            await self._cleanups.run(response, session.is_busy, session.is_interrupted)
+            await self._agent_loops.run(response, session.is_busy, session.is_interrupted)
 
     async def cleaned_up(self) -> None:
         """Waits until no cancelled agent loop cleans up any more."""
-        await self._cleanups.wait()
+        await self._agent_loops.wait()
 
     def outside_engines(self) -> list[int]:
         """Returns the ids of responses whose agent loop runs without a request in an engine, for example in a tool call."""
@@ -170,7 +173,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         if session is None:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             return
-        if session.is_over():  # an agent loop may have swallowed the cancellation
+        if session.must_end():  # an agent loop may have swallowed the cancellation
             session.interrupt()
         if session.limit is not None:
             session.limit.reschedule(None)  # the time limit holds for the agent loop only
@@ -187,7 +190,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         await super()._compute_teacher_logprobs(*args, **kwargs)
         session = SESSION.get()
         if session is not None:
-            if session.is_over():  # what is written from now on would not be cleared
+            if session.must_end():  # what is written from now on would not be cleared
                 session.interrupt()
             session.storing = True  # verl writes the trajectories to TransferQueue next
 
@@ -198,7 +201,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         metric = output.reward_score if self._filter_metric == "reward" else others.get(self._filter_metric)
         return None if metric is None else float(np.float32(metric))
 
-    def _over(self, session: Session, task: "asyncio.Task[None]") -> None:
+    def _report_end(self, session: Session, task: "asyncio.Task[None]") -> None:
         """Reports the outcome of a response, whose ``task`` has ended, as an event."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, ServerLost):  # the round cannot end, so the trainer process gets the error
@@ -209,7 +212,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         event = self._failures.event_of(session.response_id, task, session.tokens, stored, session.cancelled)
         del self._sessions[session.response_id]
         if not self._sessions:
-            self._all_over.set()
+            self._none_left.set()
         self._report(event)
 
     def _report(self, event: Event) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import RayActorError, RayError
 
 from rl_accel.errors import first_line
+from rl_accel.integrations.ray.calls import cancel_call, outcome
 from rl_accel.integrations.verl.engines import EngineSupport, engine_of, is_death
-from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
 from rl_accel.integrations.verl.tail_batching.messages import RESUME, ServerLost
 from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import RolloutServer, TokenOutput
@@ -57,7 +57,7 @@ class Session(Interruptible):
         """Returns True while a rollout server has a request of the response, or while its trajectories are written."""
         return self.generating or self.storing
 
-    def is_over(self) -> bool:
+    def must_end(self) -> bool:
         """Returns True if the agent loop must end: its response is cancelled, or its time limit has passed."""
         return self.cancelled or self.is_over_limit()
 
@@ -96,6 +96,7 @@ class CancellableServer:
 
     @property
     def generate(self) -> "CancellableServer":
+        """This proxy, because verl calls ``server.generate.remote(...)``."""
         return self
 
     async def remote(self, **request: Any) -> TokenOutput:
@@ -108,7 +109,7 @@ class CancellableServer:
         session = SESSION.get()
         if session is None:
             return await self._output(self._server.generate.remote(**request))
-        if session.is_over():  # a multi-turn agent loop wants to begin its next turn
+        if session.must_end():  # a multi-turn agent loop wants to begin its next turn
             session.interrupt()
         call = self._server.generate.remote(**request)
         began = time.perf_counter()
@@ -154,7 +155,7 @@ class CancellableServer:
                     return await outcome(call)
             except RayError:
                 return None
-        return await cancel(call)
+        return await cancel_call(call)
 
 
 class TailLLMServerClient(LLMServerClient):

@@ -178,7 +178,12 @@ def misleading_settings(run: VerlRun) -> Iterator[Row]:
     actor = "actor_rollout_ref.actor"
     strategy = run.get(f"{actor}.strategy")
     saves = run.get("trainer.save_freq", -1) > 0
-    if run.get(f"{actor}.checkpoint.async_save") and strategy != "megatron" and saves and run.trainer != "fully_async":
+    if (
+        run.get(f"{actor}.checkpoint.async_save")
+        and strategy != "megatron"
+        and saves
+        and run.trainer_kind != "fully_async"
+    ):
         why = "verl writes no latest_checkpointed_iteration.txt then, so that a resume begins at step 0: Megatron alone does"
         yield f"{actor}.checkpoint.async_save with {strategy}", "wrong", why
     if run.get(f"{actor}.use_prefix_grouper") and run.is_v1:

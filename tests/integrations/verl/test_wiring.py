@@ -474,7 +474,7 @@ def test_the_page_says_which_feature_works_with_which_trainer(repo):
     run = VerlRun(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}}))
 
     def works(name, trainer):
-        run.trainer = trainer
+        run.trainer_kind = trainer
         try:
             run.require(name)
         except ConfigError:

@@ -359,7 +359,7 @@ def test_a_loss_that_needs_other_data_is_refused_with_what_it_said():
     def mine(model_output, data, dp_group=None):
         return data["my_field"].sum(), {}
 
-    assert "it cannot be tried: KeyError" in skip_zero.find_influence(mine)
+    assert "it cannot be tried: KeyError" in skip_zero.influence_of_zeros(mine)
 
 
 @pytest.mark.parametrize("sampling", [{"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.5}, {}])
@@ -367,7 +367,7 @@ def test_a_loss_that_drops_unlikely_rows_is_tried_with_rows_that_it_keeps(sampli
     def influence(**more):
         correction = {"loss_type": "reinforce", "rollout_is": "token", **sampling, **more}
         loss_mode = replace(actor().policy_loss, loss_mode="bypass_mode", rollout_correction=correction)
-        return skip_zero.find_influence(ppo(policy_loss=loss_mode))
+        return skip_zero.influence_of_zeros(ppo(policy_loss=loss_mode))
 
     assert influence() == ""
     assert influence(rollout_is_batch_normalize=True) == "rows with advantage 0 change the gradient of others"
@@ -375,7 +375,7 @@ def test_a_loss_that_drops_unlikely_rows_is_tried_with_rows_that_it_keeps(sampli
     def dropping_all(model_output, data, dp_group=None):
         return 0 * model_output["log_probs"].values().sum(), {}
 
-    assert skip_zero.find_influence(dropping_all) == "it cannot be tried: it drops rows of every trial"
+    assert skip_zero.influence_of_zeros(dropping_all) == "it cannot be tried: it drops rows of every trial"
 
 
 def test_in_auto_a_loss_of_the_users_own_is_not_tried_since_it_may_keep_a_state(caplog, monkeypatch):
@@ -413,7 +413,7 @@ def test_a_training_step_that_other_code_has_replaced_is_left_to_it(monkeypatch)
 
 def test_a_trial_draws_no_random_numbers_of_the_run():
     before = torch.get_rng_state()
-    skip_zero.find_influence(ppo("clip_cov"))
+    skip_zero.influence_of_zeros(ppo("clip_cov"))
     assert torch.equal(before, torch.get_rng_state())
 
 

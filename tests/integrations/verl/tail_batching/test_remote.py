@@ -26,7 +26,7 @@ from rl_accel.integrations.verl.tail_batching import trainer_servers, worker_ser
 from rl_accel.integrations.verl.tail_batching.messages import ServerLost, StoredKeys
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, require_own_queue, varies
 from rl_accel.integrations.verl.tail_batching.trainer_servers import RolloutServers
-from rl_accel.integrations.verl.tail_batching.trainer_workers import RUN, Workers
+from rl_accel.integrations.verl.tail_batching.trainer_workers import KEY_PREFIX, Workers
 from rl_accel.integrations.verl.tail_batching.worker_servers import ServerDied, Session
 from rl_accel.rollout.round_driver import Event, Job, StepResult, TokenRate
 
@@ -534,7 +534,7 @@ class TestWorkers:
         wait_for(lambda: ray.get(one.look.remote()), "the start, which Ray may deliver after a later call")
         workers.cancel([0, 1])
         workers.end_round()
-        assert engines.told[1:] == [("abort", [[Job(f"{RUN}a", {}, (0, 1), 1), 0, 1, "stop"]])]
+        assert engines.told[1:] == [("abort", [[Job(f"{KEY_PREFIX}a", {}, (0, 1), 1), 0, 1, "stop"]])]
         assert set(gather(workers, 2)[0]) == {("aborted", 0), ("aborted", 1)}
 
     def test_a_round_without_a_rollout_server_ends_the_run(self):
@@ -558,7 +558,7 @@ def test_entries_of_another_job_of_the_cluster_are_left_alone():
     """The queue's controller has one name in a cluster, so that jobs share its partitions."""
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     try:
-        foreign, left_behind = ["1:7_3_0", "aaaa/1:7_3_0"], f"{RUN}1:7_3_0"
+        foreign, left_behind = ["1:7_3_0", "aaaa/1:7_3_0"], f"{KEY_PREFIX}1:7_3_0"
         tq.kv_batch_put(keys=[*foreign, left_behind], partition_id="train", tags=[{"status": "success"}] * 3)
         driver = SimpleNamespace(play=lambda *_: StepResult())
         trainer = SimpleNamespace(_driver=driver, _steps_left=lambda _: 5, _log=SimpleNamespace(add=lambda *_: None))
