@@ -58,15 +58,16 @@ class _Times:
         """Returns the estimated seconds saved by the rollout of the current step; None without a rollout to compare it with.
 
         A validation and a rollout that share the engines are both slower than alone. The estimate assumes that both are slower by
-        the same factor, which is known for the rollout.
+        the same factor, which is known for the rollout. No rollout takes longer alone than beside a validation: one that is shorter
+        than others has short responses.
 
         ``rest``: seconds that the step waited for the rest of its rollout.
         """
         if not self.rollouts_alone:
             return None
-        rollout_alone = fmean(self.rollouts_alone)
         rollout = self.ahead + rest if self.rollout is None else self.rollout
-        validation_alone = self.validation / max(rollout / rollout_alone, 1.0)
+        rollout_alone = min(fmean(self.rollouts_alone), rollout)
+        validation_alone = self.validation * rollout_alone / rollout
         return validation_alone + rollout_alone - self.validation - rest
 
 

@@ -149,3 +149,5 @@ def test_the_estimate_is_what_both_would_take_one_after_the_other():
     times.rollouts_alone.extend([10.0] * 5)
     times.rollout = 12.5  # over before the validation
     assert times.seconds_saved(rest=0.0) == pytest.approx(25 / 1.25 + 10 - 25)
+    times.rollout = 4.0  # shorter beside the validation than others are alone: its responses are short
+    assert times.seconds_saved(rest=0.0) == pytest.approx(4)
