@@ -90,7 +90,7 @@ class RecordingWorker(agent_loop.WorkerPart):
         if trajectory["validate"]:
             return await run(sampling_params, trajectory, **kwargs)
         prompt = kwargs.get("uid", trajectory["sample_index"])  # the legacy trainer passes no uid
-        response = ResponseTimes(str(prompt), time.time(), outcome=FAILED)
+        response = ResponseTimes(str(prompt), time.time(), outcome=FAILED, step=trajectory["step"])
         before = CURRENT.set(response)
         try:
             result = await run(sampling_params, trajectory, **kwargs)
@@ -154,6 +154,7 @@ class TelemetryObserver:
         self._file = Path(OmegaConf.select(config, FILE_KEY))
         self._engine = engine_of(config)
         self._counters = Counters()
+        self._early: list[ResponseTimes] = []
         self._silent_steps = 0
         self._slots_each = OmegaConf.select(config, "actor_rollout_ref.rollout.max_num_seqs", default=None) or 0
         self._window_known = VerlRun(config, config_intake.trainer()).generates_within_stage
@@ -164,7 +165,10 @@ class TelemetryObserver:
         numbers = observe_stages(step, logged)
         if not numbers:
             return {}
-        responses = self._fetch()
+        fetched = [*self._early, *self._fetch()]
+        # The rollout of the next step may have begun already, during the validation of this step.
+        self._early = [response for response in fetched if response.step > step]
+        responses = [response for response in fetched if response.step <= step]
         servers = self._servers()
         try:
             stage_clock.keep(self._file, step, responses)

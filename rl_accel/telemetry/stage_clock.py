@@ -93,6 +93,7 @@ class ResponseTimes:
         server: rollout server that generated the response, or its last turn; None if unknown.
         outcome: ``completed``, ``cancelled`` or ``failed``.
         tools: seconds of waiting for tool calls. The time of parallel calls counts once.
+        step: training step for which the response was launched. It may be launched during the step before.
     """
 
     prompt: str
@@ -104,6 +105,7 @@ class ResponseTimes:
     server: str | None = None
     outcome: str = COMPLETED
     tools: float = 0.0
+    step: int = 0
 
     @property
     def completed_at(self) -> float:

@@ -46,7 +46,7 @@ class TestedWorker(RecordingWorker, Worker):
 
 
 async def respond(worker, agent_name="plain", validate=False, cancel_after=None):
-    trajectory = {"validate": validate, "sample_index": 3}
+    trajectory = {"validate": validate, "sample_index": 3, "step": 1}
     task = asyncio.create_task(worker._run_agent_loop({}, trajectory, agent_name=agent_name, uid="u"))
     if cancel_after is not None:
         await asyncio.sleep(cancel_after)
@@ -89,7 +89,7 @@ async def test_a_response_that_fails_or_is_cancelled(worker):
 
 
 async def test_responses_at_once_do_not_mix(worker):
-    trajectory = {"validate": False, "sample_index": 0}
+    trajectory = {"validate": False, "sample_index": 0, "step": 1}
     runs = [worker._run_agent_loop({}, trajectory, agent_name=name, uid=name) for name in ("plain", "broken")]
     await asyncio.gather(*runs, return_exceptions=True)
     result = {note.prompt: (note.outcome, note.tokens) for note in await worker.take_responses()}
@@ -125,6 +125,14 @@ def test_parts_of_generation_are_told_only_where_it_begins_with_its_stage(traine
     observer = observer_of(trainer, lambda: [ResponseTimes("p", 10.0, 12.0, 13.0, 13.0, 20)])
     metrics = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
     assert (metrics["telemetry/completion_p50_seconds"], "telemetry/idle_share" in metrics) == (3.0, known)
+
+
+def test_a_response_that_ends_before_its_step_counts_in_its_step(observer_of):
+    ended = [ResponseTimes("p", 0.0, 2.0, 2.0, 2.0, 20, step=1), ResponseTimes("q", 1.0, 2.0, 2.0, 2.0, 7, step=2)]
+    fetched = [ended, [ResponseTimes("q", 1.0, 5.0, 5.0, 5.0, 9, step=2)]]
+    observer = observer_of({"use_v1": False}, lambda: fetched.pop(0))
+    metrics = [observer(step, {"timing_s/step": 8.0, "timing_s/gen": 4.0}) for step in (1, 2)]
+    assert [numbers["telemetry/tokens"] for numbers in metrics] == [20, 16]
 
 
 def test_slots_of_all_servers_limit_the_places_in_the_batch(observer_of):
