@@ -302,11 +302,11 @@ def predict(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any) -
     key = sequence.key
     oldest = sequence.oldest
     positions, voters, matched = _best_positions(
-        pool, chain=0, context=context, end=end, key=key, oldest=oldest, least=GRAM
+        pool, chain=0, context=context, end=end, key=key, oldest=oldest, shortest_match=GRAM
     )
     least = matched + 1 if voters else matched
     others, other_voters, longer = _best_positions(
-        pool, chain=1, context=context, end=end, key=key, oldest=oldest, least=least
+        pool, chain=1, context=context, end=end, key=key, oldest=oldest, shortest_match=least
     )
     if other_voters:
         positions = others
