@@ -33,7 +33,6 @@ _COLUMNS: Mapping[str, Callable[[Answer], str]] = {
     "times less": lambda a: "nothing" if a.is_nothing and a.ratio.mean >= 1 else f"{a.ratio.mean:.2f}",
     "95% interval": lambda a: f"{a.ratio.low:.2f} to {a.ratio.high:.2f}",
     "wasted": lambda a: f"{a.outcome.wasted:.0%}" if a.outcome.wasted > 0.0005 else "",
-    "what it costs, what to set": lambda a: "; ".join(filter(None, (a.option.cost, a.option.how))),
 }
 _COUNT = click.IntRange(1)
 
@@ -62,21 +61,15 @@ def _engine(_: Any, __: Any, value: str | None) -> EngineModel | None:
 @click.option("--slots", type=_COUNT, help="Requests that a replica runs at once (max_num_seqs).")
 @click.option("--cache-tokens", type=_COUNT, help="Tokens that the key-value cache of a replica holds.")
 @click.option(
-    "--step-seconds",
-    callback=_engine,
-    help="Seconds of a decoding step by running requests, as 1:0.02,64:0.04.",
+    "--step-seconds", callback=_engine, help="Seconds of a decoding step by running requests, as 1:0.02,64:0.04."
 )
 @click.option(
-    "--other-seconds", type=click.FloatRange(0), callback=finite, help="Seconds of a step outside the rollout."
+    "--other-seconds", type=click.FloatRange(0), callback=finite, help="Seconds of a step beside the rollout."
 )
 @click.option("--draws", type=_COUNT, default=20, show_default=True, help="Draws of prompts and lengths.")
 @click.option("--rounds", type=click.IntRange(5), default=20, show_default=True, help="Rollouts of each draw.")
-@click.option(
-    "--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="First steps of a run to leave out."
-)
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of plan.json.  [default: that of LOG]"
-)
+@click.option("--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="First steps to leave out.")
+@click.option("--out", type=click.Path(path_type=Path), default=".", show_default=True, help="Folder of plan.json.")
 def plan(run_dir: Path | None, lengths: str | None, **given: Any) -> None:
     """Predicts the rollout and step seconds of your run with each feature.
 
@@ -113,8 +106,10 @@ def plan(run_dir: Path | None, lengths: str | None, **given: Any) -> None:
         table.add_row(*(cell(row) for cell in _COLUMNS.values()))
     say(console, *basis)
     console.print(table)
+    for option in options:
+        say(console, f"{option.name}: {'; '.join(filter(None, (option.cost, option.how)))}")
     say(console, *conclusions)
-    path = (given["out"] or (run.output_folder if run else Path())) / "plan.json"
+    path = given["out"] / "plan.json"
     stock, *others = map(_row, answers)
     summary = {
         "schema": SCHEMA,

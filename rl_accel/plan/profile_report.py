@@ -39,15 +39,13 @@ _NUMBERS = {
 @click.argument("run_dir", metavar="LOG", type=click.Path(path_type=Path))
 @click.option("--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="First steps to leave out.")
 @click.option(
-    "--picture",
-    type=click.Path(path_type=Path),
-    help="Where to write the PNG.  [default: profile.png in the folder of the log]",
+    "--picture", type=click.Path(path_type=Path), default="profile.png", show_default=True, help="Picture file."
 )
 @click.option("--no-picture", is_flag=True, help="Print only.")
 @click.option("--prompts", type=click.IntRange(1), help="Prompts per batch, if the log does not say.")
 @click.option("--responses", type=click.IntRange(1), help="Responses per prompt (rollout.n), if the log does not say.")
 def profile(
-    run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, prompts: int | None, responses: int | None
+    run_dir: Path, warmup: int, picture: Path, no_picture: bool, prompts: int | None, responses: int | None
 ) -> None:
     """Shows where the time of a training step went in a run, and which flag would save most.
 
@@ -61,9 +59,7 @@ def profile(
     run = read_run(run_dir, warmup, prompts, responses)
     _show(run, console)
     if not no_picture:
-        path = picture or run.output_folder
-        if path.is_dir():
-            path /= "profile.png"
+        path = picture / "profile.png" if picture.is_dir() else picture
         path = path.with_suffix(path.suffix or ".png")
         try:
             draw_profile(run, path)
@@ -148,12 +144,13 @@ def _shown(numbers: Mapping[str, float], name: str) -> str:
 
 
 def _table_of_savings(savings: Sequence[Saving], whole: float) -> Table:
-    columns = ("what takes time", "seconds", "share", "what would reduce it", "gain, with 95% interval")
+    columns = ("what takes time, and what would reduce it", "seconds", "share", "gain, with 95% interval")
     table = Table(*columns, title="Where it could be saved")
+    table.columns[0].no_wrap = True  # a terminal of 80 columns shows flags in one piece
     for saving in savings:
         share = f"{saving.seconds / whole:.1%}" if saving.in_step else ""
         seconds = format_seconds(saving.seconds)
-        table.add_row(saving.name, seconds, share, saving.advice, _gain_text(saving, whole))
+        table.add_row(f"{saving.name}\n  {saving.advice}", seconds, share, _gain_text(saving, whole))
     return table
 
 

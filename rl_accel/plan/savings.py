@@ -133,7 +133,7 @@ def _measured_generation(run: Profile) -> list[Saving]:
         Saving(
             "generating nine in ten responses",
             most,
-            "more replicas, or a smaller max_response_length",
+            "more replicas, smaller max_response_length",
             "`rl-accel plan --replicas` simulates other numbers of replicas",
             ours=False,
         ),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.readers import read, starts_of
+from rl_accel.telemetry.readers import read
 from rl_accel.telemetry.run_log import TELEMETRY, Logged
 from rl_accel.telemetry.stage_clock import (
     FILE_NAME,
@@ -78,12 +78,6 @@ class Profile:
     def log(self) -> Path:
         """First file of the log."""
         return self.logged.files[0]
-
-    @property
-    def output_folder(self) -> Path:
-        """Folder for the picture and the plan of the run: the folder that was read, or the folder of the first file."""
-        first = Path(starts_of(str(self.folder))[0])
-        return first if first.is_dir() else first.parent
 
     @property
     def steps(self) -> list[int]:

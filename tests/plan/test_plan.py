@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,9 +152,9 @@ def test_equal_draws_give_equal_answers():
     assert [found.outcome for found in again] == [found.outcome for found in first]
 
 
-def test_the_command_on_a_run(run_dir, tmp_path, invoke):
-    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
-    output = invoke(plan, tmp_path / "metrics.jsonl", "--draws", "6", "--rounds", "8")
+def test_the_command_on_a_run(run_dir, tmp_path, invoke, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    output = invoke(plan, run_dir / "metrics.jsonl", "--draws", "6", "--rounds", "8")
     assert "Fitted to 384 responses" in output
     assert "Best of the pack: " in output
     document = json.loads((tmp_path / "plan.json").read_text())

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from rl_accel.__main__ import main
+from rl_accel.config import describe_flags
 from rl_accel.errors import RlAccelError
-from rl_accel.plan.profile_report import profile
-from rl_accel.plan.savings import EQUAL, NOTICING, REUSE, REWARDS, VALIDATING, WAITING, find_savings, levers
+from rl_accel.features import FEATURES
+from rl_accel.plan.answers import Range
+from rl_accel.plan.profile_report import _table_of_savings, profile
+from rl_accel.plan.savings import EQUAL, NOTICING, REUSE, REWARDS, VALIDATING, WAITING, Saving, find_savings, levers
 from rl_accel.plan.setup import setup_of
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import read_run
@@ -55,7 +59,8 @@ def write_run(folder, responses_of=batch, window_known=True, **more):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     write_run(tmp_path)
     return tmp_path
 
@@ -127,6 +132,16 @@ def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(r
     assert (run / "profile.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_terminal_of_80_columns_shows_each_flag_in_one_piece(capsys):
+    advice = [f"+rl_accel.{feature.name}.enable=True" for feature in FEATURES]
+    savings = [Saving(REUSE, 812.5, flag, "", Range(123.4, 112.3, 134.5)) for flag in advice]
+    Console(width=80).print(_table_of_savings(savings, 1000.0))
+    lines = capsys.readouterr().out.splitlines()
+    assert [flag for flag in advice if not any(f" {flag} " in line for line in lines)] == []
+    assert max(map(len, lines)) == 80
+    assert max(len(key) for key, _, _ in describe_flags()) < 40, "the first column of rl-accel flags"
+
+
 def test_a_reward_that_takes_long_has_a_bound(tmp_path):
     def responses(_step):
         quick = [ResponseTimes(f"p{n}", 0.0, 1.0, 1.2, 1.2, 10) for n in range(19)]
@@ -196,7 +211,7 @@ def test_a_step_with_a_timer_that_is_no_duration_is_left_out_and_said(tmp_path, 
     lines.insert(5, json.dumps({"step": 4, "data": odd}))
     lines.append(json.dumps({"step": 5, "data": {"rl_accel/telemetry/idle_share": other}}))
     (tmp_path / "m.jsonl").write_text("\n".join(lines))
-    output = invoke(profile, tmp_path)
+    output = invoke(profile, tmp_path, "--picture", tmp_path)
     assert "note: left out, because a stage or the step has an invalid duration: 4\n" in output
     run_profile = read_run(tmp_path)
     assert (run_profile.steps, run_profile.stages["gen"], run_profile.numbers["idle_share"]) == ([3, 5], 12.0, 0.5)
@@ -234,15 +249,19 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line_after_the_table(tmp_p
     assert call(tmp_path).err == f"rl-accel: {tmp_path / 'm.jsonl'}: Permission denied\n"
 
 
-def test_the_line_on_the_picture_names_its_file_which_for_several_files_is_beside_the_first(tmp_path, invoke):
-    write_log(tmp_path / "m.jsonl")
+def test_the_picture_is_in_the_working_folder_or_where_it_is_asked_for_and_never_beside_the_log(
+    tmp_path, invoke, monkeypatch
+):
+    log = tmp_path / "run" / "m.jsonl"
+    write_log(log)
     for given, file in ((tmp_path, "profile.png"), (tmp_path / "x", "x.png"), (tmp_path / "x.svg", "x.svg")):
-        assert f"Picture: {tmp_path / file}\n" in invoke(profile, tmp_path / "m.jsonl", "--picture", given)
+        assert f"Picture: {tmp_path / file}\n" in invoke(profile, log, "--picture", given)
         assert (tmp_path / file).stat().st_size
-    for folder in "12":
-        write_log(tmp_path / folder / "m.jsonl")
-    invoke(profile, f"{tmp_path / '1' / 'm.jsonl'},{tmp_path / '2'}")
-    assert (tmp_path / "1" / "profile.png").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for given in (log, log.parent, f"{log},{log}"):
+        assert "Picture: profile.png\n" in invoke(profile, given)
+    assert [*Path().iterdir(), *log.parent.iterdir()] == [Path("profile.png"), log]
 
 
 @pytest.mark.slow
@@ -287,7 +306,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 def test_the_command_draws_stages_alone_and_many_responses(tmp_path, invoke):
     write_log(tmp_path / "stages" / "metrics.jsonl")
-    invoke(profile, tmp_path / "stages")
+    invoke(profile, tmp_path / "stages", "--picture", tmp_path)
     write_run(tmp_path / "many", lambda _: [ResponseTimes(str(n % 10), 0.0, 1.0, 1.0, 1.0, 1) for n in range(5000)])
     invoke(profile, tmp_path / "many", "--picture", tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
