@@ -7,10 +7,12 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+T = TypeVar("T")
 
 
 def wide_console(width: int = 160, **options: Any) -> "Console":
@@ -40,6 +42,15 @@ def show_table(console: "Console", columns: Sequence[str], rows: Iterable[Sequen
     for row in rows:
         table.add_row(*map(str, row))
     console.print(table)
+
+
+def progress(items: Sequence[T], what: str) -> Iterable[T]:
+    """Yields ``items``, and meanwhile shows a progress bar named ``what`` if standard error is a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(file=sys.__stderr__)  # sys.stderr may be redirected
+    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 def aligned(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:

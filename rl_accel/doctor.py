@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel import __version__
-from rl_accel.console import aligned
+from rl_accel.console import aligned, progress
 from rl_accel.errors import PatchRefused, one_line
 from rl_accel.features import FEATURES, FLAG_READER, METRICS_LOGGER, Feature
 from rl_accel.integrations.slime.custom_config import require_checkout
@@ -24,6 +24,8 @@ from rl_accel.runtime import is_installed, switches_of
 from rl_accel.switch import Switch, SwitchState
 
 PLUGIN = "rl_accel.integrations.verl.plugin"
+ENGINES = {"vllm": ("0.24.0", "0.29.0", "0.31.0", "0.32.0"), "sglang": ("0.5.12.post1", "0.5.15.post1")}
+"""Mapping from inference engine to the versions on which the pack was run. Others are accepted if they have the same interface."""
 DISTRIBUTIONS = ("torch", "numba", "triton", "ray", "verl", "TransferQueue", "slime", "transformers", "omegaconf")
 
 
@@ -43,7 +45,8 @@ def diagnose() -> dict[str, Any]:
         from rl_accel.reward.sandbox import bubblewrap_problem
 
         checkout = _use_slime_checkout()
-        checks = [check for feature in FEATURES for check in _check_feature(feature)]
+        features = progress(FEATURES, "trying features")
+        checks = [*_check_engines(), *(check for feature in features for check in _check_feature(feature))]
         if is_installed("verl"):
             for name, module in (("reads flags", FLAG_READER), ("logs numbers", METRICS_LOGGER)):
                 checks += [_try(name, switch, None) for switch in switches_of(module)]
@@ -114,6 +117,15 @@ def _check_plugin() -> Iterator[dict[str, str]]:
     else:
         return
     yield _check("reads flags", "verl.plugins", "cannot", reason)
+
+
+def _check_engines() -> Iterator[dict[str, str]]:
+    for engine, versions in ENGINES.items():
+        version = version_of(engine) or version_of(f"{engine}-cpu")
+        if version is not None:
+            is_run = version.partition("+")[0] in versions
+            reason = "" if is_run else f"not run here; {', '.join(versions)} were"
+            yield _check("engine", f"{engine} {version}", "works", reason)
 
 
 def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:

@@ -258,6 +258,19 @@ def test_doctor_says_that_verl_does_not_load_our_plug_in(monkeypatch, named, can
     assert not list(doctor._check_plugin())
 
 
+def test_doctor_says_on_which_versions_of_an_engine_nothing_was_run(monkeypatch, repo):
+    def rows(**versions):
+        monkeypatch.setattr(doctor, "version_of", versions.get)
+        return {check["switch"]: (check["verdict"], check["reason"]) for check in doctor._check_engines()}
+
+    for engine, tried in doctor.ENGINES.items():
+        were = ", ".join(tried)
+        assert rows(**{engine: "9.9+cu1"}) == {f"{engine} 9.9+cu1": ("works", f"not run here; {were} were")}
+        assert rows(**{f"{engine}-cpu": tried[0]}) == {f"{engine} {tried[0]}": ("works", "")}
+        assert all(version in (repo / "docs/versions.md").read_text() for version in tried)
+    assert rows() == {}
+
+
 @pytest.mark.parametrize("damaged", ['{"half', "[]", '"gae"', "7"])
 def test_flags_of_a_driver_that_are_damaged_or_of_another_version_are_one_line(monkeypatch, invoke, damaged):
     monkeypatch.setenv("RL_ACCEL_SOURCES", damaged)

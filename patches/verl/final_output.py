@@ -7,9 +7,11 @@ parts into the output that verl expects.
 """
 
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.view import View
 
@@ -22,11 +24,17 @@ def _at_the_end(original: Any, _settings: Any) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     has_interval = "stream_interval" in SamplingParams.__struct_fields__
+    if not has_interval:
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        if "stream_interval" not in inspect.signature(OutputProcessor).parameters:
+            raise PatchRefused("vLLM has no stream_interval, neither of a request nor of an engine")
+    kind = RequestOutputKind.DELTA
 
     async def generate(self: Any, prompt_ids: Any, sampling_params: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self._disaggregation_role != "null" or sampling_params.keys() & {"output_kind", "n", "prompt_logprobs"}:
             return await original(self, prompt_ids, sampling_params, *args, **kwargs)
-        params = {**sampling_params, "output_kind": RequestOutputKind.DELTA}
+        params = {**sampling_params, "output_kind": kind}
         if not params.get("stop"):  # verl uses only the tokens; vLLM needs the text to find stop strings
             params.setdefault("detokenize", False)
         if has_interval:

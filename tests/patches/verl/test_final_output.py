@@ -65,6 +65,8 @@ def test_requests_of_others_pass_as_they_are_and_when_the_last_has_ended_the_eng
     vllm = SimpleNamespace(SamplingParams=SimpleNamespace(__struct_fields__=fields))
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", parameters)
+    processors = SimpleNamespace(OutputProcessor=lambda tokenizer, stream_interval=1: None)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.output_processor", processors)
     (patch,) = final_output.SWITCHES
     engine, processor = Engine(PARTS), SimpleNamespace(stream_interval=1)
     engine.output_processor = processor
@@ -96,6 +98,10 @@ def test_requests_of_others_pass_as_they_are_and_when_the_last_has_ended_the_eng
     assert set(seen_intervals) == {1 if has_interval else final_output.NEVER}
     assert vars(engine) | {"closed": False} == before
     assert processor.stream_interval == 1
+    processors.OutputProcessor = lambda tokenizer: None
+    if not has_interval:
+        with pytest.raises(PatchRefused, match="vLLM has no stream_interval"):
+            patch.make(of_verl, None)
 
 
 def test_a_server_of_another_shape_is_refused():
