@@ -33,14 +33,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_accel.config import AUTO, Flags
 from rl_accel.errors import ConfigError, PatchRefused, first_line, refuse
-from rl_accel.features import FEATURES, TAIL_BATCHING, Feature
+from rl_accel.features import FEATURES, SKIP_ZERO, TAIL_BATCHING, Feature
 from rl_accel.log import warn_once
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import Trainer
-from rl_accel.patches.verl.verl_run import RAY_TRAINER_CLASS, TRAINERS, VerlRun
+from rl_accel.patches.verl.verl_run import FILTER_KEY, RAY_TRAINER_CLASS, TRAINERS, VerlRun
 from rl_accel.runtime import CHECKS, FRAMEWORK, RUNTIME
 
 logger = logging.getLogger("rl_accel")
@@ -213,9 +213,12 @@ def _take_in(config: Any, trainer: Any = None, in_driver: bool = False) -> None:
     for name, reason in idle.items():
         if in_driver or not run.is_v1:  # else verl's V1 driver has logged it
             warn_once((name, reason), "rl-accel: %s is on and has nothing to do in this run: %s", name, reason)
+    if trainer is not None and run.ignores_group_filter and flags.requested(SKIP_ZERO) != "off":
+        note = f"verl's legacy trainer does not read {FILTER_KEY}: skip_zero leaves groups with equal rewards out of updates"
+        warn_once(note, "rl-accel: %s", note)
     for name, reason in refusals.items():
         if name not in logged_before:
-            warn_once((name, reason), "rl-accel: %s stays off: %s", name, reason)
+            warn_once((name, reason), "rl-accel: %s stays off: %s", name, reason, level=logging.INFO)
     if refusals:
         RUNTIME.set_source(CHECKS, dict.fromkeys(refusals, False))
     checkpoint = run.checkpoint_to_resume if in_driver and not flags[TAIL_BATCHING].enable else None

@@ -8,6 +8,7 @@ The trainer asks before it relies on that (:data:`KEY`): the first update of a r
 """
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -167,7 +168,7 @@ def _make(original: Any, settings: Any) -> Any:
                     raise
                 answers[worker] = False
                 if worker.rank == 0:
-                    warn_once(str(error), "rl-accel: reuse_log_probs stays off: %s", error)
+                    warn_once(str(error), "rl-accel: reuse_log_probs stays off: %s", error, level=logging.INFO)
         return answers[worker]
 
     def train_mini_batch(self: Any, data: Any) -> Any:

@@ -9,6 +9,7 @@ gradient of other rows. :func:`_require_update_ignores_zeros` finds other parts 
 """
 
 import functools
+import logging
 import statistics
 import time
 import weakref
@@ -115,9 +116,9 @@ def _choose_rows(zero: list[bool], lengths: list[int], wanted: int) -> list[int]
     return sorted(rows + spare[: wanted - len(rows)])
 
 
-def _warn(message: str) -> None:
+def _note(message: str) -> None:
     if torch.distributed.get_rank() == 0:
-        warn_once(message, "rl-accel: skip_zero %s", message)
+        warn_once(message, "rl-accel: skip_zero %s", message, level=logging.INFO)
 
 
 def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[int], int]:
@@ -144,7 +145,7 @@ def _agree_on_rows(engine: Any, data: Any, zero: list[bool]) -> tuple[int, list[
 
 
 def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
-    """Returns an empty counter for skipped rows. Logs a warning and returns None if rows must not be skipped.
+    """Returns an empty counter for skipped rows. Logs the reason and returns None if rows must not be skipped.
 
     Raises ConfigError instead of returning None if the feature is enabled by name.
     """
@@ -156,7 +157,7 @@ def _start_counter(settings: Any, engine: Any, data: Any, loss_function: Any) ->
     except ConfigError as error:
         if settings.enable:
             raise
-        _warn(f"stays off: {error}")
+        _note(f"stays off: {error}")
         return None
 
 
@@ -225,7 +226,7 @@ def _train_rows(
     # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
     counts = {"rows": len(left_out) * len(sizes), "tokens": left_out_tokens * len(sizes)}
     skipped.update({**counts, "seconds_saved": _seconds_of(left_out_tokens, state.timings)})
-    _warn(_DIFFERENCES)
+    _note(_DIFFERENCES)
     return output
 
 

@@ -53,6 +53,7 @@ _IDLE_WITHOUT_TRAINING = (
 ROLLOUT = "actor_rollout_ref.rollout"
 """Section of verl's configuration for the rollout."""
 ROUTER_KEY = f"{ROLLOUT}.router_config_path"
+FILTER_KEY = "algorithm.filter_groups.enable"
 MAINS = {
     "verl.trainer.main_ppo": ("trainer/config", "ppo_trainer"),
     "verl.experimental.fully_async_policy.fully_async_main": (
@@ -128,15 +129,17 @@ class VerlRun:
 
     @property
     def filters_groups(self) -> bool:
-        """True if the trainer has a group filter (DAPO), and the filter is on. It drops prompts whose responses all score the same.
+        """True if the trainer has a group filter (DAPO), and it is on. It drops prompts whose responses all score the same."""
+        return bool(self.get(FILTER_KEY, False)) and not self.ignores_group_filter
 
-        verl's legacy trainer has none. Its subclasses in recipes may filter, and are known once they are built.
+    @property
+    def ignores_group_filter(self) -> bool:
+        """True if the group filter is on, and the trainer is verl's own legacy trainer, which has none.
+
+        Its subclasses in recipes may filter, and are known once they are built.
         """
-        is_verls_legacy = self.trainer_kind == "legacy" and type(self.trainer).__name__ in (
-            "NoneType",
-            RAY_TRAINER_CLASS[1],
-        )
-        return bool(self.get("algorithm.filter_groups.enable", False)) and not is_verls_legacy
+        is_verls_own = type(self.trainer).__name__ in ("NoneType", RAY_TRAINER_CLASS[1])
+        return bool(self.get(FILTER_KEY, False)) and self.trainer_kind == "legacy" and is_verls_own
 
     @property
     def checkpoint_to_resume(self) -> Path | None:
@@ -217,7 +220,7 @@ class VerlRun:
         if feature == "overlap_validation" and (frequency := self.get("trainer.test_freq", -1)) <= 0:
             return f"trainer.test_freq = {frequency}"
         if self.filters_groups and feature in _IDLE_WITH_GROUP_FILTER:
-            return f"algorithm.filter_groups.enable = True: {_IDLE_WITH_GROUP_FILTER[feature]}"
+            return f"{FILTER_KEY} = True: {_IDLE_WITH_GROUP_FILTER[feature]}"
         return ""
 
     def _key_without_zero_advantages(self) -> str:

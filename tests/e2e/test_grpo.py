@@ -4,6 +4,7 @@ Each value that verl logs, each response and each state of the data loader is th
 """
 
 import json
+import re
 from fnmatch import fnmatch
 
 import pytest
@@ -46,7 +47,7 @@ ARMS = {
     "stock": [],
     "reuse": [*COMMON, REUSE],
     "overlap": [*COMMON, OVERLAP],
-    "both": [*COMMON, REUSE, OVERLAP],
+    "both": ["+rl_accel.auto=True"],
 }
 ACCELERATED = [arm for arm in ARMS if arm != "stock"]
 
@@ -136,6 +137,12 @@ def test_rollouts_begin_during_validations(out, steps, arm):
         "seconds_saved": [3, 5],
     }.items():  # step 1 has nothing to compare with
         assert [step for step, ours in steps[arm].items() if prefix + name in ours] == logged
+
+
+def test_a_healthy_run_with_auto_has_no_warning_of_ours(out):
+    log = (out / "both-seed0" / "train.log").read_text()
+    assert "rl-accel: final_output stays off: rl_accel.final_output wants" in log
+    assert [line for line in log.splitlines() if re.search("(WARN|ERROR).*rl-accel: ", line)] == []
 
 
 @pytest.mark.parametrize("arm", ["reuse", "both"])

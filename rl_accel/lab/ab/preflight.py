@@ -23,7 +23,7 @@ from rl_accel.doctor import quiet
 from rl_accel.errors import one_line
 from rl_accel.integrations.slime.launch_line import read_flags
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs
-from rl_accel.patches.verl.verl_run import MAINS, VerlRun
+from rl_accel.patches.verl.verl_run import FILTER_KEY, MAINS, VerlRun
 from rl_accel.runtime import is_installed
 
 TRIED_VERL = "0.9.1"
@@ -188,6 +188,8 @@ def misleading_settings(run: VerlRun) -> Iterator[Row]:
         yield f"{actor}.checkpoint.async_save with {strategy}", "wrong", why
     if run.get(f"{actor}.use_prefix_grouper") and run.is_v1:
         yield f"{actor}.use_prefix_grouper", "idle", "verl's V1 trainer does not read it"
+    if run.ignores_group_filter:
+        yield FILTER_KEY, "idle", "verl's legacy trainer does not read it: groups with equal rewards are trained"
     queue = "transfer_queue.backend"
     is_local = run.get("ray_kwargs.ray_init.address") is None and "RAY_ADDRESS" not in os.environ
     if (

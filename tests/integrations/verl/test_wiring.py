@@ -270,6 +270,27 @@ def test_an_automatic_feature_is_checked_as_one_by_name_and_stays_off_with_the_s
     assert requested() == "automatically"
 
 
+def test_a_group_filter_that_verls_legacy_trainer_lacks_is_said_and_skip_zero_is_not_called_idle(configured, caplog):
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    class WithFilter(RayPPOTrainer):
+        """As recipes have one."""
+
+    keys = {"trainer.use_v1": False, "algorithm.adv_estimator": "grpo", "algorithm.filter_groups.enable": True}
+    for cls, said in (
+        (
+            RayPPOTrainer,
+            "verl's legacy trainer does not read algorithm.filter_groups.enable: skip_zero leaves",
+        ),
+        (WithFilter, "skip_zero is on and has nothing to do in this run: algorithm.filter_groups.enable = True"),
+    ):
+        caplog.clear()
+        trainer = object.__new__(cls)
+        config_intake.in_trainer(configured({"rl_accel.skip_zero.enable": True, **keys}), trainer)
+        (line,) = [line for line in caplog.messages if "filter_groups" in line]
+        assert line.startswith(f"rl-accel: {said}")
+
+
 def test_a_size_that_tail_batching_replaces_is_said_once(configured, caplog):
     config = configured({"rl_accel.tail_batching.enable": True, "data.gen_batch_size": 16})
     for _ in range(2):

@@ -282,6 +282,7 @@ def test_doctor_asks_for_no_gpu_on_a_cpu_nor_a_model_to_check_a_critic_and_names
 
 SAVES = ["trainer.save_freq=10", "actor_rollout_ref.actor.checkpoint.async_save=True"]
 GROUPER = ["actor_rollout_ref.actor.use_prefix_grouper=True"]
+FILTER = "algorithm.filter_groups.enable=True"
 SHORT = ["ray_kwargs.ray_init.num_cpus=8"]
 
 
@@ -296,6 +297,8 @@ SHORT = ["ray_kwargs.ray_init.num_cpus=8"]
         ([*SAVES, "actor_rollout_ref.actor.strategy=megatron", "trainer.nnodes=2"], []),
         ([*GROUPER, "trainer.nnodes=2"], [("use_prefix_grouper", "idle")]),
         ([*GROUPER, "trainer.use_v1=False"], []),
+        (["trainer.use_v1=False", FILTER], [("enable", "idle")]),
+        ([FILTER, "trainer.nnodes=2"], []),
     ],
 )
 def test_doctor_names_settings_that_do_not_do_what_they_say(given, wanted, verl, monkeypatch):
