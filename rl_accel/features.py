@@ -182,7 +182,7 @@ REUSE_LOG_PROBS = Feature(
     name="reuse_log_probs",
     flags=LosslessFlags,
     switches={"verl": ("rl_accel.patches.verl.reuse_log_probs", "rl_accel.patches.verl.reuse_in_worker")},
-    verl="rl_accel.integrations.verl.reuse_log_probs",
+    verl="rl_accel.patches.verl.reuse_log_probs",
 )
 """Takes old log-probabilities from the update itself if a batch gets one optimizer step, without a separate forward pass."""
 

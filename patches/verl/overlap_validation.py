@@ -11,11 +11,10 @@ With tail batching, the round that begins during a validation is a long one, whi
 Checkpoints of tail batching hold the prompts of an open round.
 """
 
-import contextlib
+import functools
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -24,11 +23,11 @@ from rl_accel.errors import refuse
 from rl_accel.features import TAIL_BATCHING
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.patches.view import View
 from rl_accel.runtime import RUNTIME
 from rl_accel.telemetry import metrics
 
-NAME = "overlap_validation"
-_FLAG = f"rl_accel.{NAME}"
+_FLAG = "rl_accel.overlap_validation"
 _TRAINER = "verl.trainer.ppo.v1.trainer_sync.PPOTrainerSync"
 _TAIL_TRAINER = "rl_accel.integrations.verl.tail_batching.trainer.TailBatchingTrainer"
 _ROLLOUTS = 5
@@ -117,20 +116,6 @@ def _has_next_step(trainer: Any) -> bool:
     return bool(step < trainer.total_training_steps and epochs < config.total_epochs)
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """Replaces a method of the object ``owner`` inside the ``with`` block."""
-    attributes = dict(vars(owner))
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        if name in attributes:  # other code has replaced the method in the same way
-            setattr(owner, name, attributes[name])
-        else:
-            delattr(owner, name)
-
-
 def _submit_next_step(trainer: Any) -> None:
     if _class_of(trainer) == _TAIL_TRAINER:
         trainer.begin_early(trainer.global_steps + 1)
@@ -152,29 +137,25 @@ def _make_validate(original: Any, _settings: Any) -> Any:
             return original(self)
         manager = self.agent_loop_manager
         buffer = self.replay_buffer
-        submit = manager.generate_sequences
-        wait = buffer._wait_for_next_poll
 
         def submit_both(prompts: Any) -> Any:
-            result = submit(prompts)
+            result = manager.generate_sequences(prompts)
             if times.submitted is None:
                 times.submitted = time.perf_counter()
                 _submit_next_step(self)
             return result
 
-        def wait_and_look(*args: Any, **kwargs: Any) -> Any:
+        def look_and_wait(*args: Any, **kwargs: Any) -> Any:
             # verl has just looked at the prompts of the validation and of the step
             is_over = not (buffer.pending_keys["train"] or buffer.running_keys["train"])
             if is_over and times.submitted is not None and times.rollout is None:
                 times.rollout = time.perf_counter() - times.submitted
-            return wait(*args, **kwargs)
+            return buffer._wait_for_next_poll(*args, **kwargs)
 
+        sample = functools.partial(type(buffer).sample, View(buffer, _wait_for_next_poll=look_and_wait))
+        both = View(manager, generate_sequences=submit_both)
         started = time.perf_counter()
-        with (
-            _replaced(manager, "generate_sequences", submit_both),
-            _replaced(buffer, "_wait_for_next_poll", wait_and_look),
-        ):
-            result = original(self)
+        result = original(View(self, agent_loop_manager=both, replay_buffer=View(buffer, sample=sample)))
         times.validation = time.perf_counter() - started
         return result
 
@@ -193,8 +174,7 @@ def _make_step(original: Any, _settings: Any) -> Any:
         times.ahead = time.perf_counter() - times.submitted
         times.submitted = None
         vars(self.train_dataloader).pop("state_dict", None)
-        with _replaced(self, "prepare_step", dict):
-            batch = original(self, *args, **kwargs)
+        batch = original(View(self, prepare_step=dict), *args, **kwargs)
         metrics.put("overlap_validation/ahead_seconds", times.ahead)
         saved = times.seconds_saved(self.timing_raw["gen"])
         if saved is not None:

@@ -7,10 +7,8 @@ with the entropy, as verl's forward pass does.
 The trainer asks before it relies on that (:data:`KEY`): the first update of a run is verl's, and returns :data:`WORKS`.
 """
 
-import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,12 +94,9 @@ class _Recorder:
         return torch.nested.as_nested_tensor([of_row[row].cpu() for row in range(rows)], layout=torch.jagged)
 
 
-@contextlib.contextmanager
-def _with_entropy(engine: Any) -> Iterator[None]:
-    """Makes verl's FSDP engine return the entropy, without gradient, inside the ``with`` block, as its forward pass does."""
+def _with_entropy(prepare: Any) -> Any:
+    """Returns a wrapper of the method ``prepare_model_outputs`` of verl's FSDP engine that adds the entropy, without gradient."""
     from verl.utils import tensordict_utils as tu
-
-    prepare = engine.prepare_model_outputs
 
     def prepare_model_outputs(micro_batch: Any, **given: Any) -> Any:
         with torch.no_grad():
@@ -110,11 +105,7 @@ def _with_entropy(engine: Any) -> Iterator[None]:
             entropy = prepare(micro_batch=asking, **given)["entropy"]
         return {**prepare(micro_batch=micro_batch, **given), "entropy": entropy}
 
-    engine.prepare_model_outputs = prepare_model_outputs
-    try:
-        yield
-    finally:
-        del engine.prepare_model_outputs
+    return prepare_model_outputs
 
 
 def _update(original: Any, worker: Any, data: Any) -> Any:
@@ -124,8 +115,9 @@ def _update(original: Any, worker: Any, data: Any) -> Any:
     """
     from verl.utils import tensordict_utils as tu
 
+    engine = worker.engine
     rows = data.shape[0]
-    ranks = worker.engine.get_data_parallel_size()
+    ranks = engine.get_data_parallel_size()
     steps = (tu.get(data, "mini_batch_size"), tu.get(data, "epochs"))
     if steps != (rows * ranks, 1):
         raise RuntimeError(f"rl-accel: reuse_log_probs wants one step of {rows * ranks} rows, found {steps}")
@@ -134,17 +126,16 @@ def _update(original: Any, worker: Any, data: Any) -> Any:
     data[_ROW] = torch.arange(rows)
     data["old_log_probs"] = torch.zeros_like(data["old_log_probs"])  # skip_zero wants finite numbers
     recorder = _Recorder(worker.loss_fn, trains_entropy)
-    entropy: Any = contextlib.nullcontext()
-    if not trains_entropy and type(worker.engine).__name__ == _ENGINES[0]:
-        entropy = _with_entropy(worker.engine)
+    if not trains_entropy and type(engine).__name__ == _ENGINES[0]:
+        engine.prepare_model_outputs = _with_entropy(engine.prepare_model_outputs)
     elif not trains_entropy:
         tu.assign_non_tensor(data, calculate_entropy=True)
     worker.loss_fn = recorder
     try:
-        with entropy:
-            output = original(worker, data)
+        output = original(worker, data)
     finally:
         worker.loss_fn = recorder.verls_loss
+        vars(engine).pop("prepare_model_outputs", None)
     if output is None:  # a rank without outputs
         return None
     metrics = {**tu.get(output, "metrics"), SHARE: [recorder.trained_tokens / tokens]}

@@ -4,7 +4,8 @@ Instead of a forward pass, the trainer stores NaN as ``old_log_probs``. The work
 (:mod:`rl_accel.patches.verl.reuse_in_worker`). After the update, verl's own functions compute all metrics that need old
 log-probabilities, from those that the update returns.
 
-The first update of a run is verl's, and asks the workers whether the next ones may do so.
+The first update of a run is verl's, and asks the workers whether later ones may do so. Before that, :func:`wire` checks verl's
+configuration.
 """
 
 import inspect
@@ -17,13 +18,78 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_accel.errors import refuse
+from rl_accel.features import LosslessFlags
 from rl_accel.patches.patch import Patch
-from rl_accel.patches.verl.reuse_in_worker import ASK, KEY, REUSE, SHARE, WORKS
+from rl_accel.patches.verl import trials
+from rl_accel.patches.verl.reuse_in_worker import ASK, FLAG, KEY, REUSE, SHARE, WORKS, require_no_jump
+from rl_accel.patches.verl.verl_run import ROLLOUT, VerlRun
 from rl_accel.patches.view import View
 from rl_accel.telemetry import metrics as telemetry
 
+_ACTOR = "actor_rollout_ref.actor"
+_CORRECTION = "algorithm.rollout_correction"
+_OFF = {
+    "algorithm.use_kl_in_reward": "the penalty needs old log-probabilities before the update",
+    "distillation.enabled": "its loss was not tried",
+    f"{_ACTOR}.calculate_sum_pi_squared": "verl's forward pass computes it",
+    f"{_ACTOR}.fsdp_config.qat.enable": "quantisation observes each forward pass",
+    f"{_ACTOR}.megatron.dynamic_context_parallel": "a response is split among ranks",
+    f"{ROLLOUT}.enable_rollout_routing_replay": "experts of a forward pass are replayed in the update",
+    "actor_rollout_ref.model.mtp.enable": "its training was not tried",
+}
+"""Boolean keys of verl's configuration that must be off, with the reasons."""
 _FORWARD_SHARE = 1 / 3
 """Upper bound of the share of the forward pass in the seconds of an update. A backward pass takes twice as long, or longer."""
+
+
+def wire(run: VerlRun, _flags: LosslessFlags) -> None:
+    """Checks that nothing in ``run`` needs old log-probabilities before the update. Changes nothing.
+
+    In the trainer process, also tries the policy loss, if verl's registry of policy losses has it in that process.
+
+    Raises:
+        ConfigError: something needs old log-probabilities before the update, or was not tried.
+    """
+    if run.get(f"{_CORRECTION}.bypass_mode", False):
+        return  # verl computes no old log-probabilities, as VerlRun.idle says
+    if (strategy := run.get(f"{_ACTOR}.strategy")) not in ("fsdp", "fsdp2", "megatron"):
+        refuse(FLAG, f"{_ACTOR}.strategy", "fsdp, fsdp2 or megatron", strategy, "others were not tried")
+    for key, reason in _OFF.items():
+        run.require_off(FLAG, key, reason)
+    for key in (f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs"):
+        if value := run.get(key):
+            refuse(FLAG, key, None, value, "it needs old log-probabilities before the update")
+    mode_key = f"{_ACTOR}.{strategy}.router_replay.mode"
+    if (mode := run.get(mode_key, "disabled")) != "disabled":
+        refuse(FLAG, mode_key, "disabled", mode, "experts of a forward pass are replayed in the update")
+    _check_estimator(run)
+    if not run.in_driver:
+        _check_trainer(run.trainer)
+        if loss := trials.loss_of(run):
+            require_no_jump(loss)
+
+
+def _check_estimator(run: VerlRun) -> None:
+    """Refuses an advantage estimator that takes old log-probabilities."""
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    name = run.get("algorithm.adv_estimator")
+    try:
+        parameters = inspect.signature(get_adv_estimator_fn(name)).parameters
+    except ValueError:  # registered in the trainer's process alone, which checks again
+        return
+    if "old_log_probs" in parameters:
+        refuse(FLAG, "algorithm.adv_estimator", "one without old log-probabilities", name)
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Refuses a trainer whose class replaces a method of verl's between the forward pass and the update."""
+    between = "_step_once" if hasattr(trainer, "_step_once") else "fit"  # of the V1 and of the legacy trainer
+    for name in ("_compute_old_log_prob", "_compute_advantage", "_update_actor", between):
+        method = getattr(type(trainer), name, None)
+        if method is not None and not inspect.unwrap(method).__module__.startswith("verl.trainer.ppo."):
+            refuse(FLAG, f"{name} of the trainer", "verl's own", type(trainer).__name__, "others may differ")
 
 
 @dataclass
@@ -31,20 +97,16 @@ class _Run:
     """State of one trainer.
 
     Attributes:
-        works: answer of the workers; None before they were asked.
+        works: answer of the workers to the last update of verl; False before the first one.
         is_deferred: True from the time a forward pass is left out until the update of the same batch.
         seconds_per_token: lowest seconds per token of verl's forward passes.
         seconds: seconds that replaced the forward pass of the deferred batch so far.
     """
 
-    works: bool | None = None
+    works: bool = False
     is_deferred: bool = False
     seconds_per_token: float = math.inf
     seconds: float = 0.0
-
-    def note_forward(self, started: float, tokens: int) -> None:
-        """Takes note of a forward pass of verl over ``tokens`` tokens, which began at ``started`` and ends now."""
-        self.seconds_per_token = min(self.seconds_per_token, (time.perf_counter() - started) / max(tokens, 1))
 
     def log_savings(self, tokens: int, share: float, update_seconds: float) -> None:
         """Logs the savings of a batch of ``tokens`` tokens, of which the ``share`` was trained, in ``update_seconds``."""
@@ -56,10 +118,6 @@ class _Run:
 
 
 _runs: weakref.WeakKeyDictionary[Any, _Run] = weakref.WeakKeyDictionary()
-
-
-def _run_of(trainer: Any) -> _Run:
-    return _runs.setdefault(trainer, _Run())
 
 
 def gets_one_step(trainer: Any, rows: int) -> bool:
@@ -101,11 +159,6 @@ class _V1:
         return {"metrics": updated.extra_info["metrics"][0]}
 
     @staticmethod
-    def metrics_of(_result: Any, metrics: Any) -> Any:
-        """Returns the dict in which verl's method has put the metrics of the update."""
-        return metrics
-
-    @staticmethod
     def late_metrics(trainer: Any, forward: Any, batch: Any, _updated: Any) -> dict[str, float]:
         """Returns the metrics that verl's method ``forward`` and advantage computation log of old log-probabilities."""
         from verl.protocol import DataProto
@@ -141,10 +194,6 @@ class _Legacy:
         return updated
 
     @staticmethod
-    def metrics_of(result: Any) -> Any:
-        return result.meta_info["metrics"]
-
-    @staticmethod
     def late_metrics(trainer: Any, forward: Any, batch: Any, updated: Any) -> dict[str, float]:
         from verl.trainer.ppo.core_algos import agg_loss
         from verl.utils.debug.metrics import calculate_debug_metrics
@@ -174,19 +223,15 @@ def _corrections(trainer: Any, data: Any) -> dict[str, float]:
     return dict(corrections)
 
 
-def _given(metrics: Any) -> tuple[Any, ...]:
-    """Returns the arguments after ``batch`` with which verl has called a method: ``metrics`` on V1, none on the legacy trainer."""
-    return () if metrics is None else (metrics,)
-
-
 def _deferring(kind: Any, original: Any) -> Any:
     def _compute_old_log_prob(self: Any, batch: Any, metrics: Any = None) -> Any:
-        run = _run_of(self)
-        given = _given(metrics)
+        run = _runs.setdefault(self, _Run())
+        given = () if metrics is None else (metrics,)
         started = time.perf_counter()
         if not run.works or not gets_one_step(self, len(batch)):
             result = original(self, batch, *given)
-            run.note_forward(started, kind.tokens(batch))
+            per_token = (time.perf_counter() - started) / max(kind.tokens(batch), 1)
+            run.seconds_per_token = min(run.seconds_per_token, per_token)
             return result
         result = kind.defer(batch)
         run.is_deferred = True
@@ -197,17 +242,17 @@ def _deferring(kind: Any, original: Any) -> Any:
 
 
 def _reusing(kind: Any, original: Any) -> Any:
+    # verl's V1 trainer gives ``metrics``, a dict to fill in; the legacy trainer reads the metrics of what is returned.
     def _update_actor(self: Any, batch: Any, metrics: Any = None) -> Any:
-        run = _run_of(self)
-        given = _given(metrics)
+        run = _runs.setdefault(self, _Run())
+        given = () if metrics is None else (metrics,)
         details = getattr(batch, kind.details)
+        details[KEY] = REUSE if run.is_deferred else ASK
         if not run.is_deferred:
-            if run.works is not None:
-                return original(self, batch, *given)
-            details[KEY] = ASK
             result = original(self, batch, *given)
             del details[KEY]
-            run.works = bool(np.mean(kind.metrics_of(result, *given).pop(f"actor/{WORKS}", 0.0)))
+            of_update = result.meta_info["metrics"] if metrics is None else metrics
+            run.works = bool(np.mean(of_update.pop(f"actor/{WORKS}", 0.0)))
             return result
         updates: list[Any] = []
 
@@ -216,13 +261,12 @@ def _reusing(kind: Any, original: Any) -> Any:
             return kind.output_of(updates[0])
 
         run.is_deferred = False
-        details[KEY] = REUSE
         started = time.perf_counter()
         workers = View(self.actor_rollout_wg, update_actor=update_and_keep)
         result = original(View(self, actor_rollout_wg=workers), batch, *given)
         updated = time.perf_counter()
         del details[KEY]
-        of_update = kind.metrics_of(result, *given)
+        of_update = result.meta_info["metrics"] if metrics is None else metrics
         forward = inspect.unwrap(type(self)._compute_old_log_prob)
         of_update |= kind.late_metrics(self, forward, batch, updates[0])
         run.seconds += time.perf_counter() - updated

@@ -581,6 +581,21 @@ def test_a_batch_that_gets_another_number_of_steps_is_verls(rows, changes, is_re
     assert reuse_log_probs.gets_one_step(trainer, rows) == is_reused
 
 
+def test_a_trainer_with_a_method_of_its_own_before_the_update_is_refused():
+    from verl.trainer.ppo import ray_trainer
+    from verl.trainer.ppo.v1 import trainer_sync
+
+    for cls, methods in (
+        (trainer_sync.PPOTrainerSync, {"_step_once", "_compute_advantage", "_compute_old_log_prob", "_update_actor"}),
+        (ray_trainer.RayPPOTrainer, {"fit", "_compute_old_log_prob", "_update_actor"}),
+    ):
+        reuse_log_probs._check_trainer(object.__new__(cls))
+        for name in methods:
+            own = type("Own", (cls,), {name: lambda self: None})
+            with pytest.raises(ConfigError, match=f"{name} of the trainer = verl's own, found Own"):
+                reuse_log_probs._check_trainer(object.__new__(own))
+
+
 class Store:
     """Rows of a batch as TransferQueue keeps them, in this process."""
 

@@ -32,6 +32,20 @@ class Loader:
         return {"fetched": self.fetched}
 
 
+class Buffer:
+    """A replay buffer that polls once for each batch. The rollout of the next step is over by then."""
+
+    def __init__(self):
+        self.pending_keys = {"train": set()}
+        self.running_keys = {"train": set()}
+
+    def sample(self):
+        return self._wait_for_next_poll("val", 0.0)
+
+    def _wait_for_next_poll(self, _partition_id, last_debug_time):
+        return last_debug_time
+
+
 def prepare_step(trainer):
     trainer.train_dataloader.fetched += 1
     trainer.agent_loop_manager.generate_sequences(f"step {trainer.global_steps}")
@@ -41,6 +55,7 @@ def prepare_step(trainer):
 def validate(trainer):
     for batch in VALIDATION:
         trainer.agent_loop_manager.generate_sequences(batch)
+        trainer.replay_buffer.sample()
     return {"val": 1.0}
 
 
@@ -69,7 +84,7 @@ def built(monkeypatch):
         trainer.timing_raw = {"gen": 10.0}
         trainer.submitted = []
         trainer.agent_loop_manager = SimpleNamespace(generate_sequences=trainer.submitted.append)
-        trainer.replay_buffer = SimpleNamespace(_wait_for_next_poll=lambda *_: 0.0)
+        trainer.replay_buffer = Buffer()
         patched_validate = overlap_validation._make_validate(validate, None)
         patched_step = overlap_validation._make_step(step, None)
         return trainer, lambda: patched_validate(trainer), lambda: patched_step(trainer, {}, {})
@@ -119,6 +134,16 @@ def test_only_a_step_that_comes_is_submitted(built, changed, attributes, is_foll
     trainer.global_steps += 1
     trained()
     assert len(trainer.submitted) == 3
+
+
+@pytest.mark.parametrize("status", ["pending_keys", "running_keys"])
+def test_polls_of_the_validation_see_whether_the_rollout_is_over(built, status):
+    trainer, validated, _ = built()
+    validated()
+    assert overlap_validation._trainers[trainer].rollout > 0.0
+    getattr(trainer.replay_buffer, status)["train"].add("prompt")
+    validated()
+    assert overlap_validation._trainers[trainer].rollout is None
 
 
 class Own(PPOTrainerSync):
