@@ -39,8 +39,7 @@ class _Times:
     """Durations in seconds that one trainer has measured, and the state of its prompts.
 
     Attributes:
-        rollouts_alone: stage ``gen`` of the last steps whose rollout began with the step. Empty with tail batching, whose rounds
-            differ too much.
+        rollouts_alone: stage ``gen`` of the last steps whose rollout began with the step. Empty with tail batching.
         submitted: ``perf_counter`` time at which the prompts of the next step were submitted; None if they were not.
         validation: last validation.
         rollout: rollout that began during the last validation and was over before the end of the validation; None otherwise.
@@ -57,8 +56,7 @@ class _Times:
         """Returns the estimated seconds saved by the rollout of the current step; None without a rollout to compare it with.
 
         A validation and a rollout that share the engines are both slower than alone. The estimate assumes that both are slower by
-        the same factor, which is known for the rollout. No rollout takes longer alone than beside a validation: one that is shorter
-        than others has short responses.
+        the same factor, which is known for the rollout. A rollout that is shorter than others has short responses.
 
         ``rest``: seconds that the step waited for the rest of its rollout.
         """
@@ -112,8 +110,8 @@ def _has_next_step(trainer: Any) -> bool:
         return False
     if step + 1 in (trainer.config.global_profiler.steps or ()):
         return False  # verl starts the profiler of the rollout servers when the step begins
-    epochs = step // trainer.steps_per_epoch
-    return bool(step < trainer.total_training_steps and epochs < config.total_epochs)
+    is_last_epoch_over = step // trainer.steps_per_epoch >= config.total_epochs
+    return bool(step < trainer.total_training_steps and not is_last_epoch_over)
 
 
 def _submit_next_step(trainer: Any) -> None:

@@ -4,8 +4,7 @@ Instead of a forward pass, the trainer stores NaN as ``old_log_probs``. The work
 (:mod:`rl_accel.patches.verl.reuse_in_worker`). After the update, verl's own functions compute all metrics that need old
 log-probabilities, from those that the update returns.
 
-The first update of a run is verl's, and asks the workers whether later ones may do so. Before that, :func:`wire` checks verl's
-configuration.
+The first update of a run is verl's, and asks the workers whether later ones may do so. :func:`wire` checks the configuration.
 """
 
 import inspect
@@ -267,8 +266,7 @@ def _reusing(kind: Any, original: Any) -> Any:
         updated = time.perf_counter()
         del details[KEY]
         of_update = result.meta_info["metrics"] if metrics is None else metrics
-        forward = inspect.unwrap(type(self)._compute_old_log_prob)
-        of_update |= kind.late_metrics(self, forward, batch, updates[0])
+        of_update |= kind.late_metrics(self, inspect.unwrap(type(self)._compute_old_log_prob), batch, updates[0])
         run.seconds += time.perf_counter() - updated
         share = float(np.mean(of_update.pop(f"actor/{SHARE}")))
         run.log_savings(kind.tokens(batch), share, updated - started)
