@@ -132,7 +132,7 @@ def _run(root: Path, main: str, overrides: list[str], path: str, name: str) -> t
         run = VerlRun.compose(main, overrides, folder, name)
     except Exception:  # hydra raises many classes for a key that this verl lacks
         return None, None, "do not compose"
-    return run, built, f"compose ({run.trainer if built is None else VerlRun(run.config, built).trainer})"
+    return run, built, f"compose ({run.trainer_kind if built is None else VerlRun(run.config, built).trainer_kind})"
 
 
 def _recipe_file(root: Path, main: str) -> Path | None:
