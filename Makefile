@@ -92,7 +92,7 @@ suffix: $(VLLM)/.ready  ## build vLLM's suffix decoding (with cmake), which ab-d
 ab-drafts: $(VLLM)/.ready  ## drafts on real vLLM, beside vLLM's own, in the second epoch
 	$(VLLM)/bin/rl-accel ab examples/verl_drafts --out $(AB_OUT)-drafts --overwrite
 
-test: $(DEV)  ## every promise, on real verl and Ray; 10 to 25 minutes on 2 cores
+test: $(DEV)  ## every promise, on real verl and Ray; up to 50 minutes on 2 busy cores
 	$(PYTEST) -m "not full"
 
 test-fast: $(DEV)  ## the quick subset; 2 to 3 minutes

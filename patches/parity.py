@@ -14,6 +14,9 @@ from rl_accel.telemetry import metrics
 
 PROBING: ContextVar[bool] = ContextVar("probing", default=False)
 """True while a replacement is compared with the original. The replacement then records no metrics, and never uses the fallback."""
+_COMPARING: ContextVar[bool] = ContextVar("comparing", default=False)
+"""True while a replacement or its original is called for a comparison. An original may call replacements of other functions, whose
+calls are not counted then."""
 
 
 def require_agreement(
@@ -33,12 +36,16 @@ def require_agreement(
         PatchRefused: outputs differ. The message names the output, the position and the difference.
         TypeError, ValueError, BackendMissing: ``replacement`` does not support these arguments.
     """
-    expected = _call(original, arguments)
-    token = PROBING.set(True)
+    comparing = _COMPARING.set(True)
     try:
-        outputs = _call(replacement, arguments)
+        expected = _call(original, arguments)
+        probing = PROBING.set(True)
+        try:
+            outputs = _call(replacement, arguments)
+        finally:
+            PROBING.reset(probing)
     finally:
-        PROBING.reset(token)
+        _COMPARING.reset(comparing)
     try:
         torch.testing.assert_close(outputs, expected, rtol=rtol, atol=atol, equal_nan=True)
     except AssertionError as error:
@@ -56,14 +63,15 @@ def with_fallback(function: Callable[..., Any], original: Callable[..., Any], fe
     def replacement(*args: Any, **kwargs: Any) -> Any:
         try:
             result = function(*args, **kwargs)
-            if not PROBING.get():
+            if not _COMPARING.get():
                 metrics.add(f"{feature}/calls", 1)
             return result
         except (TypeError, ValueError, BackendMissing) as error:
             if PROBING.get():
                 raise
             reason = str(error)
-        metrics.add(f"{feature}/stock_calls", 1)
+        if not _COMPARING.get():
+            metrics.add(f"{feature}/stock_calls", 1)
         name = original.__qualname__
         warn_once((name, reason), "rl-accel: a call is left to the framework's own %s: %s", name, reason)
         return original(*args, **kwargs)

@@ -52,7 +52,9 @@ class RewardWorkerProxy:
     """
 
     def __init__(self, worker: RewardLoopWorker, successor: Callable[[int], RewardLoopWorker]) -> None:
-        self._worker, self._successor, self._deaths = worker, successor, 0
+        self._worker = worker
+        self._successor = successor
+        self._deaths = 0
         self.compute_score = Method(self._compute_score)
 
     def __getattr__(self, name: str) -> Any:

@@ -51,7 +51,8 @@ def influence_of_zeros(loss_function: Callable[..., Any]) -> str:
     ``loss_function`` is verl's, with its configuration, and takes ``model_output``, ``data`` and ``dp_group``.
     """
     every = range(len(trials.LENGTHS))
-    others, keeps_every_row = [row for row in every if row not in trials.ZERO_ROWS], False
+    others = [row for row in every if row not in trials.ZERO_ROWS]
+    keeps_every_row = False
     try:
         for seed, distance in enumerate(_DISTANCES):
             with torch.random.fork_rng(devices=[]):

@@ -31,6 +31,9 @@ rl_accel.enable(gae=True, advantages=True, sampler=True)
     assert "dtype mismatch" not in run.log
     for metrics in run.steps.values():
         assert 0 < metrics["actor/grad_norm"] < 1e4
+        assert metrics["rl_accel/advantages/applied"] == 0.0, (
+            "GRPO has no serial loop; the comparison of gae does not count"
+        )
     # Later steps of this mode go on with what older weights began.
     assert run.steps[1]["training/rollout_probs_diff_max"] < 1e-4
     assert run.steps[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from rl_accel.errors import PatchRefused
-from rl_accel.patches.parity import require_agreement
+from rl_accel.patches.parity import require_agreement, with_fallback
+from rl_accel.telemetry import metrics
 
 X = torch.tensor([[1.0, 2.0], [3.0, float("nan")]])
 
@@ -41,3 +42,17 @@ def test_neither_function_may_touch_the_arguments_of_the_other():
 def test_differences_are_located(replacement, message):
     with pytest.raises(PatchRefused, match=message):
         require_agreement(same, replacement, {"x": X, "scale": 2})
+
+
+def test_a_comparison_counts_no_call_of_another_replacement_that_the_original_makes():
+    def refuse(x):
+        raise ValueError("not this one")
+
+    metrics.drain()
+    helper = with_fallback(lambda x: x + 1, lambda x: x + 1, "helper")
+    refused = with_fallback(refuse, lambda x: x + 1, "refused")
+    require_agreement(lambda x: helper(x) + refused(x), lambda x: 2 * x + 2, {"x": X})
+    assert metrics.drain() == {}
+    helper(X)
+    refused(X)
+    assert metrics.drain() == {"rl_accel/helper/calls": 1.0, "rl_accel/refused/stock_calls": 1.0}
